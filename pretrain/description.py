@@ -53,11 +53,12 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
 
     A dataclass's default is what a run did before there was a choice. Fields without one, and all
     those of another class than the component's, stay as they are. What an encoder's fields were
-    once called has today's names.
+    once called has today's names, and a class that was moved to another module its new address.
     """
-    whole = dict(older)
-    if whole.get("_target_") != _target(component):
+    whole, target = dict(older), _target(component)
+    if str(whole.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:
         return whole
+    whole["_target_"] = target
     for item in fields(component):
         value, default = getattr(component, item.name), get_default(item)
         if item.name not in whole and default is not MISSING:

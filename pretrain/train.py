@@ -51,7 +51,7 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.evaluation import describe_training_images
-from ssl_bench.models import EncoderConfig, EncoderModule, StateSpaceConfig, ViTConfig
+from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
@@ -97,9 +97,9 @@ class Pretraining:
                         f"{name}.* and --data-root are about images, and this objective makes what "
                         "it learns from; leave them out"
                     )
-        elif isinstance(self.model, StateSpaceConfig):
+        elif not self.model.reads_images:
             raise ConfigurationError(
-                f"model.version={self.model.version} reads tokens and no images",
+                f"model {self.model.kind} reads tokens, expected a model that reads images",
                 hint=("objective=copying", "or", "model=vit_small_skip"),
             )
         elif self.data.labels is None:
@@ -109,7 +109,7 @@ class Pretraining:
     @property
     def encoder(self) -> EncoderConfig:
         """The model at the size of the large crops."""
-        if isinstance(self.model, StateSpaceConfig):
+        if not self.model.reads_images:
             return self.model
         return replace(self.model, image_size=self.data.image_size or self.model.image_size)
 
@@ -146,18 +146,11 @@ class Pretraining:
         timeline, batch = plan.train.timeline(len(images)), plan.train.batch
         noun = self.objective.noun
         epochs = timeline.total_steps / timeline.steps_per_epoch
-        encoder = self.encoder
-        sizes = f"{encoder.depth} blocks of width {encoder.dim}"
-        if isinstance(encoder, StateSpaceConfig):
-            sizes += f", {encoder.version} with {encoder.num_states} states"
-        else:
-            side = encoder.image_size
-            sizes += f", patches of {encoder.patch_size} pixels, images of {side} x {side}"
         objective, optimizer = (type(part).__name__ for part in (self.objective, self.optimizer))
         return [
             f"run folder {out}",
             f"{noun:10} {len(images):,} of {images.name} {images.split}",
-            f"encoder    {sizes}",
+            f"encoder    {self.encoder.summary()}",
             f"learning   {objective} with {optimizer}",
             f"steps      {timeline.total_steps:,} of {batch:,} {noun}, {epochs:.4g} epochs",
             *([f"batch      {batch:,} fits: {why}"] if why else []),

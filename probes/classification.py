@@ -1,7 +1,7 @@
-"""Linear classification: which classes can a linear head tell apart in each block?
+"""Linear classification: how well do linear heads tell classes apart by the features of a block?
 
-The file begins with the training of the heads. The probe follows, with linear heads and with
-attentive heads. The draws of training images and the selection of a head are at the end.
+`LinearClassification` trains linear or attentive heads. `TrainingDraws` contains the images that
+train and select heads. `score_selected_heads` selects a head and computes its accuracy.
 """
 
 import itertools
@@ -65,10 +65,10 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
-"""Facet of attentive heads in records: patches after the final norm, pooled by each head."""
+"""Name of the facet in records for heads that pool the patches after the encoder's final norm."""
 
 _MAX_SELECTION_SHOTS = 4
-# Number of logits in memory at a time. They take 0.25 GiB.
+# Maximum number of logits that are in memory at the same time. They take 0.25 GiB.
 _MAX_LOGITS = 2**26
 _ATTENTIVE_GUESSES = (
     "central squares of the training images instead of a new random crop and flip in every epoch",
@@ -106,41 +106,44 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """The vector of an image is the feature `probe.facet`, the same for all heads."""
+    """Represent each image by the feature `probe.facet`, which all heads receive."""
 
 
 @dataclass(frozen=True)
 class LinearClassification(Probe):
     """Train linear heads on the frozen features of each block, and score their accuracy.
 
-    One head is trained for each block and each value of C (or each learning rate), all at once.
+    There is one head for each block and each value of C or learning rate. All heads are trained at
+    the same time.
 
     Attributes:
         protocol: Name of the preset.
-        facet: Feature that represents an image, or several features. "cls", "patch_mean", the mean
-            of the patches, and "cls_patch_mean", both concatenated, are taken after the encoder's
-            final norm. For attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a block, it
-            is the mean of the patches without this norm.
-        pool: Input of the heads, a file of configs/probe/classification/pool. "fixed" is the vector
-            that `facet` selects. With "attentive", each head learns to pool the patches after the
-            final norm.
+        facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
+            and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the two.
+            These three are taken after the encoder's final norm. The facets attn_out, attn_skip,
+            mlp_hidden, mlp_out and submodules of a block are means of the patches without a norm.
+        pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
+            "fixed", heads receive the vector that `facet` selects. With "attentive", each head
+            learns to pool the patches. The patches are taken after the encoder's final norm.
         layers_mode: "single" for one head per block, or "last4" for one head on the concatenated
             features of the last requested block and the three blocks before it.
-        training: Training of the heads, a file of configs/probe/classification/training.
+        training: Method that trains the heads, a file name in
+            configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.
         holdout: Fraction of the training images that select C or the learning rate. After the
             selection, linear heads are trained again on all training images, unless `shots` is
-            set. With 0, only the oracle is scored.
-        train_images: Maximum number of training images, drawn with the seed. The default is all.
-        shots: Number n of training images of each class, or several numbers. Unless `holdout` is 0,
-            min(n, 4) further images of each class select C or the learning rate.
+            set. If the fraction is 0, C or the learning rate is only selected on the scored images.
+        train_images: Maximum number of training images, drawn at random. By default all are used.
+        shots: Number n of training images of each class, or a list of numbers. Unless `holdout` is
+            0, min(n, 4) further images of each class select C or the learning rate.
         draws: Number of random draws of the shots. Scores are means over the draws.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
-            the images pass the encoder several times. The patches that attentive heads need are
-            then stored on disk instead.
-        guesses: Choices that the authors do not specify, and differences from their code.
+            the images pass the encoder several times. If the patches for attentive heads exceed
+            it, they are stored on disk.
+        guesses: Choices that the authors of the protocol do not specify, and differences from their
+            code.
     """
 
     protocol: str = "ssl_bench"
@@ -182,7 +185,7 @@ class LinearClassification(Probe):
             raise ConfigurationError(
                 "probe.pool=attentive always pools the patches of one block after the final norm, "
                 f"but probe.facet is {format_value(self.facet)} and probe.layers_mode is "
-                f"{self.layers_mode}. Leave out both of them"
+                f"{self.layers_mode}. Leave out both settings"
             )
 
     @property
@@ -221,8 +224,8 @@ class LinearClassification(Probe):
         Raises:
             ConfigurationError: The encoder has no [CLS] token, or its width is not divisible by the
                 number of attentive queries.
-            DataError: There are too few training images, or too few of a class, or all of them have
-                the same class.
+            DataError: There are too few training images in total or of one class, or all training
+                images have the same class.
         """
         if isinstance(self.pool, AttentivePooling):
             yield from self._score_attentive_heads(self.pool, context)
@@ -263,7 +266,7 @@ class LinearClassification(Probe):
         val: ImageFeatures,
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each group of layers on the images of one draw, and score them."""
+        """Train heads for each group of layers on one draw of training images. Score the heads."""
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
@@ -332,7 +335,7 @@ class LinearClassification(Probe):
         draws: "TrainingDraws",
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each layer on the images of one draw, and score them."""
+        """Train heads for each layer on one draw of training images. Score the heads."""
         context = training_pass.context
         val_images = self.split(context.dataset)
         num_classes = len(val_images.class_names)
@@ -380,7 +383,7 @@ class LinearClassification(Probe):
     def _extract_patches(
         self, training_pass: TrainingPass, images: ImageSet
     ) -> Iterator[Float[Tensor, "layers images rows cols dim"]]:
-        """Yield the patches of the scored images in batches, rounded as the stored patches are."""
+        """Yield batches of patch features of the scored images, rounded to float16 precision."""
         extractor, size = training_pass.extractor, training_pass.image_size
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
@@ -396,10 +399,10 @@ class LinearClassification(Probe):
             yield undo_scaling(torch.stack(halves), scales)
 
     def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
-        """Select the images that train the heads, and the images that select a head.
+        """Draw the images that train the heads, and the held-out images that select a head.
 
         Raises:
-            DataError: There are too few training images, or too few of a class.
+            DataError: There are too few training images in total or of one class.
         """
         counts = shot_counts(self.shots)
         if not counts:
@@ -425,13 +428,13 @@ class LinearClassification(Probe):
 
 @dataclass(frozen=True)
 class TrainingDraw:
-    """Training images of one draw, as positions in `TrainingDraws.indices`.
+    """Training images of one random draw, given by their positions in `TrainingDraws.indices`.
 
     Attributes:
         fit: Images that heads are trained on.
         held_out: Images that select a head. None if only the oracle is scored.
-        refit: Images that heads are trained on again after the selection. None if the heads that
-            are selected are also scored.
+        refit: Images that heads are trained on again after the selection. None if heads are scored
+            without being trained again.
     """
 
     fit: Int64[Tensor, " fit"]
@@ -440,7 +443,7 @@ class TrainingDraw:
 
     @property
     def scored(self) -> Int64[Tensor, " images"]:
-        """Images that the scored heads are trained on."""
+        """Return the images that the scored heads are trained on."""
         return self.fit if self.refit is None else self.refit
 
 
@@ -450,9 +453,9 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Ascending indices into the training set of all images that any draw needs.
-        by_shots: Draws for each number of training images per class. The key is None for a single
-            draw from all classes together.
+        indices: Positions in the training set of the images of all draws, in ascending order.
+        by_shots: Draws for each number of training images per class. If `shots` is not set, the
+            only key is None, with a single draw.
     """
 
     images: ImageSet
@@ -462,7 +465,7 @@ class TrainingDraws:
     def average(
         self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
     ) -> Iterator[Score]:
-        """Yield the scores of each draw, or with shots the means of the scores over the draws."""
+        """Yield mean scores over the draws if there are shots, or the scores of the only draw."""
         for shots, draws in self.by_shots.items():
             if shots is None:
                 yield from train_and_score(draws[0])
@@ -471,7 +474,7 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return the details of a record about the training images and the training time."""
+        """Return the details of a score that describe the training images and training time."""
         ids = [self.images.ids[self.indices[n]] for n in draw.scored.tolist()]
         return {
             "num_train_images": len(ids),
@@ -484,15 +487,14 @@ class TrainingDraws:
         """Raise a DataError if the images of a draw have only one class.
 
         Args:
-            labels: Classes of the images at `indices`.
+            labels: Class of each image in `indices`.
         """
         for draw in itertools.chain(*self.by_shots.values()):
             classes, images = labels[draw.fit].unique().tolist(), self.images
             if len(classes) < 2:
                 raise DataError(
-                    f"all {len(draw.fit)} images of {images.name} {images.split} that train heads "
-                    f"have the class {images.class_names[classes[0]]}, expected at least two "
-                    "classes",
+                    f"heads train on {len(draw.fit)} images of {images.name} {images.split}, all "
+                    f"of class {images.class_names[classes[0]]}, expected at least two classes",
                     hint=("probe.train_images={larger}",),
                 )
 
@@ -500,7 +502,7 @@ class TrainingDraws:
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    """Return the rank of the true class in each head of one group of layers."""
+    """Return the rank that each head of a group of layers gives to the true class of an image."""
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
     for features, labels in parts:
@@ -514,7 +516,10 @@ def _attentive_ranks(
     batches: Iterable[Float[Tensor, "layers batch rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    """Return the rank of the true class in each head. The batches contain the images in order."""
+    """Return the rank that each head gives to the true class of an image.
+
+    The images in the batches are in the order of `labels`.
+    """
     ranks, start = [], 0
     for patches in batches:
         batch_labels = labels[start : start + patches.shape[1]].to(patches.device)
@@ -541,22 +546,22 @@ def score_selected_heads(
     missing_classes: int,
     details: Mapping[str, Any],
 ) -> Iterator[Score]:
-    """Select one of several heads, and yield its top-1 and top-5 accuracy.
+    """Select the best of several heads, and yield its top-1 and top-5 accuracy.
 
     "holdout" is the head with the highest top-1 accuracy on held-out images. "oracle" is the head
-    with the highest top-1 accuracy on the scored images. If heads are equally good, the first of
-    them is selected.
+    with the highest top-1 accuracy on the scored images. If several heads have this accuracy, the
+    first one is selected.
 
     Args:
         layer: Layer of the scores.
         facet: Facet of the scores.
-        hyperparameter: Name of the value that differs between the heads, such as "learning_rate".
-        values: Value of each head.
-        num_classes: Number of classes. It is also the rank of the true class in diverged heads.
-        ranks: Rank of the true class of each scored image, 0 for a correct prediction.
+        hyperparameter: Name of the setting that differs between the heads, such as "learning_rate".
+        values: Value of the hyperparameter for each head.
+        num_classes: Number of classes. Diverged heads give this rank to the true class.
+        ranks: Rank that each head gives to the true class of each scored image, counted from 0.
         labels: True class of each scored image.
-        held_out_ranks: Rank of the true class of each held-out image. None if only the oracle is
-            scored.
+        held_out_ranks: Rank that each head gives to the true class of each held-out image. None if
+            only the oracle is scored.
         constant_share: Fraction of the channels that do not vary over the training images.
         missing_classes: Number of classes without a training image.
         details: Further details of the scores.

@@ -1,8 +1,8 @@
-"""Correspondence: whether a patch finds the same point in another image.
+"""Correspondence: do features of a patch find the same point in another image?
 
-The file follows a run: the probe (`Correspondence`), pairs of views with points whose true places
-are known, features of the views, matching, and figures. Points are (x, y). In pixels, (0.5, 0.5) is
-the middle of the first pixel. Relative to an image, x and y range from 0 to 1.
+The code is in the order of a run: the probe (`Correspondence`), pairs of views, features of the
+views, matching, and figures. Points have the coordinates (x, y). In pixels, (0.5, 0.5) is the
+middle of the first pixel. Relative to the sides of an image, x and y range from 0 to 1.
 """
 
 import hashlib
@@ -56,14 +56,14 @@ Matrix = Float64[np.ndarray, "3 3"]
 Points = Float64[np.ndarray, "_points 2"]
 Warp = Literal["homography", "crop", "flip"]
 
-# From 1/3 on, four corners that move inwards may no longer form a convex quadrilateral.
+# At 1/3 or more, the four moved corners may no longer form a convex quadrilateral.
 Strength = Annotated[float, Bounds(0, 0.33)]
 NumPoints = Annotated[int, Bounds(1, 65536)]
 
 BASELINES = ("same place", "middle")
-"""Image-independent answers to the question where a point is in the second view."""
+"""Image-independent predictions of the place of a point in the second view."""
 _OWN_PATCH = "own patch"
-# Figures show which points are correct for this metric, or for the last one if it is not scored.
+# Figures mark points as correct by this metric. If it is not scored, they use the last metric.
 _FIGURE_METRIC = "pck_0.1"
 # OpenCV puts (0, 0) into the middle of the first pixel. This matrix adds half a pixel.
 _ADD_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
@@ -74,7 +74,7 @@ SIDE, GAP = 320, 12
 MAX_LINES = 32
 # Figures are drawn at twice their size and then reduced, so that lines are smooth.
 _SUPERSAMPLING = 2
-LEGEND = "green: right, red: wrong, ring: the true place of a wrong one"
+LEGEND = "green: right, red: wrong, ring: true place of a wrong point"
 
 
 @dataclass(frozen=True)
@@ -89,28 +89,29 @@ class Correspondence(Probe):
             random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
         facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
             attn_skip, mlp_hidden, mlp_out, or submodules of a block.
-        alphas: Largest distances between the predicted and the true place of a correct point. They
-            are relative to the side of the view for warps, and to the longer side of the object's
-            box for annotated pairs.
+        alphas: A point is correct if its predicted place is within this distance of its true place.
+            For warps, distances are relative to the side of the view. For annotated pairs, they are
+            relative to the longer side of the object's box.
         image_size: Side of both views in pixels, a multiple of the patch size. Null for the
             encoder's native size.
-        warp: Kind of warp, for warps only. "homography" moves the four corners independently,
-            "crop" enlarges a random square, "flip" mirrors the image horizontally.
-        strength: Largest distance that corners move inwards, relative to the side, for homography
-            and crop only.
-        num_points: Number of points of each image, for warps only.
+        warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
+            independently. "crop" enlarges a random square. "flip" mirrors the image horizontally.
+        strength: Largest move of a corner inwards along x and along y, relative to the side, for
+            homography. For crop, the side of the square is at least 1 - 2 * `strength`.
+        num_points: Number of points to match in each image, for the protocol "warps" only.
         prediction: How the place of a point is predicted. "cell" takes the middle of the most
-            similar patch, "soft" the mean of the middles around it, weighted by similarity.
-        sigma: Standard deviation in patches of the Gaussian around the most similar patch, for
+            similar patch. "soft" takes the mean of the middles of patches around it, weighted by
+            similarity.
+        sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.
-        panels: Number of pairs to draw. They are taken from the whole dataset.
+        panels: Number of pairs to draw. They are spread over the whole dataset.
         batch_size: Number of pairs in each batch.
         memory_gib: Memory in GiB for features of images that occur in several annotated pairs.
         num_workers: Number of threads that read images.
 
     Source: The soft prediction follows `utils/keypoints.py` of https://github.com/visinf/INSID3
-    (f1c9622a), which returns indices of patches instead of their middles.
+    (f1c9622a). That file returns indices of patches instead of their middles.
     """
 
     protocol: Literal["warps", "spair"] = "warps"
@@ -228,7 +229,7 @@ class Correspondence(Probe):
     def _read_pairs(
         self, context: ProbeContext, images: ImageSet, size: int
     ) -> Iterable[tuple[int, "ViewPair"]]:
-        """Return the index of each pair in the dataset and the pair, in the order of reading."""
+        """Return each pair with its index in the dataset, in the order in which pairs are read."""
 
         def prepare(sample: Sample) -> ViewPair:
             if sample.pair is None:
@@ -246,9 +247,9 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Return the predicted places of all points, and whether they are arbitrary.
+        """Return the predicted places, and for each pair whether its places are arbitrary.
 
-        Pairs with fewer points than others are padded.
+        All pairs are padded to the largest number of points of a pair.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -290,7 +291,7 @@ class Correspondence(Probe):
     def _score(
         self, layer_facet: LayerFacet, number: int, counts: "PairCounts", view_size: int
     ) -> Score:
-        """Return the score of a layer and facet for the alpha with this number."""
+        """Return the score of a layer and facet for `self.alphas[number]`."""
         correct = counts.correct[layer_facet][:, number]
         pck = counts.pck(layer_facet, number)
         estimate = mean_estimate(pck)
@@ -326,14 +327,14 @@ class Correspondence(Probe):
 
 
 class PairCounts:
-    """Numbers of correct points of all pairs, for each layer and facet and for each baseline.
+    """Number of correct points of each pair, for each layer and facet, and for each baseline.
 
     Attributes:
         alphas: Relative distances up to which a predicted place is correct.
         points: Number of points of each pair.
         categories: Category of each pair, or an empty string.
-        correct: Numbers of correct points of the shape "pairs alphas". The keys are layer and
-            facet, or an answer that needs no features.
+        correct: Numbers of correct points, as arrays of the shape "pairs alphas". A key is a layer
+            and facet, or the name of a prediction that needs no features.
         degenerate: Whether the predicted places of a pair are arbitrary, by layer and facet.
     """
 
@@ -349,7 +350,7 @@ class PairCounts:
         )
 
     def add_pair(self, index: int, pair: "ViewPair", grid: tuple[int, ...]) -> None:
-        """Add the points of a pair, and the answers that need no features.
+        """Store the points of a pair, and score the predictions that need no features.
 
         `grid` contains the numbers of rows and columns of patches.
         """
@@ -364,20 +365,21 @@ class PairCounts:
     def add_prediction(
         self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
-        """Count the correct places, and return which places are correct."""
+        """Count the correct places of a pair, and return which places are correct."""
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
 
     def pck(self, key: LayerFacet | str, number: int) -> Float64[np.ndarray, " pairs"]:
-        """Return the percentage of correct points of each pair, for the alpha with this number."""
+        """Return the percentage of correct points of each pair, for `self.alphas[number]`."""
         return 100.0 * self.correct[key][:, number] / self.points
 
 
 def order_by_category(ids: Sequence[str]) -> list[int]:
     """Return indices of annotated pairs, sorted by category and then by the first image.
 
-    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". Pairs that share images become neighbours.
+    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". After sorting, pairs that share images are
+    adjacent.
     """
 
     def sort_key(index: int) -> tuple[str, str]:
@@ -390,14 +392,14 @@ def order_by_category(ids: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class ViewPair:
-    """Two square views, and points of the first view whose true places in the second are known.
+    """Two square views, with points in the first view and their true places in the second view.
 
     Attributes:
         pair_id: Id of the sample.
         keys: Names of the two views. Equal views have equal names.
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
-        truth: The true places of these points in the second view, relative to its side.
+        truth: True place of each point of `source` in the second view, relative to its side.
         units: Width and height of the second image in pixels.
         reference: Length in pixels that alphas are relative to.
         category: Category of the object, or an empty string.
@@ -417,8 +419,8 @@ class ViewPair:
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
         """Return whether predicted places are correct, with one row for each alpha.
 
-        `places` are relative to the side of the second view. A place at exactly the largest
-        distance is correct.
+        `places` are relative to the side of the second view. A place whose error equals alpha is
+        correct.
         """
         errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
@@ -427,8 +429,8 @@ class ViewPair:
 def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
     """Return the central square of an image and a random warp of it.
 
-    The warp is computed from the first view, so it shows nothing else. It depends only on the seed
-    and the id of the image.
+    The square is warped, so the warp shows no other part of the image. The random numbers depend
+    only on the seed and the id of the image.
     """
     generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
@@ -480,8 +482,9 @@ def image_generator(seed: int, image_id: str) -> np.random.Generator:
 def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
     """Return a random matrix that maps points of a square to points of its warp.
 
-    The warp has the same size and shows a part of the square. The corners of this part lie at most
-    `strength` times the side inside the square.
+    The warp has the size of the square and shows a part of it. For "homography", each corner of the
+    part is at most `strength` times the side from the edges. For "crop", the part is a square with
+    a side of at least 1 - 2 * `strength` times the side of the whole square.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -496,9 +499,9 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
 
 
 def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
-    """Return the matrix that maps four points to four others.
+    """Return the matrix that maps four source points to four target points.
 
-    Points between the source points have a positive third homogeneous coordinate.
+    Its sign gives points between the source points a positive third homogeneous coordinate.
     """
     matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
     # The four points define the matrix up to a factor. Its sign decides which points are visible.
@@ -508,7 +511,7 @@ def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "
 def warp_image(
     image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Warp an image by bicubic interpolation. The result has the same size."""
+    """Apply a homography to an image by bicubic interpolation, and keep the size of the image."""
     height, width = image.shape[:2]
     return cv2.warpPerspective(
         image,
@@ -527,13 +530,13 @@ def transform_points(points: Points, matrix: Matrix) -> Points:
 
 
 def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Return whether points lie inside a square. NaN does not."""
+    """Return which points lie inside a square. Points that are NaN are outside."""
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
 def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
-    """Draw middles of pixels that are visible in the warp, with replacement."""
+    """Draw random pixels that are visible in the warp, with replacement. Return their middles."""
     parts: list[Points] = []
     while sum(map(len, parts)) < count:
         points = generator.integers(size, size=(2 * count, 2)) + 0.5
@@ -591,10 +594,11 @@ def cosine_similarities(
 ) -> Float[Tensor, "batch points rows cols"]:
     """Return the cosine similarity of the source features at each point with every target patch.
 
-    `points` are relative to the sides of the source. Features are interpolated bilinearly between
-    the middles of patches. Beyond the outermost middles, the outermost patch is used.
+    `points` are relative to the sides of the source map. Features are interpolated bilinearly
+    between the middles of patches. A point beyond the outermost middles gets the features of the
+    outermost patch.
     """
-    # If corners are not aligned, -1 and 1 are the edges of the map, as 0 and 1 are in `points`.
+    # If `align_corners` is false, -1 and 1 are the edges of the map, which are 0 and 1 in `points`.
     sampled_features = F.grid_sample(
         source.permute(0, 3, 1, 2),
         (2 * points - 1)[:, :, None],
@@ -621,12 +625,12 @@ def soft_argmax_places(
 ) -> Float[Tensor, "batch points 2"]:
     """Return the mean of the middles of patches, weighted by a softmax of their similarities.
 
-    Before the softmax, similarities are multiplied by a Gaussian around the most similar patch.
-    `sigma` is its standard deviation in patches. `temperature` belongs to the softmax.
+    Similarities are first multiplied by a Gaussian around the most similar patch. Its standard
+    deviation is `sigma` patches. The softmax divides similarities by `temperature`.
 
     Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
-    https://github.com/visinf/INSID3 (f1c9622a), which returns indices of patches instead of their
-    middles.
+    https://github.com/visinf/INSID3 (f1c9622a). That function returns indices of patches instead of
+    their middles.
     """
     rows, cols = similarity.shape[-2:]
     sides = torch.tensor([cols, rows], device=similarity.device)
@@ -641,9 +645,9 @@ def soft_argmax_places(
 def draw_matches(
     pair: ViewPair, places: Points, correct: Bool[np.ndarray, " _points"], title: str, path: Path
 ) -> None:
-    """Save a figure of both views, with lines from the first points to their predicted places.
+    """Save a figure of both views, with lines from some points to their predicted places.
 
-    `places` are relative to the side of the second view. `correct` states which are correct.
+    `places` are relative to the side of the second view. `correct` states which places are correct.
     """
 
     def coordinates(*points: np.ndarray) -> list[float]:
@@ -664,7 +668,7 @@ def draw_matches(
     pen = ImageDraw.Draw(canvas)
     starts = pair.source[:MAX_LINES] * SIDE
     ends, true_ends = (p[:MAX_LINES] * SIDE + [SIDE + GAP, 0] for p in (places, pair.truth))
-    # Correct points are drawn last, because wrong ones may hide them.
+    # Correct points are drawn last, so that wrong points do not hide them.
     for number in sorted(range(len(starts)), key=lambda n: bool(correct[n])):
         colour = RIGHT if correct[number] else WRONG
         line = coordinates(starts[number], ends[number])

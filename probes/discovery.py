@@ -1,4 +1,4 @@
-"""Discovery: how many objects of an image do several cuts of a block's features find?"""
+"""Discovery: how many objects of an image do MaskCut and LOST find in a block's features?"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +35,13 @@ class ObjectDiscovery(TokenCut):
     """Find several objects in each image, and compare their boxes with all true boxes.
 
     The classes of objects are ignored. MaskCut gives no confidence for its masks, so earlier masks
-    count as more confident than later ones. This choice is not part of CutLER.
+    count as more confident than later ones. This order is not part of CutLER.
 
     Attributes:
-        protocol: "ssl_bench" uses MaskCut with the tau of CutLER's commands.
+        protocol: "ssl_bench" uses MaskCut with the value of tau in CutLER's commands.
         method: maskcut or lost. LOST finds one object in each image.
 
-    Source: the metrics of CutLER, https://arxiv.org/abs/2301.11320.
+    Source: The metrics are those of CutLER, https://arxiv.org/abs/2301.11320.
     """
 
     protocol: Literal["ssl_bench"] = "ssl_bench"
@@ -62,7 +62,7 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Require boxes. TokenCut already shows the objects in images without boxes."""
+        """Return "boxes". For images without boxes, the TokenCut probe already shows objects."""
         return "boxes"
 
     @property
@@ -94,9 +94,9 @@ def score_block(
 ) -> Iterator[Score]:
     """Yield average precision and recall over all annotated images, including those without boxes.
 
-    Boxes of equal rank have no order in `ap`, `ap50` and `ar100`. In `ap_coco`, they have the order
-    of the images, so it has no interval and no contributions of single images. At most `num_ranks`
-    boxes of an image are scored.
+    In `ap`, `ap50` and `ar100`, boxes of equal rank are tied. `ap_coco` orders boxes of equal rank
+    by image, so it has no interval and no values of single images. At most `num_ranks` boxes of an
+    image are scored.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
@@ -127,7 +127,7 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the best constant box for each metric. Its score is the same for all blocks."""
+    """Return the best constant box for each metric. It does not depend on the block."""
     annotated = select_annotated(results)
     true = [as_boxes(result.true_boxes) for result in annotated]
     scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
@@ -150,7 +150,7 @@ def as_boxes(corners: Any) -> Boxes:
 
 
 def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
-    """Return `detection_counts` of each image. Its boxes are in descending order of confidence."""
+    """Return `detection_counts` of each image. Found boxes are ordered by decreasing confidence."""
     pairs = zip(found, true, strict=True)
     return np.stack(
         [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
@@ -164,11 +164,11 @@ def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_a
 
 _METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
     "ap": (lambda counts: counts, average_precision),
-    # The number of all boxes, and of those that are correct at the first threshold, 0.5.
+    # The number of all boxes, and the number of boxes that are correct at a threshold of 0.5.
     "ap50": (lambda counts: counts[:, :, :2], average_precision),
     "ar100": (merge_ranks, average_recall),
 }
-"""Functions of each metric: one selects counts, the other computes the score of their sum."""
+"""Two functions of each metric: one selects counts, one computes a score from their sum."""
 
 
 def detection_counts(
@@ -181,19 +181,19 @@ def detection_counts(
     """Return the counts of an image for `ssl_bench.scores.average_precision`.
 
     Found boxes are matched in the order of their ranks, for each of `IOU_THRESHOLDS` separately. A
-    found box is matched to the free true box with the largest IoU, if the IoU reaches the
-    threshold. If several true boxes have the same IoU, it is matched to the last one.
+    found box is matched to the unmatched true box with the largest IoU, if the IoU reaches the
+    threshold. If several true boxes have this IoU, the found box is matched to the last of them.
 
     Args:
         found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
-        ranks: Rank of each found box. Rank 0 is the most confident. In the same rank, the first box
-            is matched first.
+        ranks: Rank of each found box. Rank 0 is the most confident. Boxes of equal rank are matched
+            in the order of `found`.
         true: All true boxes.
         num_ranks: Number of ranks.
 
-    Source: evaluateImg of pycocotools' COCOeval, without crowds.
+    Source: `COCOeval.evaluateImg` of pycocotools, without its treatment of crowds.
     """
-    # torchvision is imported here, because plans do not need it.
+    # torchvision is imported here, because the plan of a run does not need it.
     from torchvision.ops import box_iou
 
     order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]

@@ -1,9 +1,9 @@
 """Geometry probe: how are the features of a dataset distributed in each block?
 
-`Geometry` encodes random views of some images and the central square of every image, then yields
-the scores. `ImageStatistics` collects what the scores need from the central squares. The metrics of
-pairs, views and patches follow. At the end, a ridge regression predicts the position of a patch
-from its token. The ranks are defined in `probes/spectra.py`.
+`Geometry` yields the scores. It encodes random views of some images, and the central square of
+every image. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
+ridge regression that predicts the position of a patch from its token. Ranks are defined in
+`probes/spectra.py`.
 """
 
 import math
@@ -46,9 +46,9 @@ from ssl_bench.system.files import cache_folder
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
-# Possible values of the metrics that have an interval. The other metrics are ranks and exponents of
-# spectra. Resampling images lowers every rank, so it would show the effect of fewer images, and not
-# how uncertain the rank of this many images is.
+# Smallest and largest possible value of each metric that has an interval. Ranks and exponents of
+# spectra have none. A resample has fewer distinct images, which lowers every rank, so an interval
+# from resamples would be too low.
 _RANGES: Mapping[str, Interval] = {
     "alignment": (0.0, 4.0),
     "uniformity": (-8.0, 0.0),
@@ -74,7 +74,7 @@ _UNDEFINED = {
 }
 # Parts of the images for the position regression.
 _PARTS = ("train", "selection", "test")
-# Fraction of the images that "selection" and "test" each have.
+# Fraction of all images in "selection", and in "test".
 _HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # A channel with a smaller standard deviation, relative to its mean, varies only by rounding.
@@ -92,8 +92,8 @@ LayerMetric = tuple[int, str]
 class Geometry(Probe):
     """Ranks, spectra and similarity of image vectors, and properties of patch tokens.
 
-    The probe needs no labels. All images are encoded once as central squares. Some images, drawn
-    with the seed, are also encoded as random views.
+    The probe needs no labels. All images are encoded once as central squares. The seed selects some
+    images that are also encoded as random views.
 
     Attributes:
         facet: Facets that represent an image by one vector: "cls", "patch_mean", or the mean patch
@@ -107,8 +107,9 @@ class Geometry(Probe):
             flipped horizontally.
         view_area: Smallest and largest area of a random crop, relative to the image.
         lidar_delta: Constant that LiDAR adds to the diagonal of the covariance of views.
-        alpha_ranks: First and last eigenvalue that alpha-ReQ is fitted to, 1-based.
-        pair_images: Number of images whose pairs are compared for uniformity.
+        alpha_ranks: Ranks of the first and the last eigenvalue that alpha-ReQ is fitted to. The
+            largest eigenvalue has rank 1.
+        pair_images: Number of images for uniformity, which compares all pairs of these images.
         outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
             norm of its image.
         batch_size: Maximum number of images in a forward pass.
@@ -154,10 +155,10 @@ class Geometry(Probe):
         return dataset.images()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Encode views and images, then score one layer after the other.
+        """Encode the random views and all images, then score the layers one by one.
 
-        A score that the encoder or the dataset does not allow is NaN, and its details state why. If
-        the run is killed, the next run reuses all finished views. It encodes the central squares
+        If the encoder or the dataset does not allow a score, it is NaN and its details state why.
+        If the run is killed, the next run reuses all finished views. It encodes the central squares
         again.
 
         Raises:
@@ -170,7 +171,7 @@ class Geometry(Probe):
         views = self._encode_views(context, images, subsets["views"], journal)
         statistics = self._encode_images(context, images, subsets)
         if len(images) < 3:
-            context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
+            context.say(f"geometry: {_FEW}, so spectra and positions say little or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.facets:
@@ -181,7 +182,7 @@ class Geometry(Probe):
     def _views_journal(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
     ) -> Journal:
-        """Return the journal with the vectors of all views that a killed run finished."""
+        """Return the journal of view vectors. It contains the images that a killed run finished."""
         header = {
             "encoder": encoder_id(context.encoder.identity()),
             "images": [images.fingerprint(), *indices],
@@ -322,7 +323,7 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the upper limit of a rank, and whether more images would raise it."""
+    """Return the upper limit of a rank, and whether more images would raise the limit."""
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
@@ -351,12 +352,12 @@ def _score(
 
 
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
-    """Draw the indices of the images for each purpose, in ascending order.
+    """Draw images for each purpose at random, and return their indices in ascending order.
 
-    "views" are encoded as random views. "pairs" are compared for uniformity. "train", "selection"
-    and "test" are disjoint parts of all images for the position regression: the second selects its
-    penalty, the first two train the final regression, and the third is scored. With fewer than
-    three images, all are in "train".
+    "views" are encoded as random views. All pairs of images in "pairs" are compared for uniformity.
+    "train", "selection" and "test" split all images for the position regression. "selection"
+    selects its penalty. "train" and "selection" train the final regression. Its predictions for
+    "test" are scored. If there are fewer than three images, all of them are in "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
@@ -376,7 +377,7 @@ class ImageStatistics:
     Attributes:
         moments: Moments of the image vectors, by layer and facet.
         paired: Vectors of the images that uniformity compares, by layer and facet, in host memory.
-        per_image: Value of each image, by layer and metric, in host memory.
+        per_image: Score of each image, by layer and metric, in host memory.
         regressions: Position regression of each layer.
     """
 
@@ -397,7 +398,7 @@ class ImageStatistics:
         indices: Sequence[int],
         part: str,
     ) -> None:
-        """Encode a batch of images of one part and update all statistics."""
+        """Encode a batch of images of one part, such as "train", and update all statistics."""
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
         paired: list[Tensor] = []
@@ -417,7 +418,7 @@ class ImageStatistics:
             self.per_image.setdefault(cell, nan)[list(indices)] = batch
 
     def _patch_values(self, features: Features) -> dict[LayerMetric, Float[Tensor, " batch"]]:
-        """Return the patch metrics that have one value for each image."""
+        """Return the metrics of patch tokens, each with one value for each image."""
         values: dict[LayerMetric, Float[Tensor, " batch"]] = {}
         for layer, facets in features.items():
             patches = facets["token"]
@@ -430,9 +431,9 @@ class ImageStatistics:
 
 
 def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray, " images"]:
-    """Return the mean squared distance between two unit-length views of each image, in [0, 4].
+    """Return the mean squared distance between two views of each image, in [0, 4].
 
-    It is NaN if a view is a zero vector.
+    Vectors of views are scaled to length 1. The result is NaN if a vector is zero.
 
     Source: Wang and Isola, "Understanding Contrastive Representation Learning", 2020.
     """
@@ -445,9 +446,9 @@ def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray,
 def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
     """Return the logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors.
 
-    It is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if directions are
-    spread more evenly. It is NaN for a single image, and if a vector is zero. The cost is
-    images^2 * dim operations.
+    Uniformity is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if
+    directions are spread more evenly. Uniformity is NaN for a single image, and if a vector is
+    zero. The cost is images^2 * dim operations.
 
     Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
     """
@@ -470,9 +471,9 @@ def _unit_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*ba
 
 
 def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
-    """Return the percentage of patches whose norm is above `factor` times the median norm.
+    """Return the percentage of patches of each image with an unusually large norm.
 
-    The median is that of the patches of the same image.
+    The norm of such a patch exceeds `factor` times the median norm of the patches of its image.
     """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
     scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
@@ -486,7 +487,7 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
 def patch_cosine(
     tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """Return the mean cosine between tokens and all patches. A zero token has cosine 0."""
+    """Return the mean cosine of tokens and patches of each image. Zero tokens have cosine 0."""
     # The mean of the dot products of unit vectors is the dot product of their means.
     token_mean = unit_vectors(tokens).mean(1)
     patch_mean = unit_vectors(patches.flatten(1, 2)).mean(1)
@@ -519,7 +520,7 @@ class PositionRegression:
 
 
 class PositionSums:
-    """Sums over the patches of some images from which ridge regression is computed."""
+    """Sums over patches, from which a ridge regression is computed."""
 
     def __init__(self) -> None:
         self.moments = Moments()
@@ -550,7 +551,7 @@ class PositionFit:
     Attributes:
         mean: Mean token.
         weight: Weights for centred tokens.
-        penalty: Ridge penalty, in units of the variance of a standardised channel.
+        penalty: Ridge penalty. Before the fit, channels are scaled to a variance of 1.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -558,9 +559,9 @@ class PositionFit:
     penalty: float
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Return R^2 = 1 - squared error / variance of each image, averaged over both axes.
+        """Return R^2 = 1 - squared error / variance of each image, averaged over x and y.
 
-        An axis with a single patch has no variance and is left out. With a single patch in total,
+        An axis with a single patch has no variance and is left out. If an image has a single patch,
         the result is NaN.
         """
         rows, cols = patches.shape[1:3]

@@ -43,24 +43,24 @@ class KNN(Probe):
 
     Attributes:
         protocol: Preset, "dino" or "dinov2". The input of "dinov2" has 224 x 224 pixels.
-        neighbours: Number k of nearest training images that vote, or several numbers.
+        neighbours: Number k of nearest training images that vote, or a list of numbers.
         temperature: Each vote has the weight exp(cosine similarity / temperature).
-        facet: Feature that represents an image, or several features. "cls" and "patch_mean", the
-            mean of the patches, are taken after the encoder's final norm. For attn_out, attn_skip,
-            mlp_hidden, mlp_out and submodules of a block, it is the mean of the patches without
-            this norm.
+        facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
+            and "patch_mean" is the mean of the patches. These two are taken after the
+            encoder's final norm. The facets attn_out, attn_skip, mlp_hidden, mlp_out and submodules
+            of a block are means of the patches without a norm.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
-        train_images: Maximum number of training images that vote, drawn with the seed. The default
-            is all of them.
-        shots: Number n of training images of each class that vote, or several numbers. For n shots,
-            k is n and each of `neighbours` below n.
+        train_images: Maximum number of training images that vote, drawn at random. By default all
+            training images vote.
+        shots: Number n of training images of each class that vote, or a list of numbers. The values
+            of k are then n and all values of `neighbours` below n.
         draws: Number of random draws of the shots. Scores are means over the draws.
-        memory_gib: Memory limit for the features. If the features of all layers exceed it, the
+        memory_gib: Limit in GiB for the features. If the features of all layers exceed it, the
             images pass the encoder several times.
-        engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU. Both
-            find the same neighbours.
-        guesses: Differences between the preset and the authors' code.
+        engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
+            The two engines find the same neighbours.
+        guesses: Differences between the preset and the code of its authors.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which scores only the last
     block.
@@ -100,7 +100,7 @@ class KNN(Probe):
         return {name: value for name, value in super().settings().items() if name not in unused}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
-        """Drop default numbers of neighbours that exceed the number of training images."""
+        """Drop default values of `neighbours` that exceed the number of training images."""
         if "neighbours" in typed or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
@@ -122,16 +122,16 @@ class KNN(Probe):
         return list(itertools.product(sorted(layers), self.facets, metrics))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers. Each pass over the images serves as many layers as fit into memory.
+        """Score all layers. Images are encoded once for each group of layers that fits into memory.
 
-        An image is correct in the top 5 if one of its neighbours has its class, and fewer than five
+        The top 5 contain the true class of an image if the class has votes and fewer than five
         classes have more votes. Classes without votes are never in the top 5. The top-5 accuracy is
         NaN if there are fewer than five classes.
 
         Raises:
-            ConfigurationError: There are fewer training images than neighbours that the user set,
-                or the encoder has no [CLS] token. Default numbers that are too large are dropped.
-            DataError: A class has fewer images than shots.
+            ConfigurationError: The user set more neighbours than there are training images, or the
+                encoder has no [CLS] token. Default values of `neighbours` do not raise an error.
+            DataError: A class has fewer training images than `shots`.
         """
         train, val = self.training_images(context.dataset), self.split(context.dataset)
         counts = shot_counts(self.shots)
@@ -159,15 +159,15 @@ class KNN(Probe):
                     yield from average_over_draws(by_draw, count)
 
     def _neighbours_up_to(self, num_images: int) -> list[int]:
-        """Return the numbers of neighbours that so many images allow, at least one number."""
+        """Return all `neighbours` up to `num_images`, or `num_images` itself if there are none."""
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _neighbours_with(self, shots: int) -> tuple[int, ...]:
-        """Return the numbers of neighbours for a number of training images of each class."""
+        """Return the values of k for a number of shots, which are training images of each class."""
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Return the indices of the training images that vote if no shots are drawn."""
+        """Draw the training images that vote if `shots` is not set, and return their indices."""
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         num_images = len(split.indices)
         if max(self.neighbours) > num_images:
@@ -189,7 +189,7 @@ class KNN(Probe):
         bank: LabelledFeatures,
         neighbours: Sequence[int],
     ) -> Iterator[Score]:
-        """Score the queries by the votes of the images of the bank."""
+        """Classify the query images by votes of the bank images, and yield the accuracies."""
         ranks = knn_ranks(
             queries.to(context.device),
             bank.to(context.device),

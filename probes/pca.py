@@ -1,7 +1,7 @@
 """PCA maps: three principal components of the patch features as red, green and blue.
 
-The file follows a run: the probe (`PCA`), features, principal components, foreground, maps whose
-colours agree, the score, figures, and reference maps of other checkpoints.
+The file contains the probe (`PCA`), principal components, the split into foreground and background,
+the alignment of colours, and reference maps of other checkpoints, in this order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,11 +40,11 @@ from ssl_bench.system.files import (
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"
-"""File next to the figures, with the maps that other checkpoints can be aligned with."""
+"""File of maps next to the figures. Maps of other checkpoints can be aligned with them."""
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 LOW_VARIANCE = 10.0
-"""If the variance is below this percentage of the mean square, the title of a map states it."""
+"""The title of a map states its variance if it is below this percentage of the mean square."""
 # Smallest default of the longer side in pixels.
 _MIN_DEFAULT_SIZE = 224
 # Features whose variance is below this share of their mean square are constant up to rounding.
@@ -68,23 +68,24 @@ class PCA(Probe):
     trained.
 
     Attributes:
-        protocol: Images that the components are fitted to. "image" fits them to each image alone,
-            "batch" to all drawn images, and "dataset" to all images of the dataset. With "batch"
-            and "dataset", a colour means the same in every image.
+        protocol: Images that the components are fitted to. "image" fits them to each image alone.
+            "batch" fits them to all drawn images. "dataset" fits them to all images of the dataset.
+            With "batch" and "dataset", a colour means the same in every image.
         facet: Facet to project: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
-        panels: Number of images to project and draw. They are taken from the whole dataset.
-        image_size: Longer side of the images in pixels, a multiple of the patch size. The other
-            side is rounded to such a multiple. Null for the larger of 224 and the encoder's native
-            size.
-        squash: Side of squares that images are resized to instead, without keeping their aspect
+        panels: Number of images to project and draw. They are spread over the whole dataset.
+        image_size: Longer side of the images in pixels, a multiple of the patch size. The shorter
+            side is rounded to a multiple of the patch size. Null for the larger of 224 and the
+            encoder's native size.
+        squash: Side in pixels of squares to which images are resized without keeping their aspect
             ratio. It is set automatically for encoders that accept only one size.
         background: How to treat patches of the background. "keep" shows them. "first_component"
-            removes the patches on one side of the first component, and fits the components again.
-        align_to: Folder of PCA figures whose colours are used, or the name of a checkpoint. The
+            removes patches by a threshold on the first component, and fits the components to the
+            remaining patches.
+        align_to: Folder of PCA figures, or name of a checkpoint, whose colours are used. The
             checkpoint must have been probed on the same images with the same protocol and output
             folder. Null for the colours of the encoder's own last block.
-        grid: File format of the overview.
+        grid: File format of the overview, which shows all images and maps.
     """
 
     protocol: Literal["image", "batch", "dataset"] = "image"
@@ -99,9 +100,10 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # Records store protocol and facet in other columns. The other two only change figures.
+    # Records store protocol and facet in columns of their own. `align_to` and `grid` only change
+    # figures.
     excluded_from_identity = ("protocol", "facet", "align_to", "grid")
-    # Default of `image_size` for the encoder. Other sizes are in the name of the figure folder.
+    # Default of `image_size` for the encoder. The name of the figure folder states other sizes.
     _default_size: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class PCA(Probe):
 
     @property
     def figure_folder(self) -> str:
-        """Return the name of the folder of figures. It contains the name in `align_to`."""
+        """Return the name of the folder of figures, which includes the name in `align_to`."""
         if self.align_to is None:
             return self._unaligned_folder
         return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
@@ -179,8 +181,8 @@ class PCA(Probe):
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in numbers]
         reference = None if self.align_to is None else self._load_reference(context, samples)
-        # The reference is the last block even if it is not requested. Colours of a block are
-        # therefore the same in every command.
+        # Colours are aligned with the last block, even if it is not requested. A block therefore
+        # has the same colours in every command.
         encoder = context.encoder
         stages = [layers for _, layers in encoder.stages(range(encoder.depth))]
         (last,) = (layers[-1] for layers in stages if context.layers[0] in layers)
@@ -190,7 +192,7 @@ class PCA(Probe):
         except CheckpointError:
             if layers == context.layers:
                 raise
-            # The last block, which was not requested, may be the one that is not finite.
+            # Perhaps only features of the last block, which was not requested, are not finite.
             features, moments = self._extract(context, images, samples, context.layers)
         blocks = {layer: self._fit(maps, moments.get(layer)) for layer, maps in features.items()}
         self._draw(context, blocks, samples, reference)
@@ -241,7 +243,7 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit the components of a block, to `moments` if they are given, and project the images."""
+        """Fit components to `moments` if given, otherwise to `features`. Project the features."""
         block = BlockMaps([], [], [])
         for group in self._groups(features):
             masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
@@ -260,7 +262,7 @@ class PCA(Probe):
         return block
 
     def _groups(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Group values, one for each image, by images that share components and colours."""
+        """Group the values of images. Images of a group share their components and colours."""
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
@@ -287,7 +289,7 @@ class PCA(Probe):
     ) -> None:
         """Draw a tile for each block and image, and the overview. Save the reference maps."""
         folder = context.artifacts / self.figure_folder
-        # For each image, the map of the last block that is not constant.
+        # For each image, the last map that is not constant.
         own_maps = []
         for i in range(len(samples)):
             varying = [layer for layer, b in blocks.items() if not b.projection(i).is_constant]
@@ -327,7 +329,7 @@ class PCA(Probe):
     def _draw_overview(
         self, context: ProbeContext, folder: Path, rows: Sequence[Sequence[Picture]]
     ) -> None:
-        """Draw all images and maps in one figure. Each of the `rows` contains one image."""
+        """Draw all images and maps in one figure. Each of the `rows` is one image with its maps."""
         fitted = {
             "image": "fitted to each image",
             "batch": f"fitted to these {len(rows)} images",
@@ -337,8 +339,8 @@ class PCA(Probe):
         left_out = ", one side of the first component left out" if is_partial else ""
         line = (
             f"{context.encoder.name}: three principal components of {self.scored_facet} features, "
-            f"{fitted[self.protocol]}{left_out}; above, their share of the variance "
-            f"(and the variance in percent of the mean square, where below {LOW_VARIANCE:g})"
+            f"{fitted[self.protocol]}{left_out}. Titles: their share of the variance "
+            f"(in brackets: variance in % of the mean square, if below {LOW_VARIANCE:g})"
         )
         # Images with few blocks share a row.
         step = max(1, _MAX_TILES_IN_ROW // (1 + len(context.layers)))
@@ -361,12 +363,12 @@ class Projection:
 
     Attributes:
         mean: Mean of the features.
-        components: Unit vectors, sorted by decreasing variance. Features with fewer than three
-            channels have zeros instead of further components.
+        components: Unit vectors, sorted by decreasing variance. If features have fewer than three
+            channels, the missing components are zeros.
         deviations: Standard deviation of the features along each component.
         explained: Percentage of the variance along each component, or 0 for constant features.
         spread: Variance in percent of the mean square of the features. If it is small, all patches
-            are nearly equal, which a map in full contrast does not show.
+            are nearly equal. A map in full contrast does not show this.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -380,7 +382,7 @@ class Projection:
         return not bool(self.explained.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Project features, and divide by the standard deviations. Constant components are 0."""
+        """Project features, and divide by the standard deviations. Constant components become 0."""
         if self.is_constant:
             return torch.zeros(*features.shape[:2], NUM_COMPONENTS, dtype=torch.float64)
         projected = (features.double() - self.mean) @ self.components.T
@@ -395,8 +397,8 @@ def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
 def principal_components(moments: Moments) -> Projection:
     """Compute the first three principal components.
 
-    The entry of largest magnitude of each component is positive, so signs do not depend on the
-    eigensolver.
+    In each component, the entry of largest magnitude is positive. Signs therefore do not depend on
+    the eigensolver.
     """
     variances, vectors = torch.linalg.eigh(moments.covariance)
     variances = variances.clamp(min=0)
@@ -419,7 +421,7 @@ def principal_components(moments: Moments) -> Projection:
 
 
 def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
-    """Append zeros for components that features of fewer than three channels lack."""
+    """Append zeros for missing components of features with fewer than three channels."""
     missing = torch.zeros(NUM_COMPONENTS - len(values), *values.shape[1:], dtype=torch.float64)
     return torch.cat([values, missing])
 
@@ -427,12 +429,12 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
     """Split the patches of all images by their first principal component, and return one side.
 
-    The threshold separates the two most compact groups (exact 2-means in one dimension). The side
-    with the smaller share of patches on the image borders is returned. This assumes that objects
-    are near the centre, and is no segmentation.
+    The threshold separates the two most compact groups (exact 2-means in one dimension). Patches of
+    the returned side are less frequent on the image borders than elsewhere. This rule assumes that
+    objects are near the centre. The result is not a segmentation.
 
-    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1, where threshold and side are chosen
-    by hand.
+    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. Its authors choose threshold and
+    side by hand.
     """
     projection = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
     firsts = [projection.apply(f)[..., 0] for f in features]
@@ -451,7 +453,7 @@ def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
 
 
 def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
-    """Return the threshold with the smallest total variance of the values on its two sides."""
+    """Return the threshold that minimises the sum of squares within the two groups of values."""
     ordered = values.sort().values
     below = torch.arange(1, len(ordered), dtype=torch.float64)
     above = len(ordered) - below
@@ -463,12 +465,12 @@ def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
 
 @dataclass(frozen=True)
 class BlockMaps:
-    """The components of a block, and the maps of the drawn images.
+    """Principal components of one block, and the maps of the drawn images.
 
     Attributes:
-        projections: The components of each image, or one entry for all images.
+        projections: One projection for each image, or a single one for all images.
         maps: Maps of the drawn images.
-        masks: Patches of the drawn images that are shown and that the components were fitted to.
+        masks: Masks of the patches that are shown, one for each drawn image.
     """
 
     projections: list[Projection]
@@ -490,7 +492,7 @@ class BlockMaps:
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
     """Multiply each component by a sign, so that its longer tail within the masks is positive.
 
-    Unlike the signs of `principal_components`, these do not change if the features are rotated.
+    Unlike the signs of `principal_components`, these signs do not change if features are rotated.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
@@ -500,10 +502,11 @@ def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
 def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
     """Rotate and reflect the three components of maps, so that they resemble a reference.
 
-    Orthogonal Procrustes: all maps are multiplied by the orthogonal matrix with the smallest
-    squared distance to the reference. Signs, order and mixtures of components with nearly equal
-    variance are arbitrary in each fit. After alignment they agree. A channel of the result is a
-    mixture of the three components, which span the same space as before.
+    All maps are multiplied by the orthogonal matrix that minimises their squared distance to the
+    reference (orthogonal Procrustes). The signs of components are arbitrary in each fit. The order
+    and mixture of components with nearly equal variance are arbitrary too. After alignment, signs,
+    order and mixture agree with the reference. Each channel of the result is a mixture of the three
+    components.
 
     The reference contains maps of the same images, at any resolution.
 
@@ -521,7 +524,7 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
 
 def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Return maps as RGB images. Each channel is stretched over all maps together.
+    """Return maps as RGB images. Each channel has the same range of values in all maps.
 
     The range is from the 1st to the 99th percentile, so that single extreme patches do not reduce
     the contrast. Constant channels are grey, and patches outside the masks are black.
@@ -548,7 +551,7 @@ def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
 
 
 def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
-    """Load the name of the checkpoint and its maps of some images from `save_reference`.
+    """Load a checkpoint's name and its maps of some images from a file of `save_reference`.
 
     Raises:
         DataError: The file is missing or damaged, or does not contain all images.
@@ -578,12 +581,14 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
 
 
 def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
-    """Return the folder with the maps to align with.
+    """Return the folder with the reference maps.
 
     Args:
-        align_to: A folder, or the beginning of NAME-SHA256 of a checkpoint.
+        align_to: A folder with maps, or the beginning of a checkpoint's name in the form
+            NAME-SHA256.
         artifacts: Folder of the figures of this encoder. Other encoders have folders next to it.
-        figure_folder: Name of the folder in `artifacts`, which states protocol and facet.
+        figure_folder: Name of the folder of maps within the folder of an encoder. It states
+            protocol and facet.
 
     Raises:
         ConfigurationError: There is no such folder, or there are several.
@@ -591,11 +596,11 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
     path = expand_path(align_to)
     if (path / REFERENCE_FILE).is_file():
         return path
-    # The names end with a digest of the images. Only maps of the same images can be used.
+    # Names of encoder folders end with a digest of the images. Only maps of the same images fit.
     _, dash, digest = artifacts.name.rpartition("-")
     checkpoint = path.parent.name if path.name == "last.safetensors" else path.name
     known: list[str] = []
-    # Maps in a checkpoint's own colours are preferred to maps that were aligned with another one.
+    # Maps in a checkpoint's own colours are preferred to maps that were aligned.
     for pattern in (escape(figure_folder), f"{escape(figure_folder)}-as-*"):
         files = sorted(artifacts.parent.glob(f"*{dash}{digest}/{pattern}/{REFERENCE_FILE}"))
         encoders = {file.parent: file.parent.parent.name for file in files}
@@ -607,6 +612,6 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
             return folders[0]
     raise ConfigurationError(
         f"probe.align_to must be a folder with {REFERENCE_FILE}, or match exactly one checkpoint "
-        f"with maps {figure_folder!r} of the same images in {artifacts.parent}, got {align_to!r} "
+        f"in {artifacts.parent} with maps {figure_folder!r} of the same images, got {align_to!r} "
         f"(available: {', '.join(dict.fromkeys(known)) or 'none'})"
     )

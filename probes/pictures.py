@@ -19,7 +19,7 @@ LONGEST_TILE = 3 * TILE_HEIGHT
 TITLE_HEIGHT = 18
 MARGIN = 4
 _FONT = ImageFont.load_default(12)
-# Fonts with about the width of Pillow's font. Text in an SVG is shown in the reader's font.
+# Fonts about as wide as Pillow's font. A viewer shows an SVG in the first font that it has.
 _SVG_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 _SVG_JPEG_QUALITY = 90
 
@@ -28,14 +28,15 @@ _SVG_JPEG_QUALITY = 90
 class Picture:
     """An image with titles above it.
 
-    In a figure, its height is `TILE_HEIGHT`. An image that would be wider than `LONGEST_TILE` is
-    reduced to this width. Small maps keep sharp patches.
+    In a figure, the image is `TILE_HEIGHT` pixels high. An image that would be wider than
+    `LONGEST_TILE` is reduced to this width. Small maps are enlarged without blurring their patches.
 
     Attributes:
         image: RGB image with values from 0 to 255.
         titles: Lines of text. Titles that are wider than `LONGEST_TILE` are shortened.
-        shape: Height and width that define the aspect ratio in the figure. None for those of the
-            image. An image that was resized to a square is drawn in its original aspect ratio.
+        shape: Height and width that define the aspect ratio in the figure. None for the aspect
+            ratio of `image`. Set it to the original height and width of an image that was resized
+            to a square.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
@@ -49,7 +50,7 @@ class Picture:
 
     @property
     def lines(self) -> list[str]:
-        """Return the titles, shortened to the largest width."""
+        """Return the titles, shortened to fit into the widest tile."""
         return [shorten(title, LONGEST_TILE - 2) for title in self.titles]
 
     @property
@@ -59,7 +60,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """Return the width of image and titles in the figure."""
+        """Return the width of the tile, which fits both the image and its titles."""
         return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
@@ -86,7 +87,7 @@ def draw_heading(text: str) -> Image.Image:
 
 
 def tile_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Return width and height in a figure for an image of the shape "height width"."""
+    """Return the width and height that an image of the shape (height, width) has in a figure."""
     height, width = shape[:2]
     if width * TILE_HEIGHT > height * LONGEST_TILE:
         return LONGEST_TILE, max(1, round(height * LONGEST_TILE / width))
@@ -94,7 +95,7 @@ def tile_size(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def shorten(text: str, width: int) -> str:
-    """Replace the middle of a text by an ellipsis if it is wider than `width` pixels."""
+    """Replace the middle of a text by an ellipsis, if the text is wider than `width` pixels."""
     length = len(text)
     short = text
     while _length(short) > width and length > 2:
@@ -119,7 +120,7 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
 
 
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Arrange pictures as `save_sheet` does, and save them as one SVG with real text.
+    """Arrange pictures as `save_sheet` does, and save them as one SVG with selectable text.
 
     Patches of small maps are enlarged, so that viewers do not blur them. Photographs have twice
     the resolution at which they are displayed.
@@ -145,7 +146,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
-    # A wider font of the reader would overlap the next picture, so the width is fixed.
+    # The width is fixed, because text in a wider font would overlap the next picture.
     width = max(1, round(_length(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
@@ -182,7 +183,7 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Save a PNG atomically."""
+    """Save an image as PNG. The file is written atomically."""
     buffer = io.BytesIO()
     # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
     image.save(buffer, format="PNG", compress_level=4)
@@ -195,7 +196,7 @@ def _length(text: str) -> float:
 
 
 def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font for ASCII, which lacks other letters, or DejaVu Sans."""
+    """Return Pillow's default font for ASCII text, and DejaVu Sans for all other text."""
     return _FONT if text.replace("…", "").isascii() else _unicode_font()
 
 

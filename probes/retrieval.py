@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
-Patches of the training images are stored with the classes of their pixels, as a memory. Each patch
-of a scored image gets the classes of its nearest neighbours in the memory. The predictions are
-scored like a segmentation.
+A memory stores patches of the training images and the classes of their pixels. The nearest
+neighbours of a scored patch in the memory vote for its class. The predicted masks are scored as in
+the probe `segmentation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,22 +69,23 @@ class Retrieval(Probe):
             uses the output of the block.
         crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
             resizes random crops of at least 80 % of the area.
-        views: Number of crops of each training image. With "whole", the second view is the mirror
-            image.
+        views: Number of crops of each training image. If `crops` is "whole", the second crop is the
+            mirror image.
         train_images: Maximum number of training images, drawn at random. None for all images.
-        score_size: Height and width that masks are reduced to before scoring. None for the original
-            size of each mask.
+        score_size: Height and width in pixels to which masks are resized before scoring. None for
+            the original size of each mask.
         batch_size: Number of images in a forward pass of the encoder.
         memory_gib: Maximum size of the memories in GiB. If the memories of all layers exceed it,
-            the images pass the encoder once for each group of layers.
+            the layers are split into groups, and the images pass the encoder once per group.
         num_workers: Number of threads that decode images.
-        engine: Library for the search, "faiss" or "torch". "auto" selects faiss for large searches
-            on a CPU. Similarities of the two may differ in the last bit.
-        guesses: Settings that the authors of the protocol left open, and differences from theirs.
+        engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
+            searches on a CPU. Similarities of faiss and torch may differ in the last bit.
+        guesses: Settings that the authors of the protocol do not specify, and differences from
+            their settings.
 
-    The protocol "hbird" adds the metric `miou_matched` of
-    https://github.com/vpariza/open-hummingbird-eval, see `matched_score`. That code counts ignored
-    pixels as class 0. Here they are left out of the label histograms.
+    The protocol "hbird" adds the metric `miou_matched` (`matched_score`) of
+    https://github.com/vpariza/open-hummingbird-eval. The code there counts ignored pixels as class
+    0. This probe leaves ignored pixels out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667.
@@ -123,7 +124,7 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether the predicted classes are also scored after they are matched."""
+        """Return whether a further metric matches the predicted classes to the true classes."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -134,11 +135,11 @@ class Retrieval(Probe):
         return dataset.train()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers. The memories of several layers are filled and searched together.
+        """Score all layers. One pass over the images fills the memories of several layers.
 
         Raises:
             ConfigurationError: The memory has fewer patches than `neighbours`.
-            DataError: No training patch has a label.
+            DataError: No training patch has a labelled pixel.
         """
         images = self.split(context.dataset)
         training_pass = self._training_pass(context)
@@ -186,7 +187,7 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw the patches of the memory. Their numbers count over all views of all images."""
+        """Draw patches for the memory, and return their numbers from `find_labelled_patches`."""
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images
@@ -208,11 +209,11 @@ class Retrieval(Probe):
         training_pass: TrainingPass,
         images: ImageSet,
     ) -> tuple[ImageCounts, Int64[np.ndarray, "layers classes classes"]]:
-        """Predict all scored images with the memories of some layers, in one forward pass each.
+        """Predict the masks of all scored images with the memory of each layer, and count pixels.
 
         Returns:
-            The counts of each image, and the confusion matrices of the whole set. The matrices are
-            zero if they are not needed.
+            The pixel counts of each image, and the confusion matrix of each layer over all images.
+            The confusion matrices are zero unless the metric `miou_matched` needs them.
         """
         extractor, context = training_pass.extractor, training_pass.context
         classes = shares.shape[1]
@@ -262,7 +263,7 @@ class Retrieval(Probe):
 def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labelled"]:
     """Read all training masks, and return the numbers of the patches with a labelled pixel.
 
-    The patches of all entries are numbered consecutively.
+    The patches of all views of all training images are numbered consecutively.
     """
     patch = training_pass.extractor.patch_size
     side = training_pass.label_size // patch
@@ -283,13 +284,12 @@ def encode_patches(
 ) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
     """Compute the features of patches, and the share of each class in their labelled pixels.
 
-    Only images with at least one of the patches pass the encoder. The results are in host memory.
+    Views without any of the patches are not encoded. The results are in host memory.
 
     Args:
         training_pass: Pass over the training images.
         layers: Layers of the features.
-        patches: Ascending numbers of the patches. The patches of all entries are numbered
-            consecutively.
+        patches: Numbers of the patches in ascending order, as `find_labelled_patches` counts them.
         classes: Number of classes.
 
     Raises:
@@ -332,7 +332,8 @@ def matched_score(
 ) -> Score:
     """Return the mean IoU after the predicted classes are matched one-to-one to the true classes.
 
-    It has no interval and no values of single images, because the matching depends on all images.
+    The score has no interval and no values of single images. The reason is that the matching of
+    classes depends on all images.
     """
     value, matched = matched_mean_iou(confusion)
     true, constant = confusion.sum(1), np.zeros_like(confusion)

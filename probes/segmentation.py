@@ -1,10 +1,10 @@
 """Linear segmentation: how well can a linear head segment images with the patches of each block?
 
 One head is trained for each block and each learning rate, all on the same features of the training
-images. Some training images are held out, and select the learning rate. The heads then predict the
+images. Some training images are held out to select the learning rate. The heads then predict the
 class of each pixel of the scored images. The scores are mean IoU and pixel accuracy.
 
-A block is a source of features. If a head receives several blocks, these are one source.
+The source of a head is the block, or the concatenated blocks, that the head receives.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ class Steps(StepTraining):
     Attributes:
         optimizer: AdamW, or SGD with momentum.
         schedule: Learning rate after the warmup. "drop" divides it by ten after four fifths of the
-            remaining steps.
+            steps that follow the warmup.
         warmup: Fraction of the steps in which the learning rate rises.
         weight_decay: Weight decay of the optimizer.
     """
@@ -138,43 +138,43 @@ class Segmentation(Probe):
     """Segment images with linear heads on the patches of each block.
 
     The heads of all blocks and all learning rates are trained together, so each image passes the
-    encoder only once. Images that are drawn pass it once more.
+    encoder only once. Images in figures pass it once more.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
         layers_mode: Blocks that each head receives. "single" trains a head on each block. "multi"
-            trains one on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last requested
-            layer, and "last4" trains one on the last four blocks up to that layer.
+            trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last
+            requested layer. "last4" trains one head on the last four blocks up to that layer.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         loss: Training loss, the name of a file in configs/probe/segmentation/loss.
         training: Training method, the name of a file in configs/probe/segmentation/training.
-        inference: Way to predict an image, the name of a file in
-            configs/probe/segmentation/inference.
+        inference: Prediction method, the name of a file in configs/probe/segmentation/inference.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
             mlp_out, or a submodule of a block.
         norm: Normalisation of the features. "standardize" scales each channel to zero mean and unit
-            variance on the training set, "final" applies the encoder's final norm, and "none" uses
-            the output of the block.
-        crops: Crops of the training images. "whole" resizes whole images to squares, and "resized"
-            resizes random crops of at least 80 % of the area. "scaled" takes random squares of the
-            image at half to twice its size.
-        views: Number of crops of each training image, drawn once. With "whole", the second view is
-            the mirror image.
-        holdout: Fraction of the training images that select the learning rate or C. They are not
-            used for training, unless `training.refit` is true.
+            variance on the training set. "final" applies the encoder's final norm. "none" uses the
+            output of the block.
+        crops: Crops of the training images. "whole" resizes whole images to squares. "resized"
+            resizes random crops of at least 80 % of the area to squares. "scaled" resizes the image
+            so that its shorter side is 0.5 to 2 times `image_size`, and crops a random square of
+            side `image_size`.
+        views: Number of crops of each training image. They are drawn once. With "whole", the second
+            view is the mirror image.
+        holdout: Fraction of the training images that are held out to select the learning rate or C.
+            Held-out images are not used for training, unless `training.refit` is true.
         train_images: Maximum number of training images, drawn at random. None for all images.
-        panels: Number of scored images to draw, spread over the whole set.
+        panels: Number of scored images to show in figures, spread over the whole set.
         tier: Storage of the training features: "memory", "disk", or "stream", which computes them
-            in every epoch. "auto" selects the first that has enough space.
+            in every epoch. "auto" selects the first storage that has enough space.
         memory_gib: Maximum size of features in memory in GiB, by default half of the free memory.
         disk_gib: Maximum size of features on the disk in GiB, by default half of the free space.
         cache: Folder for features and unfinished work, by default the user's cache folder.
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol left open, and differences from theirs.
-            $NAME is replaced by the value of the setting NAME.
+        guesses: Settings that the authors of the protocol left open, and differences from the
+            published protocol. $NAME is replaced by the value of the setting NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -275,7 +275,7 @@ class Segmentation(Probe):
         """Score the heads of all layers.
 
         Raises:
-            DataError: There are too few training images or classes, or no labelled pixel.
+            DataError: There are too few training images, too few classes, or no labelled pixel.
         """
         yield from SegmentationRun(self, context).scores()
 
@@ -336,8 +336,8 @@ class SegmentationRun:
             heads = self._train_on(features, self.split.all_entries(self.probe.views))
         counts = self.count_scored(heads)
 
-        # Held-out images select the learning rate or C of each source. If there are none, the
-        # scored images select it.
+        # Held-out images select the learning rate or C of each source. If no images are held out,
+        # the scored images select it.
         selection = counts.total if held_out is None else held_out
         chosen = [_best_index(mean_iou(by_value)) for by_value in selection]
         shared = self._shared_details(heads, features)
@@ -346,7 +346,7 @@ class SegmentationRun:
             miou_held_out = None if held_out is None else mean_iou(held_out[index])
             scores += self._source_scores(index, heads, counts, choice, miou_held_out, shared)
 
-        # The figures exist before any record of these scores.
+        # Save the figures before any score is recorded.
         self._draw_panels(heads, chosen)
         ids = "".join(f"{image_id}\n" for image_id in self.split.ids(self.training_pass.images))
         write_text_atomically(self.context.artifacts / self.probe.list_name(self.context.seed), ids)
@@ -360,7 +360,7 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        With the tier "stream", they are computed later, each time that they are read.
+        With the tier "stream", features are computed later, each time that they are read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -371,7 +371,7 @@ class SegmentationRun:
         """Train the heads of all sources on the images that are not held out.
 
         Raises:
-            DataError: The masks of these images have fewer than two classes.
+            DataError: The masks of these training images have fewer than two classes.
         """
         entries = self.split.training_entries(self.probe.views)
         classes = features.present[entries].any(0)[:IGNORED].nonzero()[:, 0].tolist()
@@ -386,7 +386,7 @@ class SegmentationRun:
     def _train_on(
         self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
     ) -> TrainedHeads:
-        """Train heads on these entries, or load the heads that a killed run had trained on them."""
+        """Train heads on `entries`, or load the heads that a killed run trained on them."""
         context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
             trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
@@ -425,7 +425,7 @@ class SegmentationRun:
     def count_scored(self, heads: TrainedHeads) -> ImageCounts:
         """Return the `class_counts` of each scored image.
 
-        Images that a killed run has counted do not pass the encoder again.
+        Images whose counts a killed run saved do not pass the encoder again.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -454,10 +454,10 @@ class SegmentationRun:
     def predict(
         self, heads: TrainedHeads, images: Iterable[ScoredImage]
     ) -> list[UInt8[Tensor, "sources values _height _width"]]:
-        """Return the predicted class of each pixel of some images, by source and by value.
+        """Return the predicted class of each pixel of each image, for all heads.
 
         Args:
-            heads: Heads from `train`. They differ in the value of the learning rate or of C.
+            heads: Heads from `train`: one for each source and each value of the learning rate or C.
             images: Images from `prepare`.
         """
         predicted = []
@@ -481,7 +481,7 @@ class SegmentationRun:
         Int64[Tensor, "images sources values 3 classes"],
         list[UInt8[Tensor, "sources values _height _width"]],
     ]:
-        """Return the counts of each image and, on request, its predicted classes, on the host."""
+        """Return the counts of each image and, if `with_maps`, its classes, in CPU memory."""
         extractor = self.training_pass.extractor
         windows = torch.cat([image.windows for image in batch])
         ids = [image.image_id for image in batch for _ in image.windows]
@@ -505,7 +505,7 @@ class SegmentationRun:
     ) -> tuple[
         UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
     ]:
-        """Return the predicted class of each pixel of one image, and their `class_counts`."""
+        """Return the predicted class of each pixel of one image, and the `class_counts`."""
         by_source = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)
@@ -527,10 +527,10 @@ class SegmentationRun:
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Score one source with the learning rate (or C) that each metric selects.
+        """Score the heads of one source. Each metric selects a learning rate (or C).
 
         "miou_oracle" selects the value with the highest mean IoU on the scored images. The other
-        metrics use the chosen value.
+        metrics use the value with the index `chosen`.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -585,7 +585,7 @@ class SegmentationRun:
     def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
         """Draw images with their ground truth, the prediction of each source, and a legend.
 
-        The images pass the encoder again, because a killed run may have counted them.
+        The images pass the encoder again, because a killed run may have saved only their counts.
         """
         indices = sampled_numbers(self.scored_images.ids, self.probe.panels)
         if not indices:
@@ -609,11 +609,11 @@ class SegmentationRun:
             save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
     def _open_journal(self, name: str, **dependencies: Any) -> Journal:
-        """Return the file from which a killed run continues. It is removed at the end of the run.
+        """Return the journal from which a killed run continues. A complete run removes its file.
 
         Args:
             name: Beginning of the file name.
-            dependencies: Everything that the entries depend on, in addition to the training.
+            dependencies: What the entries depend on, in addition to the features and the training.
         """
         header = {
             "training": repr((self.head_spec, self.probe.training)),
@@ -634,7 +634,7 @@ class SegmentationRun:
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Return the index of the highest mean IoU. The first one wins a tie."""
+    """Return the index of the highest mean IoU. A tie goes to the first index."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 

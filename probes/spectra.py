@@ -15,7 +15,7 @@ from probes.features.moments import Moments
 
 Values = Float64[Tensor, "*batch values"]
 """Singular values in descending order."""
-# RankMe and LiDAR add it to each share of a spectrum.
+# RankMe and LiDAR add this constant to each share of a spectrum.
 SHARE_EPS = 1e-7
 # Features whose relative variance is below this value differ only by rounding in float32.
 _CONSTANT = 1e-12
@@ -27,10 +27,11 @@ def singular_values(matrices: Float[Tensor, "*batch rows cols"]) -> Values:
 
 
 def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
-    """Return the largest singular value divided by the smallest. It is infinite if singular.
+    """Return the condition number, the largest singular value divided by the smallest.
 
-    A matrix is singular if its smallest value is at most size * 2.2e-16 times its largest value,
-    because rounding turns a zero into such a value. A zero matrix is singular too.
+    A matrix counts as singular if its smallest singular value is at most size * 2.2e-16 times the
+    largest. Rounding can turn a zero into such a small value. A zero matrix is singular too. The
+    condition number of a singular matrix is infinite.
 
     Args:
         values: All singular values of each matrix, in descending order.
@@ -44,7 +45,7 @@ def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
 def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
     """Return the exponential of the entropy of the normalised singular values.
 
-    It is 0 for a zero matrix.
+    The rank is 0 for a zero matrix.
 
     Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
     """
@@ -55,14 +56,15 @@ def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
 
 
 def rankme(moments: Moments) -> float:
-    """Return the RankMe of a set of vectors, which are not centred.
+    """Return the RankMe of a set of vectors, without subtracting their mean.
 
-    RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7, where s are the singular values of the
+    RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7. Here, s are the singular values of the
     matrix of all vectors. The shares p are not normalised again. The rank is 1 if all vectors are
-    equal, and NaN if all are zero. Apart from the constant, it is at most min(vectors, dim).
+    equal, and NaN if all are zero. Without the constant 1e-7, the rank would be at most
+    min(vectors, dim).
 
-    The singular values are square roots of the eigenvalues of the second-moment matrix. Values
-    below 1e-7 of the largest one are therefore lost.
+    The singular values are square roots of the eigenvalues of the second-moment matrix. Singular
+    values below 1e-7 times the largest one are therefore lost in rounding errors.
 
     Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885.
     """
@@ -72,9 +74,9 @@ def rankme(moments: Moments) -> float:
 
 
 def centred_effective_rank(moments: Moments) -> float:
-    """Return the effective rank of centred vectors, in [1, min(vectors - 1, dim)].
+    """Return the effective rank of vectors minus their mean, in [1, min(vectors - 1, dim)].
 
-    It is NaN if all vectors are equal.
+    The rank is NaN if all vectors are equal.
     """
     if is_constant(moments):
         return math.nan
@@ -89,13 +91,13 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
     Args:
         moments: Moments of the vectors.
-        ranks: First and last rank of the fit, 1-based.
+        ranks: First and last rank of the fit. The largest eigenvalue has rank 1.
 
     Returns:
         The exponent, and the first and last rank that were used. Ranks whose eigenvalue is zero are
         not used. The exponent is NaN if fewer than two eigenvalues remain.
 
-    Source: Agrawal et al., "alpha-ReQ", 2022, with the weights of
+    Source: Agrawal et al., "alpha-ReQ", 2022. The weights are those of
     https://github.com/kumarkrishna/fastssl/blob/96dfa37b/fastssl/utils/powerlaw.py.
     """
     first, last = ranks
@@ -113,9 +115,9 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Return the effective rank of the differences between images, relative to their views.
+    """Return LiDAR: the effective rank of the means of images, relative to the spread of views.
 
-    LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7, where l are the eigenvalues of
+    LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
     W^-1/2 B W^-1/2. B is the covariance of the mean of each image. W is the covariance of the views
     around these means, with `delta` added to its diagonal. All `dim` eigenvalues count, including
     zeros, so the rank can be slightly above min(images - 1, dim).
@@ -123,7 +125,7 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
     The result is NaN for a single image, and if all images have the same mean.
 
     Source: Thilak et al., "LiDAR", ICLR 2024, https://arxiv.org/abs/2312.04000. The paper adds a
-    constant to the shares without stating its value. 1e-7 is the constant of RankMe and of
+    constant to the shares without stating its value. The value 1e-7 is that of RankMe and of
     https://github.com/arnab39/reptrix.
     """
     count, num_views, dim = views.shape
@@ -165,5 +167,5 @@ def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tens
 
 
 def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
-    """Return the exponential of the entropy of the shares, after adding `SHARE_EPS` to each."""
+    """Return the exponential of the entropy of shares, after adding `SHARE_EPS` to each share."""
     return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

@@ -1,4 +1,4 @@
-"""Score top-k accuracy, and average it over several draws of training images."""
+"""Compute top-k accuracy, and average it over several random draws of training images."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.results import Baseline
 
 TOP_K = (1, 5)
-"""Values of k of the reported top-k accuracies."""
+"""Values of k for which the top-k accuracy is reported."""
 
 
 def top_k_score(
@@ -51,11 +51,11 @@ def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator
     """Yield the mean of each score over several draws of training images.
 
     The interval is Student's t interval over the draws. The interval over scored images is the
-    detail "ci95_over_images". Details that differ between the draws become lists with one item for
-    each draw, and their names get the suffix "_by_draw".
+    detail "ci95_over_images". If a detail differs between the draws, it becomes a list with one
+    item for each draw. The name of such a detail gets the suffix "_by_draw".
 
     Args:
-        draws: Scores of each draw. All draws have the same scores in the same order.
+        draws: Scores of each draw. All draws have the same metrics in the same order.
         shots: Number of training images of each class.
     """
     for scores in zip(*draws, strict=True):

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -128,6 +129,11 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
     path, line = last.filename, last.lineno or 0
     if isinstance(error, SyntaxError):
         path, line, reason = error.filename or path, error.lineno or 0, error.msg
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    package = missing.partition(".")[0]
+    # A module that an installed package lacks is a question of its version.
+    if package and find_spec(package) is None:
+        reason += f". If {package} is a package, run: pip install {package}"
     return BrokenFile(f"{path}, line {line}, cannot be imported: {type(error).__name__}: {reason}")
 
 

@@ -1,6 +1,6 @@
-"""Agreement of clusters and classes, computed from their contingency table, with intervals.
+"""Agreement of clusters and classes with 95 % intervals, computed from a contingency table.
 
-A contingency table counts the images, or pixels, of each cluster and class.
+A contingency table counts the images, or pixels, of each pair of a cluster and a class.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from ssl_bench.results import Baseline
 from ssl_bench.scores import iou_from_counts, mean_without_nan
 
 Table = Int64[np.ndarray, "*tables clusters classes"]
-"""Contingency table: number of images, or pixels, of each cluster and class."""
+"""Contingency table: number of images, or pixels, of each pair of a cluster and a class."""
 Assignment = Int64[np.ndarray, "*tables clusters"]
-"""Class that each cluster predicts, or -1 for none."""
+"""Class that each cluster predicts, or -1 if the cluster predicts no class."""
 Scores = Float64[np.ndarray, "*tables"]
 
 IMAGES_PER_PAIR = 3
-"""Smallest number of images for each pair of a cluster and a class, for an interval."""
+"""Minimum number of images per pair of a cluster and a class that an interval requires."""
 # Differences of entropies below this number of nats are rounding errors.
 _ROUNDING_NATS = 1e-12
 # Larger tables are compared with fewer random tables.
@@ -34,10 +34,10 @@ _MANY_CELLS = 10_000
 _MAX_CELLS = _MAX_TERMS = 2_000_000
 # Metrics whose expected value for random clusters has a closed form.
 _KNOWN_EXPECTATION = ("ami", "ari", "nmi")
-# A hypergeometric count is below the precision of 64 bits beyond this many standard deviations,
-# plus a constant, from its mean.
+# If a hypergeometric count differs from its mean by more than _DEVIATIONS standard deviations plus
+# _MARGIN, its probability is negligible in float64.
 _DEVIATIONS, _MARGIN = 10, 30
-# For larger means, the omitted terms of the Taylor series are below 1e-6 of a count.
+# For a mean above this value, the omitted terms of the Taylor series are below 1e-6 of a count.
 _LARGE_MEAN = 1000
 
 
@@ -47,7 +47,7 @@ def contingency_table(
     num_clusters: int,
     num_classes: int,
 ) -> Table:
-    """Count the images of each cluster and class."""
+    """Count the images of each pair of a cluster and a class."""
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
@@ -56,9 +56,9 @@ def contingency_table(
 def nmi(table: Table) -> Scores:
     """Return the normalised mutual information in percent, or NaN if there is only one class.
 
-    The mutual information is divided by the mean of both entropies. It grows with the number of
-    clusters and classes, in particular for few images. It is 44 for random clusters of 1,000
-    classes with 50 images each.
+    The mutual information is divided by the mean of the entropies of clusters and classes. Random
+    clusters score higher if there are more clusters and classes, or fewer images. For example, they
+    score 44 for 1,000 classes with 50 images each.
     """
     information, mean = _information(table)
     is_defined = _has_classes(table)
@@ -70,12 +70,13 @@ def nmi(table: Table) -> Scores:
 def ami(table: Table) -> Scores:
     """Return the adjusted mutual information in percent.
 
-    The expected mutual information of random clusters of the same sizes is subtracted, so random
-    clusters have 0 on average. For very many images it equals `nmi`. It is NaN if there is only one
-    class, or if random clusters reach the maximum, such as for one image per class.
+    The score subtracts the expected mutual information of random clusters of the same sizes. Random
+    clusters therefore score 0 on average. For very many images, the score equals `nmi`. It is NaN
+    if there is only one class, or if random clusters reach the maximum. Random clusters reach it,
+    for example, if each class has one image.
 
-    Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010, with the mean of
-    both entropies.
+    Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010. This is their
+    variant with the mean of the entropies of clusters and classes.
     """
     information, mean = _information(table)
     expected = expected_information(table.sum(-1), table.sum(-2))
@@ -90,7 +91,7 @@ def ami(table: Table) -> Scores:
 def ari(table: Table) -> Scores:
     """Return the adjusted Rand index: 1 for equal partitions, and 0 on average for random clusters.
 
-    It is NaN if there is only one class.
+    The index is NaN if there is only one class.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
@@ -114,7 +115,7 @@ def purity(table: Table) -> Scores:
 
 
 def match_clusters(table: Table) -> Assignment:
-    """Assign at most one cluster to each class, with the highest accuracy (Hungarian algorithm)."""
+    """Match clusters one-to-one to classes for the highest accuracy (Hungarian algorithm)."""
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
         clusters, classes = linear_sum_assignment(table[index], maximize=True)
@@ -125,16 +126,18 @@ def match_clusters(table: Table) -> Assignment:
 def majority_classes(table: Table) -> Assignment:
     """Assign each cluster to its most frequent class. Several clusters may share a class.
 
-    Many clusters inflate scores with this assignment. They are perfect with one cluster per image.
+    With this assignment, scores grow with the number of clusters. Scores are perfect if each image
+    has its own cluster.
     """
     return table.argmax(-1)
 
 
 def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*tables classes"]:
-    """Return the IoU of each class in percent: 0 without a cluster, NaN if it does not occur.
+    """Return the IoU of each class in percent.
 
-    Images of clusters without a class count as wrong. They do not form a class of their own, as
-    they do in https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py.
+    The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images of
+    clusters without a class count as wrong. The code of STEGO treats such images as a
+    further class (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     correct = (table * is_assigned).sum(-2)
@@ -149,7 +152,7 @@ def miou(table: Table, assignment: Assignment) -> Scores:
 
 
 def accuracy(table: Table, assignment: Assignment) -> Scores:
-    """Return the percentage of images, or pixels, in a cluster of their class."""
+    """Return the percentage of images, or pixels, whose cluster is assigned to their class."""
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     return np.asarray(100.0 * (table * is_assigned).sum((-2, -1)) / table.sum((-2, -1)))
 
@@ -165,16 +168,16 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
         "miou_majority": lambda table: miou(table, majority_classes(table)),
     }
 )
-"""Functions that compute each metric, by name."""
+"""Functions that compute the metrics. The keys are the names of the metrics."""
 
 
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return the better one of two baselines that do not depend on the images, by metric.
+    """Return, for each metric, the better one of two baselines that do not depend on the images.
 
-    The first baseline are random clusters of the same sizes. Their expected `ami` and `ari` are 0,
-    and `nmi` has a closed form. Other metrics are averaged over 100 random tables, or 10 if the
-    table is large. The second baseline is a single cluster. It has a high score if one class is
-    frequent. Metrics without a defined value are left out.
+    The first baseline draws random clusters of the same sizes. Random clusters have an expected
+    `ami` and `ari` of 0, and an expected `nmi` with a closed form. Other metrics are averaged over
+    100 random tables, or 10 if the table is large. The second baseline puts all images into one
+    cluster, which has a high score if one class is frequent. Undefined metrics are left out.
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
@@ -201,7 +204,7 @@ def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[st
 
 
 def _information(table: Table) -> tuple[Scores, Scores]:
-    """Return the mutual information of clusters and classes, and the mean of both entropies."""
+    """Return the mutual information of clusters and classes, and the mean of their entropies."""
     cluster_entropy, class_entropy, joint_entropy = (
         _entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flat(table))
     )
@@ -236,7 +239,8 @@ def expected_information(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Return the expected mutual information in nats of two random partitions.
 
-    The mean is over all permutations. A term that many tables share is computed only once.
+    The expected value is the mean over all permutations of the items. A term that occurs in many
+    tables is computed only once.
 
     Args:
         rows: Sizes of the parts of the first partition.
@@ -254,7 +258,10 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the expected contribution of a row and a column, from their sizes and the total."""
+    """Return the expected mutual information of a row and a column.
+
+    `sizes` are the total of the row, the total of the column and the total of the table.
+    """
     row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
     is_large, is_small = mean > _LARGE_MEAN, (mean > 0) & (mean <= _LARGE_MEAN)
@@ -297,7 +304,7 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Return the same mean from a Taylor series with three moments, for counts with large means."""
+    """Approximate the result of `_sum_terms` for large means, by a Taylor series in 3 moments."""
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
     return (variance / (2 * mean) - skew / (6 * mean**2) + variance**2 / (4 * mean**3)) / total
@@ -306,16 +313,17 @@ def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 def estimate_entropy(
     counts: Int64[np.ndarray, "*tables cells"],
 ) -> Float64[np.ndarray, "*tables"]:
-    """Estimate the entropy in nats of the distribution of a sample, including unseen cells.
+    """Estimate the entropy in nats of the distribution from which a sample was drawn.
 
-    The cells that occur once and twice determine the estimated contribution of unseen cells.
+    Cells with a count of 0 contribute too. Their contribution is estimated from the numbers of
+    cells with a count of 1 and of 2.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """
     total = np.asarray(counts.sum(-1), float)
     terms = counts * (digamma(total)[..., None] - digamma(np.maximum(counts, 1)))
     once, twice = (np.asarray((counts == number).sum(-1), float) for number in (1, 2))
-    # If no cell occurs twice, the estimate treats one of the cells that occur once as such a cell.
+    # If no cell has a count of 2, one of the cells with a count of 1 is treated like such a cell.
     adjusted_once = np.where(twice > 0, once, once - 1)
     adjusted_twice = 2 * np.maximum(twice, 1)
     denominator = (total - 1) * np.maximum(adjusted_once, 0) + adjusted_twice
@@ -333,17 +341,17 @@ def _sum_tail(
     return terms.sum(-1) * (v[1] - v[0])
 
 
-# 95 % intervals over images, for fixed clusters.
+# 95 % intervals over images. The clusters are fixed.
 #
-# An interval contains the score of infinitely many images, for which `ami` and `nmi` are equal, and
-# the mean score of other sets of as many images. With few images, most pairs of a cluster and a
-# class do not occur in the sample, and the score is far from that limit. Intervals are therefore
-# only computed for at least three images per pair, and 60 images in total. How often they contain
-# the true value in simulations is in results/tables/clustering_intervals.md.
+# An interval should contain two values: the limit of the score for infinitely many images, and the
+# mean score of other image sets of the same size. In the limit, `ami` and `nmi` are equal. With few
+# images, most pairs of a cluster and a class do not occur in the sample, and the score is far from
+# its limit. Intervals therefore require at least three images per pair, and 60 images in total.
+# results/tables/clustering_intervals.md shows how often simulated intervals contain the true value.
 
 
 def few_images_warning(table: Table, images: int) -> list[str]:
-    """Return a warning with the reason if there are too few images for an interval."""
+    """Return a warning if there are too few images for an interval, or an empty list."""
     pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
     required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
     if images >= required:
@@ -355,10 +363,10 @@ def few_images_warning(table: Table, images: int) -> list[str]:
 
 
 def image_intervals(table: Table) -> dict[str, Interval | None]:
-    """Return intervals of `ami` and `ari` for images with one class each.
+    """Return the intervals of `ami` and `ari`, if each image has one class.
 
-    `nmi`, `purity` and the matched mean IoU have no interval. For few images their bias is so large
-    that an interval would not contain the score of very many images.
+    `nmi`, `purity` and the matched mean IoU have no interval. For few images, these metrics have a
+    large bias. An interval would not contain their value for very many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -384,11 +392,11 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 
 
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
-    """Return intervals of all metrics except `miou_majority`, for pixels.
+    """Return the intervals of all metrics of pixels except `miou_majority`.
 
-    Clusters are matched again for each left-out image, because the matching is fitted to the scored
-    labels. `miou_majority` has no interval, because a single image can change the majority of a
-    cluster, and thereby the score by more than the margin of an interval.
+    The matching of clusters and classes is fitted to the labels that are scored. The matching is
+    therefore repeated for each left-out image. `miou_majority` has no interval: one image can
+    change the majority class of a cluster, and the score can then change by more than the margin.
 
     Args:
         table: Contingency table of the pixels of all images.
@@ -415,7 +423,7 @@ def _batch_slices(number: int, cells: int) -> Iterator[slice]:
 def _leave_one_out(
     table: Table, images: Iterable[Table], scores: Mapping[str, Callable[[Table], Scores]]
 ) -> dict[str, Jackknife]:
-    """Compute each score for all images, and for all images except one."""
+    """Compute each score for all images, and with each single image left out."""
     left_out: dict[str, list[Scores]] = {name: [] for name in scores}
     for batch in images:
         for name, score in scores.items():
@@ -436,7 +444,7 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return an interval from the value to the value without bias, with the margin of both."""
+    """Return an interval that covers the value and the bias-corrected value with their margins."""
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
 
@@ -446,7 +454,7 @@ def _span_interval(
 ) -> Interval | None:
     """Return an interval that covers the value and another estimate, each with its margin.
 
-    It is clipped to the range of the metric.
+    The interval is clipped to the range of the metric.
     """
     low = min(jackknife.value - jackknife.margin, center - margin)
     high = max(jackknife.value + jackknife.margin, center + margin)

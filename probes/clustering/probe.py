@@ -1,7 +1,7 @@
 """Clustering: how well do k-means clusters of the features of each block agree with the classes?
 
-No labels are used for the clusters. The protocol "images" clusters the scored images. The protocol
-"patches" clusters patches of training images, and predicts the cluster of each scored pixel.
+Clusters are found without labels. The protocol "images" clusters the scored images. The protocol
+"patches" clusters patches of training images, and assigns each scored pixel to a cluster.
 """
 
 import itertools
@@ -58,7 +58,7 @@ Cell = tuple[int, str]
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
-"""Metric of patches that is added if there are more clusters than classes."""
+"""Additional metric of the protocol "patches" if there are more clusters than classes."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Clustering(Probe):
     Attributes:
         protocol: "images" clusters images that have a class label. "patches" clusters patches of
             the training images and scores the pixels of other images.
-        facet: Features of an image as in `knn`, or of a patch as in `correspondence`. One or
-            several names.
-        clusters_per_class: Number of clusters divided by the number of classes, one or several
+        facet: Feature, or a list of features. Images have the features of the probe `knn`. Patches
+            have the features of the probe `correspondence`.
+        clusters_per_class: Number of clusters divided by the number of classes, or a list of such
             numbers.
         num_restarts: Number of initialisations of k-means. The clusters with the lowest inertia are
             used.
-        fit_patches: Maximum number of training patches to cluster, drawn at random. Only for
-            patches.
-        image_size: Side in pixels of the square images that the encoder receives. For images the
-            default is the encoder's native size, for patches it is 512.
+        fit_patches: Maximum number of training patches to cluster, drawn at random. Only for the
+            protocol "patches".
+        image_size: Side in pixels of the square images that the encoder receives. The default is
+            512 for the protocol "patches", and the encoder's native size for "images".
         crop_share: Side of the central square crop, relative to the shorter side of the image. Only
-            for images.
+            for the protocol "images".
         batch_size: Number of images in a forward pass of the encoder.
         memory_gib: Maximum size of the features in GiB. If the features of all layers exceed it,
             the images pass the encoder several times.
@@ -143,7 +143,7 @@ class Clustering(Probe):
         ]
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """Return the images whose patches are clustered. Whole images need no training images."""
+        """Return the images whose patches are clustered, or None for the protocol "images"."""
         return None if self.protocol == "images" else dataset.train()
 
     def settings(self) -> dict[str, Any]:
@@ -260,13 +260,14 @@ class Clustering(Probe):
         chosen: Int64[Tensor, " chosen"],
         patches: int,
     ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
-        """Return the unit vectors of the chosen patches. Only images that have one are encoded.
+        """Return unit vectors of the chosen patches. Images without such a patch are not encoded.
 
         Args:
             context: Context of the run.
             extractor: Extractor of all facets.
             images: The training images.
-            chosen: Ascending numbers of patches, counted over all images.
+            chosen: Numbers of the chosen patches in ascending order. All patches of all images are
+                numbered consecutively.
             patches: Number of patches of each image.
         """
         vectors = {
@@ -305,7 +306,7 @@ class Clustering(Probe):
         centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Return the labels of all images, and the nearest center of each patch in each k-means.
+        """Return the labels of all patches, and their nearest center in each k-means model.
 
         `side` is the number of patches along a side of an image.
         """
@@ -365,7 +366,7 @@ class Clustering(Probe):
 
 
 def metric_name(metric: str, factor: int) -> str:
-    """Return the name of a metric, with the number of clusters per class if it is above 1."""
+    """Return the name of a metric. It ends in "_x3", for example, for 3 clusters per class."""
     return metric if factor == 1 else f"{metric}_x{factor}"
 
 
@@ -374,7 +375,7 @@ def fit_kmeans(
 ) -> "KMeans":
     """Fit k-means with several initialisations, and return the fit with the lowest inertia.
 
-    Clusters are empty if there are fewer distinct vectors than clusters.
+    Some clusters are empty if there are fewer distinct vectors than clusters.
     """
     # Imported here, so that planning a run does not import scikit-learn.
     from sklearn.cluster import KMeans
@@ -382,7 +383,7 @@ def fit_kmeans(
 
     kmeans = KMeans(count, n_init=restarts, random_state=seed)
     with warnings.catch_warnings():
-        # scikit-learn warns about equal vectors. The details of the score state empty clusters.
+        # scikit-learn warns about equal vectors, but the details of scores count empty clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return kmeans.fit(unit)
 
@@ -393,7 +394,7 @@ def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
 
 
 def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
-    """Return the unit vectors of all patches of a batch, row by row, for one block and facet."""
+    """Return unit vectors of all patches of a batch in raster order, for one block and facet."""
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
 
@@ -401,7 +402,10 @@ def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]
 def nearest_centers(
     unit: Float[Tensor, "patches dim"], centers: Sequence[Float[Tensor, "_centers dim"]]
 ) -> Int32[Tensor, "kmeans patches"]:
-    """Return the nearest center of each vector in each k-means, the first of equally near ones."""
+    """Return the index of the center that is nearest to each patch, for each k-means model.
+
+    If several centers are equally near, the first one is returned.
+    """
     joined = torch.cat([*centers])
     # In |x - c|^2, the squared length of x is left out, because it is equal for all centers.
     nearness = unit @ joined.T - joined.square().sum(1) / 2
@@ -410,12 +414,13 @@ def nearest_centers(
 
 
 class PatchLabels(NamedTuple):
-    """Number of pixels of each class in each patch. Pairs without pixels are left out.
+    """Number of pixels for each pair of a patch and a class. Pairs without pixels are left out.
 
     Attributes:
-        patches: Number of the patch, row by row. Images follow one another.
-        classes: Class of the pixels.
-        pixels: Number of pixels of this class in this patch.
+        patches: Number of the patch in each pair. The patches of all images are numbered
+            consecutively, row by row.
+        classes: Class in each pair.
+        pixels: Number of pixels of the class in the patch.
     """
 
     patches: Int64[np.ndarray, " pairs"]
@@ -426,9 +431,10 @@ class PatchLabels(NamedTuple):
     def from_mask(
         cls, mask: UInt8[np.ndarray, "height width"], rows: int, cols: int
     ) -> "PatchLabels":
-        """Count the pixels of one image at the resolution of its mask.
+        """Count the pixels of each class in each patch of one image, at the mask's resolution.
 
-        A pixel belongs to the patch that contains its center. Pixels of class 255 are ignored.
+        A pixel belongs to the patch that contains the center of the pixel. Pixels of class 255 are
+        ignored.
         """
         down, across = (
             (2 * np.arange(length) + 1) * cells // (2 * length)
@@ -456,7 +462,7 @@ def patch_contingency(
     num_clusters: int,
     num_classes: int,
 ) -> tuple[Table, csr_array]:
-    """Count the pixels of each cluster and class.
+    """Count the pixels of each pair of a cluster and a class.
 
     Returns:
         The contingency table of all images, and the flattened table of each image as one row.

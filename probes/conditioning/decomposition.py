@@ -27,11 +27,11 @@ Tokens = Float64[Tensor, "tokens dim"]
 Function = Callable[[Tensor], Tensor]
 """A function of the tokens of one image."""
 
-# Relative error that is allowed for the decomposed block. In float64, another order of the same
-# operations changes results by about 1e-14.
+# Maximum relative difference between the outputs of a block and of its decomposition. In float64,
+# changing the order of operations changes results by about 1e-14.
 _TOLERANCE = 1e-9
-# Names of each part in timm, torch, torchvision and other packages. A part with another meaning
-# does no harm, because the decomposed block is compared with the block.
+# Names of each part of a block in timm, torch, torchvision and other packages. A wrong match is
+# harmless, because the output of the decomposed block is compared with the output of the block.
 _NAMES = {
     "norm1": ("norm1", "ln_1", "ln1", "attention_norm", "layernorm_before"),
     "attn": ("attn", "attention", "self_attn", "self_attention"),
@@ -42,13 +42,13 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention with the weights of a layer, whose attention matrices are accessible.
+    """Softmax attention with the weights of a layer. Its attention matrices are accessible.
 
     Attributes:
-        layer: The layer. Its norms of queries and keys are applied, if there are any.
+        layer: The attention layer. If it has norms of queries and keys, they are applied.
         qkv: Maps tokens to the queries, keys and values of all heads, tokens x (3 * dim).
         proj: Output projection.
-        layer_scale: LayerScale, or the identity.
+        layer_scale: LayerScale of the output, or the identity.
         num_heads: Number of heads.
     """
 
@@ -83,14 +83,15 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True)
 class PreNormBlock:
-    """A decomposed block: y = x + attention(norm1(x)), then y + mlp(norm2(y)).
+    """A block split into parts. It computes y = x + attention(norm1(x)), then y + mlp(norm2(y)).
 
     Attributes:
-        graying: Function that is applied to the tokens first. In most blocks, the identity.
-        attention: Attention, including LayerScale. The MLP includes LayerScale too.
+        graying: Function that computes x from the input tokens. In most blocks it is the identity.
+        attention: Attention, including its LayerScale.
+        mlp: MLP, including its LayerScale.
         skip_attention: Whether the input of attention is added to its output.
         skip_mlp: Whether the input of the MLP is added to its output.
-        heads: The attention with accessible matrices. None if it is not plain softmax attention.
+        heads: Attention with accessible matrices. None if it is not plain softmax attention.
     """
 
     graying: Function
@@ -123,7 +124,7 @@ class BlockRecord:
         input: All tokens that enter the block, including [CLS] and registers.
         output: All tokens that leave the block.
         parts: The decomposed block. None if it cannot be decomposed.
-        reason: Why the block or its attention cannot be decomposed. Empty if both can.
+        reason: Why the block or its attention cannot be decomposed. Empty if both can be.
     """
 
     block: nn.Module
@@ -138,7 +139,7 @@ class BlockRecord:
 
 
 BlockRecords = dict[int, list[BlockRecord]]
-"""Records of all images, by layer."""
+"""Records of each layer, one for each image."""
 
 
 def record_blocks(
@@ -151,10 +152,10 @@ def record_blocks(
     """Run a float64 copy of the encoder, and record the input and output of each block.
 
     Images are resized to squares with a side of `image_size` pixels, because condition numbers
-    depend on the number of tokens. Only the device and the progress of the context are used.
+    depend on the number of tokens. `context` only provides the device and the progress bar.
 
     Returns:
-        The records, and the input of block 0.
+        The records, and the input tokens of block 0 for all images.
 
     Raises:
         CheckpointError: Features are not finite.
@@ -195,7 +196,7 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Copy a module, even if it stores activations with gradients, which deepcopy rejects."""
+    """Copy a module. Stored activations are detached first, because deepcopy rejects gradients."""
     detached = {
         id(leaf): leaf.detach()
         for part in module.modules()
@@ -208,20 +209,20 @@ def _copy_module(module: nn.Module) -> nn.Module:
 def decompose_block(
     block: nn.Module, tokens: Tokens, output: Tokens, num_heads: int
 ) -> tuple[PreNormBlock | None, str]:
-    """Split a block into its parts, and compare their output with that of the block.
+    """Split a block into its parts, and check that the parts reproduce the output of the block.
 
-    Parallel blocks, post-norm blocks, and blocks with further arguments, such as rotary positions,
-    cannot be split.
+    Parallel blocks and post-norm blocks cannot be split. Blocks with further arguments, such as
+    rotary positions, cannot be split either.
 
     Args:
         block: The block.
         tokens: Input of the block for one image.
         output: Output of the block for these tokens.
-        num_heads: Number of heads, for layers that do not store it.
+        num_heads: Number of attention heads, for layers that do not store this number.
 
     Returns:
-        The decomposed block, or None. The second item is the reason if the block or its attention
-        cannot be split, or an empty string.
+        The decomposed block, or None if the block cannot be split. The second item is the reason
+        why the block or its attention cannot be split, or an empty string.
     """
     module: Any = block
     parts: dict[str, Any] = {part: _find_submodule(block, _NAMES[part]) for part in _NAMES}
@@ -257,13 +258,13 @@ def decompose_block(
 
 
 def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
-    """Return the first submodule with one of these names. Other attributes are skipped."""
+    """Return the first submodule with one of the names. Attributes of other types are skipped."""
     parts = (getattr(block, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _without_batch(*functions: Any) -> Function:
-    """Chain functions of batches into a function of one image."""
+    """Chain functions of batches, and return a function of the tokens of a single image."""
 
     def run_chain(tokens: Tensor) -> Tensor:
         batch = tokens[None]
@@ -275,7 +276,7 @@ def _without_batch(*functions: Any) -> Function:
 
 
 def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
-    """Describe how the output of a function differs from the expected output, or return ""."""
+    """Describe how a function's output differs from the expected one. Return "" if they agree."""
     # A layer of an unknown kind can raise any exception.
     try:
         error = (function(tokens) - expected).abs().max()
@@ -292,7 +293,7 @@ def _open_attention(
 ) -> tuple[SoftmaxAttention | None, str]:
     """Return softmax attention with the weights of a layer, or the reason why this is impossible.
 
-    The caller compares the output with that of the layer.
+    The caller must check that the returned attention reproduces the output of the layer.
     """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:

@@ -1,6 +1,7 @@
 """Singular values of the Jacobians of a block: all of them, or bounds from Lanczos iterations.
 
-The file starts with the functions that are differentiated. Exact spectra and bounds follow.
+`block_functions` returns the functions that are differentiated. `exact_spectra` computes all
+singular values of their Jacobians. `lanczos_bounds` computes bounds of the extreme singular values.
 """
 
 import math
@@ -25,19 +26,19 @@ _FAILURE = 0.05
 
 
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
-    """Return the functions to differentiate and the tokens to differentiate at, by facet.
+    """Return the function of each facet, and the tokens at which it is differentiated.
 
-    "attention" and "mlp" map the normed input of a sub-block to its output. They are K and K^ of
-    equation 7 of the paper. "attention_skip" is K + I of equation 8. "block" is the original block
-    with its norms and skips.
+    "attention" and "mlp" map the normed input of a sub-block to its output. Their Jacobians are K
+    and K^ in equation 7 of the paper. The Jacobian of "attention_skip" is K + I in equation 8.
+    "block" is the original block with its norms and skips.
 
     "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
     matrices fixed and differentiates the values. E keeps the values fixed and differentiates the
-    matrices. Both sum over the heads and use the scale 1 / sqrt(head width) of the layer, which the
-    paper omits.
+    attention matrices. B and E are sums over the heads. They contain the scale 1 / sqrt(head width)
+    of the layer, which the paper omits.
 
-    Facets of parts that the decomposition does not provide are missing. "block" is missing if the
-    block alone does not reproduce its output in the encoder.
+    A facet is left out if the block cannot be split into the parts that the facet needs. "block" is
+    left out if the block, called alone, does not reproduce its output in the encoder.
 
     Source: "Cutting the Skip", equations 7, 8 and 10, proposition 2 and appendix A.1.
     """
@@ -67,9 +68,9 @@ def differentiable_attention() -> Generator[None]:
 
 
 def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs inputs"]:
-    """Return the derivatives of all outputs by all inputs. Both are flattened row by row.
+    """Return the derivatives of all outputs with respect to all inputs, in row-major order.
 
-    It needs (tokens * dim)^2 * 8 bytes of memory and one backward pass for each output.
+    The function needs (tokens * dim)^2 * 8 bytes of memory and one backward pass for each output.
     """
     with differentiable_attention():
         rows = torch.func.jacrev(function, chunk_size=_ROWS_PER_CHUNK)(x)
@@ -98,7 +99,7 @@ def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
 def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
     """Return the rank of a square matrix, and the condition number of its nonzero singular values.
 
-    They describe a singular matrix, whose condition number is infinite.
+    These numbers are useful for singular matrices, whose condition number is infinite.
     """
     noise = len(values) * torch.finfo(torch.float64).eps * values[0]
     rank = int((values > noise).sum())
@@ -115,12 +116,14 @@ class SingularValueBounds:
         steps: Number of iterations.
         largest: Lower bound of the largest singular value.
         smallest: Upper bound of the smallest singular value.
-        largest_residual: Maximum distance of `largest` from some singular value.
-        smallest_residual: Maximum distance of `smallest` from some singular value. It is infinite
-            if `smallest` was computed from the test vector.
-        largest_at_most: Upper bound that holds with probability 0.975 over the start vector.
-        smallest_at_least: Lower bound that holds with the same probability.
-        effective_rank: Estimate by quadrature from one start vector.
+        largest_residual: Maximum distance from `largest` to the nearest singular value.
+        smallest_residual: Maximum distance from `smallest` to the nearest singular value. It is
+            infinite if `smallest` was computed from the test vector.
+        largest_at_most: Upper bound of the largest singular value. It holds for 97.5 % of start
+            vectors.
+        smallest_at_least: Lower bound of the smallest singular value. It holds for 97.5 % of start
+            vectors.
+        effective_rank: Effective rank, estimated by quadrature from one start vector.
     """
 
     size: int
@@ -135,13 +138,16 @@ class SingularValueBounds:
 
     @property
     def condition_number_at_least(self) -> float:
-        """Return a lower bound that always holds. It is infinite if the matrix is singular."""
+        """Return a lower bound of the condition number that holds for all start vectors.
+
+        The bound is infinite if the matrix is singular.
+        """
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
-        """Return an upper bound that holds with probability 0.95 over the start vector."""
+        """Return an upper bound of the condition number that holds for 95 % of start vectors."""
         ends = [self.largest_at_most, self.smallest_at_least]
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
@@ -156,8 +162,8 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
     """Bound the extreme singular values of every Jacobian of a block, by facet."""
     bounds = {}
     for facet, (function, point) in block_functions(record).items():
-        # A norm removes the mean of each token. A block that begins with a norm and has no skip is
-        # therefore singular, and shifting all channels of a token shows this.
+        # A norm removes the mean of each token. The Jacobian of a block that begins with a norm and
+        # has no skip is therefore singular. It maps a constant shift of all channels to zero.
         shift = torch.zeros_like(point)
         shift[0] = 1
         jacobian = jacobian_map(function, point)
@@ -179,7 +185,7 @@ class LinearMap:
 def jacobian_map(function: Function, x: Tokens) -> LinearMap:
     """Return the Jacobian at `x` as a linear map of flat vectors.
 
-    It uses Jacobian-vector and vector-Jacobian products.
+    The map is computed by Jacobian-vector and vector-Jacobian products.
     """
 
     def flat_function(vector: Tensor) -> Tensor:
@@ -199,11 +205,11 @@ def jacobian_map(function: Function, x: Tokens) -> LinearMap:
 def bound_singular_values(
     matrix: LinearMap, *, steps: int, seed: int, test_vector: Float64[Tensor, " size"]
 ) -> SingularValueBounds:
-    """Bound the largest and the smallest singular value, from a random start vector.
+    """Bound the extreme singular values of a matrix by Lanczos iterations from a random vector.
 
-    After k steps, the k singular values of the bidiagonal matrix B lie between those of the given
-    matrix. Their quotient is therefore a lower bound of the condition number. An upper bound is
-    finite only if the condition number is small, at most about (k / 5)^2.
+    After k steps, the bidiagonal matrix B has k singular values. They lie between the smallest and
+    the largest singular value of A. The condition number of A is therefore at least that of B. The
+    upper bound is finite only if the condition number of A is at most about (k / 5)^2.
 
     Args:
         matrix: The matrix A.
@@ -212,10 +218,10 @@ def bound_singular_values(
         test_vector: A vector w that A may map to zero. ||A w|| / ||w|| is a further upper bound of
             the smallest singular value.
 
-    Source: the bounds are those of Kuczynski and Wozniakowski, "Estimating the largest eigenvalue
-    by the power and Lanczos algorithms with a random start", 1992, theorem 4.2, for A^T A and for
-    ||A||^2 I - A^T A. The quadrature is that of Golub and Meurant, "Matrices, Moments and
-    Quadrature", 1994.
+    Source: the bounds are theorem 4.2 of Kuczynski and Wozniakowski, "Estimating the largest
+    eigenvalue by the power and Lanczos algorithms with a random start", 1992. The theorem is
+    applied to A^T A and to ||A||^2 I - A^T A. The effective rank uses the quadrature of Golub and
+    Meurant, "Matrices, Moments and Quadrature", 1994.
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(matrix.size, generator=generator, dtype=torch.float64)
@@ -252,7 +258,11 @@ def bound_singular_values(
 def _estimate_effective_rank(
     values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
 ) -> float:
-    """Estimate exp(log S - T / S) by quadrature, where S and T are the traces of s and s log s."""
+    """Estimate the effective rank by quadrature.
+
+    The effective rank is exp(log S - T / S). S is the sum of all singular values s, and T is the
+    sum of s log s.
+    """
     total = size * (weights * values).sum()
     if not total > 0:
         return 0.0
@@ -270,9 +280,9 @@ def bidiagonalise(
     2 * steps * size numbers.
 
     Returns:
-        The diagonal of the upper bidiagonal matrix B, and the entries above it. The last entry of
-        the diagonal is 0 if A is singular. The second tensor has b as an additional last entry,
-        which is 0 if the iterations have exhausted the space.
+        The diagonal of the upper bidiagonal matrix B, and the entries above the diagonal. The last
+        entry of the diagonal is 0 if the iterations find that A is singular. The second tensor has
+        b as an additional last entry. b is 0 if the iterations have exhausted the space.
 
     Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
     """
@@ -298,10 +308,10 @@ def bidiagonalise(
 
 
 def _orthonormalise(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-    """Make a vector orthogonal to a basis. Return it with length 1, and its norm before scaling."""
+    """Make a vector orthogonal to a basis. Return the unit vector, and the norm before scaling."""
     if basis:
         matrix = torch.stack(basis)
-        # The second pass removes what cancellation in the first pass has left.
+        # The second pass removes the rounding errors that the first pass leaves.
         for _ in range(2):
             vector = vector - matrix.T @ (matrix @ vector)
     length = float(vector.norm())

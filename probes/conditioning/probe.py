@@ -1,7 +1,7 @@
 """Conditioning probe: how close to singular are the matrices and Jacobians of each block?
 
 The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
-(`scores.py`, `jacobians.py`) and draws a figure. One protocol compares two encoders by CKA.
+(`scores.py`, `jacobians.py`) and draws a figure. The protocol "checkpoints" compares two encoders.
 """
 
 import math
@@ -52,24 +52,24 @@ SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 @dataclass(frozen=True)
 class Conditioning(Probe):
-    """Condition numbers, effective ranks, token cosines, Jacobians and CKA of every block.
+    """Compute condition numbers, effective ranks, token cosines, Jacobian norms and CKA of blocks.
 
-    All computations are in float64. A score is the median over images (and heads).
+    All computations are in float64. All scores except CKA are medians over images and heads.
 
     Attributes:
         protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
             CKA between the input and the output of the block. "jacobian_exact": all singular values
-            of the Jacobians, for few tokens. "jacobian_lanczos": bounds of the extreme singular
-            values, for any number of tokens. "checkpoints": CKA with the same block of another
-            encoder. "mean_log": natural logarithm of the condition number of the tokens before and
-            after attention, averaged over block 0 to the scored block.
+            of the Jacobians, if there are few tokens. "jacobian_lanczos": bounds of the extreme
+            singular values of the Jacobians, for any number of tokens. "checkpoints": CKA with the
+            same block of another encoder. "mean_log": logarithms of the condition numbers of tokens
+            before and after attention, averaged over blocks 0 to the scored block.
         num_images: Number of images, taken from the start of the dataset.
         image_size: Side in pixels of the squares that images are resized to, without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
         compare_to: Address of the other encoder, for the protocol "checkpoints".
-        at_initialisation: Whether to replace the weights of a checkpoint of `ssl-bench pretrain` by
-            the initial weights that its configuration and the seed give.
+        at_initialisation: Whether to score a checkpoint of `ssl-bench pretrain` with its initial
+            weights. The configuration in the checkpoint and the seed determine these weights.
     """
 
     protocol: Literal[
@@ -97,7 +97,7 @@ class Conditioning(Probe):
         """Raise an error if blocks have no attention, or differ in token grid or width.
 
         Raises:
-            UnfitEncoder: The encoder has such blocks.
+            UnfitEncoder: The encoder has blocks without attention, or has stages.
         """
         if encoder.num_heads == 0:
             problem = f"blocks with attention and an MLP, but {encoder.name} has none"
@@ -111,7 +111,7 @@ class Conditioning(Probe):
         return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]
 
     def split(self, dataset: Dataset) -> ImageSet:
-        # Not in __post_init__, because protocols are also validated without the other settings.
+        # Not checked in __post_init__, because protocols are also validated without other settings.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
                 "probe.protocol=checkpoints needs a second encoder to compare with",
@@ -229,7 +229,7 @@ class Conditioning(Probe):
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
     ) -> tuple[list[Score], CkaMatrix]:
-        """Score the CKA of each block with the block of the other encoder that has its index."""
+        """Score the CKA of each block and the block with the same index in the other encoder."""
         encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
@@ -306,7 +306,7 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return the encoder with the initial weights of a seed."""
+    """Return the encoder with initial weights that are drawn with the seed."""
     if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(
             f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}",
@@ -318,7 +318,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
-    """Identify an encoder. Its address is not enough, because the file there can change."""
+    """Return the name and the hash of an encoder. The hash changes if the file changes."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
@@ -333,8 +333,8 @@ def _with_ending(stem: Path, ending: str) -> Path:
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
     """Draw a panel for each metric, with a line and a 95 % band for each facet.
 
-    Infinite values are marked at the top. The CKA matrix, if there is one, has its own panel. The
-    figure has no panel if no block could be scored.
+    Infinite values are marked at the top of a panel. The CKA matrix, if there is one, has its own
+    panel. The figure has no panel if no block could be scored.
     """
     # pyplot would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
@@ -363,7 +363,7 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
-    """Draw one panel. A facet has the same colour in all panels."""
+    """Draw the panel of one metric. A facet has the same colour in all panels."""
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
         of_facet, number = [s for s in scores if s.facet == facet], facets.index(facet)

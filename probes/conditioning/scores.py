@@ -1,7 +1,7 @@
 """Scores of blocks from their matrices, Jacobians and tokens.
 
-Each function that returns scores belongs to one protocol of `Conditioning`. Linear CKA, which
-compares two representations of the same tokens, is at the end.
+Each function that returns scores belongs to one protocol of `Conditioning`. `linear_cka` compares
+two representations of the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def make_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return a score without a unit. The details of NaN state a reason."""
+    """Return a score without a unit. If the value is NaN, the details state the reason."""
     if np.isnan(value):
         reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
         details = {**({"undefined": reasons[0]} if reasons else {}), **details}
@@ -87,7 +87,7 @@ def make_score(
 
 
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """Return the median over images and heads. The details contain all numbers."""
+    """Return the median over images and heads as a score. Its details contain all numbers."""
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
@@ -98,14 +98,15 @@ def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **detai
 def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median over images and values, and its 95 % interval from the sign test.
 
-    Infinite numbers are larger than all others. The ends of the interval are medians of single
-    images. The interval makes no assumption about the distribution. With two to eight images, it
-    extends from the smallest to the largest image, and covers the true median with a probability of
-    1 - 2^(1 - images). This is below 95 % for fewer than six images.
+    Infinity counts as larger than all other numbers. Each end of the interval is the median of the
+    values of one image. The interval makes no assumption about the distribution. With two to eight
+    images, the interval extends from the smallest to the largest median of an image. It then covers
+    the true median with a probability of 1 - 2^(1 - images), which is below 95 % for fewer than six
+    images.
 
     Returns:
-        The median, and its interval. The median is NaN if any number is NaN. The interval is None
-        in this case, and if there is only one image.
+        The median and its interval. If any number is NaN, the median is NaN and the interval is
+        None. The interval is also None if there is only one image.
     """
     count, value = len(numbers), float(np.median(numbers))
     if count < 2 or np.isnan(value):
@@ -123,14 +124,14 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
 def spectra_scores(
     layer: int, records: Sequence[BlockRecord]
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
-    """Score the matrices of one block.
+    """Score the attention matrices and the outputs of the sub-blocks of one block.
 
-    The matrices of "attention" and "mlp" are the outputs of the sub-blocks. The input is added in
-    "attention_skip" and "mlp_skip", even if the encoder has no such skip.
+    The facets "attention" and "mlp" are the outputs of the sub-blocks. For "attention_skip" and
+    "mlp_skip", the input of the sub-block is added, even if the encoder has no such skip.
 
     Returns:
-        The scores, and all singular values by facet. Facets that the decomposition does not provide
-        are missing.
+        The scores, and the singular values of each facet. A facet is left out if the block cannot
+        be split into the parts that the facet needs.
     """
     by_image = [_matrices(record) for record in records]
     scores, spectra = list[Score](), dict[str, Values]()
@@ -155,7 +156,7 @@ def spectra_scores(
 
 
 def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of a block by facet. Outputs of sub-blocks count as one head."""
+    """Return the matrices of a block by facet. The output of a sub-block counts as one head."""
     parts = record.parts
     if parts is None:
         return {}
@@ -171,9 +172,9 @@ def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows col
 
 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
-    """Return the median spectrum over images and heads, relative to the largest value.
+    """Divide singular values by the largest one, and return the medians over images and heads.
 
-    At most `_STORED_VALUES` values are returned, together with their 0-based ranks.
+    At most `_STORED_VALUES` of the medians are returned, together with their 0-based ranks.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -186,7 +187,7 @@ def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str
 def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
     """Return the mean cosine over all pairs of different tokens, in [-1, 1].
 
-    A zero token has cosine 0 with all others. The result is NaN for a single token.
+    The cosine between a zero token and any other token is 0. The mean is NaN for a single token.
     """
     unit = unit_vectors(tokens.double())
     count = len(tokens)
@@ -198,16 +199,16 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 
 @torch.no_grad()
 def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
-    """Score the mean logarithm of the condition numbers of tokens around attention.
+    """Score the mean logarithm of the condition numbers of tokens before and after attention.
 
-    "before" is the input of attention, after graying if the block has it. "after" is the sum of
-    this input and the output of attention. The mean over blocks 0 to `layer` is computed for each
-    image, and the score is the median over images. Layers are skipped if one of these blocks cannot
-    be decomposed.
+    The facet "before" is the input of attention before its norm. If the block has graying, the
+    input is grayed first. The facet "after" is the sum of "before" and the output of attention. For
+    each image, the logarithms are averaged over blocks 0 to the scored layer. The score is the
+    median over images. A layer is skipped if a block up to this layer cannot be decomposed.
 
     Args:
         layers: Block indices to score.
-        records: Records of all blocks up to the last of these layers.
+        records: Records of all blocks up to the last scored layer.
     """
     scores = []
     for layer in layers:
@@ -225,7 +226,7 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 
 
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
-    """Return the logarithms of the condition numbers before and after attention with its skip."""
+    """Return the log condition numbers of the tokens before attention and after its skip."""
     assert record.parts is not None
     before = record.parts.graying(record.input)
     after = before + record.parts.attention(record.parts.norm1(before))
@@ -275,7 +276,7 @@ def lanczos_scores(
 def _term_scores(
     layer: int, norms: Mapping[str, Numbers], suffix: str, details: Mapping[str, Any]
 ) -> list[Score]:
-    """Score the spectral norms of B and E, and the norm of E relative to B."""
+    """Score the spectral norms of the facets "dominant" and "perturbation", and their ratio."""
     if "perturbation" not in norms:
         return []
     dominant, perturbation = norms["dominant"], norms["perturbation"]
@@ -313,8 +314,8 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
 class CkaMatrix:
     """Linear CKA of each pair of representations, with the names of rows and columns.
 
-    `other` is the name of the encoder that the columns belong to. It is empty if rows and columns
-    belong to the same encoder.
+    `other` is the name of the encoder whose blocks are the columns. The name is empty if rows and
+    columns belong to the same encoder.
     """
 
     values: Float64[np.ndarray, "rows columns"]
@@ -326,7 +327,7 @@ class CkaMatrix:
 def cka_matrix(
     rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
 ) -> CkaMatrix:
-    """Compute the linear CKA of each pair of representations. The keys are their names."""
+    """Compute the linear CKA of each pair of a row and a column. The keys are their names."""
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
 
@@ -334,12 +335,12 @@ def cka_matrix(
 def linear_cka(x: Tokens, y: OtherTokens) -> float:
     """Return the linear CKA over all tokens of all images, in [0, 1].
 
-    It does not change if `x` or `y` is rotated or scaled. It is too high if there are few tokens.
-    For independent Gaussians with n tokens and dimension d, it is about d / (n + d). It is NaN if
-    all tokens of `x` or of `y` are equal.
+    The CKA does not change if `x` or `y` is rotated or scaled. It is biased upwards if there are
+    few tokens. For n independent Gaussian tokens of dimension d, it is about d / (n + d). It is NaN
+    if all tokens of `x` or all tokens of `y` are equal.
 
-    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, last
-    formula of section 3.
+    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019. The
+    equation is the last one of section 3.
     """
     x, y = _centre(x).flatten(0, 1), _centre(y).flatten(0, 1)
     if not x.any() or not y.any():
@@ -351,13 +352,13 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
     """Return the 95 % interval of `linear_cka` over images, from a jackknife of the logit.
 
-    The jackknife is corrected for bias. Leaving out an image takes images^2 operations and no pass
-    over the tokens.
+    The jackknife is corrected for bias. Leaving out an image needs no further pass over the tokens.
 
     Returns:
         The interval. It is None for a single image, for equal tokens, and if the CKA is 1. It is
-        also None if the bias correction exceeds the margin. The tokens are then too few to estimate
-        the bias, and the interval would contain neither `linear_cka` nor its limit for many images.
+        also None if the bias correction exceeds the margin. In this case there are too few tokens
+        to estimate the bias. An interval would contain neither `linear_cka` nor the limit of
+        the CKA for many images.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)

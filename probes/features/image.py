@@ -22,15 +22,15 @@ IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
-"""Features of an image: [CLS], the mean patch, or both concatenated, after the final norm."""
+"""Vectors of an image after the final norm: [CLS], the mean of its patches, or both together."""
 
-# Unit vectors count as equal if all of their entries differ by less than this.
+# Unit vectors count as equal if every entry differs by less than this value.
 _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Features of images by facet, as float32 in CPU memory, and the class of each image."""
+    """Float32 features of images for each facet, and the class of each image, in CPU memory."""
 
     layers: tuple[int, ...]
     by_facet: Mapping[str, Float[Tensor, "layers images dim"]]
@@ -41,7 +41,7 @@ class ImageFeatures:
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
     def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
-        """Return the features of a facet with the channels of several layers side by side."""
+        """Concatenate the channels of several layers for one facet."""
         parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
 
@@ -51,9 +51,9 @@ class ImagePass:
     """A pass of labelled images through the encoder.
 
     Attributes:
-        probe: Probe with the attributes `facets` (keys of `IMAGE_FACETS`, or facets from inside a
-            block), `resize`, `crop_share` (side of the central square as a fraction of the shorter
-            side), and `num_workers`.
+        probe: Probe with the attributes `facets`, `resize`, `crop_share` and `num_workers`. Facets
+            are keys of `IMAGE_FACETS`, or facets from inside a block. `crop_share` is the side of
+            the central square as a fraction of the shorter side.
         context: Context of the probe.
         batch_size: Maximum number of images that pass the encoder together.
     """
@@ -63,7 +63,7 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """Return how many layers fit into memory for this number of images, at least 1."""
+        """Return for how many layers the features of all images fit into memory, at least 1."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
@@ -71,7 +71,7 @@ class ImagePass:
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
         """Compute the features of the images with these indices.
 
-        They are shared with later probes of the same command through `context.features`.
+        Later probes of the same command find these features in `context.features`.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -82,7 +82,7 @@ class ImagePass:
         known: ImageFeatures | None = shared.get(key)
         if known and {*layers} <= {*known.layers} and {*self.probe.facets} <= {*known.by_facet}:
             return known
-        # Free the memory before new features need it.
+        # Free the old features before new features need the memory.
         shared.pop(key, None)
         extractor = self._extractor(layers)
         by_facet = {
@@ -122,12 +122,12 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the facets of a block that a facet of an image is computed from."""
+    """Return the facets of a block from which a facet of an image is computed."""
     return IMAGE_FACETS.get(facet, (facet,))
 
 
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
-    """Return the number of channels of `image_vectors`."""
+    """Return the number of channels of the vectors from `image_vectors`."""
     return sum(map(extractor.width, facet_parts(facet)))
 
 

@@ -1,4 +1,4 @@
-"""A file of finished parts of a long computation, from which a killed run continues."""
+"""Save finished parts of a long computation in a file, so that a killed run can continue."""
 
 import base64
 import hashlib
@@ -24,21 +24,22 @@ _TENSOR = frozenset({"dtype", "shape", "base64"})
 
 
 class Journal:
-    """Finished parts of a computation, one JSON line each.
+    """A file with one JSON line for each finished part of a computation.
 
-    The first line of the file is the header. Its digest is part of the file name, so a run with
-    another header does not find the file. Each further line is an entry with a checksum. Entries
-    with a wrong checksum, and a last line that was cut off, are ignored. The file may be deleted at
-    any time.
+    The first line of the file is the header. The file name contains a digest of the header, so a
+    run with a different header does not find the file. Each further line is an entry with a
+    checksum. Entries with a wrong checksum, and a last line that was cut off, are ignored. The file
+    may be deleted at any time.
 
     Args:
         folder: Folder of the file.
         name: Beginning of the file name.
         header: Everything that the entries depend on, as JSON types.
-        say: Function that prints a message when a run continues, or when the file is not used.
-        minutes: Minimum time between two writes. 0 writes each entry immediately.
-        is_cache: Whether the file is in a cache folder. It is then only read if no other user could
-            have written it.
+        say: Function that prints a message when a run continues from the file or cannot use it.
+        minutes: Minimum time between two writes in minutes. With 0, each entry is written
+            immediately.
+        is_cache: Whether the file is in a cache folder. A file in a cache folder is only read if no
+            other user could have written it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Journal:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries that earlier processes wrote. Tensors are in host memory."""
+        """Return the entries that earlier processes wrote. Tensors are in CPU memory."""
         try:
             entries = self.read(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +79,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of a file, whatever its header.
+        """Return the valid entries of a file. The header of the file is not compared.
 
         Raises:
             OSError: The file cannot be read.
@@ -98,10 +99,10 @@ class Journal:
         return time.monotonic() - self._written_at >= self._seconds
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add an entry. It is written as soon as `is_due` is true.
+        """Add an entry. If `is_due` is true, write all unwritten entries to the file.
 
         Args:
-            entry: JSON types and tensors. Do not modify it afterwards.
+            entry: Dictionary of JSON types and tensors. Do not modify the dictionary afterwards.
 
         Raises:
             MachineError: The file cannot be written.
@@ -135,7 +136,7 @@ class Journal:
         self._has_written = True
 
     def replace(self, entry: Mapping[str, Any]) -> None:
-        """Write a file that contains only this entry. A crash keeps the old file.
+        """Replace all entries of the file by this one. A crash during the call keeps the old file.
 
         Raises:
             MachineError: The file cannot be written.
@@ -151,7 +152,7 @@ class Journal:
 
 
 def _remove_unfinished_line(file: BinaryIO) -> None:
-    """Remove the last line if a killed process did not write its end."""
+    """Remove the last line if a killed process wrote only part of it."""
     file.seek(0)
     content = file.read()
     if not content.endswith(b"\n"):
@@ -159,7 +160,7 @@ def _remove_unfinished_line(file: BinaryIO) -> None:
 
 
 def _format(entry: Mapping[str, Any]) -> str:
-    """Return an entry as JSON in a single line. The last item is the checksum of the others."""
+    """Return an entry as JSON in a single line. The last item is a checksum of the entry."""
     text = json.dumps(dict(entry), default=_encode)
     return f'{text[:-1]}, "{_CHECKSUM}": {zlib.crc32(text.encode())}}}'
 
@@ -177,7 +178,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _encode(value: Any) -> Any:
-    """Return a tensor as JSON types. Other types raise a TypeError."""
+    """Convert a tensor to JSON types. Any other value raises a TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{type(value).__name__} is neither a tensor nor a JSON type")
     values = value.detach().cpu().contiguous()
@@ -187,7 +188,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """Undo `_encode` in nested dictionaries and lists."""
+    """Restore the tensors that `_encode` converted, also in nested dictionaries and lists."""
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if not isinstance(value, dict):

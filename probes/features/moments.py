@@ -8,7 +8,7 @@ from ssl_bench.system.device import to_float64
 
 
 class Moments:
-    """Sum and sum of outer products of vectors, in float64.
+    """Running mean and covariance of vectors, computed batch by batch in float64.
 
     The mean of the first batch is subtracted from all vectors, for precision.
     """
@@ -45,5 +45,5 @@ class Moments:
 
     @property
     def energy(self) -> Float64[Tensor, "dim dim"]:
-        """Mean outer product of the vectors."""
+        """Mean outer product of the vectors, without subtracting their mean."""
         return self.covariance + torch.outer(self.mean, self.mean)

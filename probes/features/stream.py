@@ -18,20 +18,20 @@ K = TypeVar("K")
 T = TypeVar("T")
 Half = Float16[Tensor, "batch rows cols dim"]
 Scales = Float[Tensor, "layers batch"]
-"""Factors that `undo_scaling` multiplies features by."""
+"""Factors by which `undo_scaling` multiplies the features of each layer and image."""
 
 _MAX_CPU_PIXELS = 2**19
-# Images whose largest entry is in this range are not scaled. Float16 then has its full precision
-# of ten bits for entries down to 2^-8 times the largest one.
+# Features of an image are not scaled if their largest absolute value is in this range. Float16 then
+# has its full precision of ten bits for values down to 2^-8 times the largest value.
 _SMALLEST, _LARGEST = 2.0**-6, 65504.0
-# The largest entry of other images is scaled to between this number and twice this number.
+# Otherwise, the largest absolute value is scaled to between this number and twice this number.
 _SCALED_LARGEST = 2.0**14
 
 
 def read_ahead(
     images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
 ) -> Iterator[T]:
-    """Read samples in threads, and yield what `prepare` returns for them, in their order."""
+    """Read samples in threads, and yield the results of `prepare` in the order of `indices`."""
     return map_ahead(
         lambda index: prepare(images[index]), indices, workers=workers, max_ahead=4 * workers
     )
@@ -44,9 +44,10 @@ def map_ahead(
 
     Args:
         function: Function to call for each item.
-        items: Its arguments. They are consumed `max_ahead` items ahead of the results.
+        items: Arguments of the function. They are read up to `max_ahead` items ahead of the
+            results.
         workers: Number of threads.
-        max_ahead: Maximum number of results that wait until they are used.
+        max_ahead: Maximum number of results that are computed before they are needed.
     """
     pool = ThreadPoolExecutor(workers)
     try:
@@ -71,8 +72,8 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
     """Return how many square images to encode together.
 
-    On a CPU, batches of more than half a million pixels are not faster, and progress is then shown
-    too rarely. The batch size is reduced there.
+    On a CPU, batches are reduced to half a million pixels. Larger batches are not faster on a CPU,
+    and show progress too rarely.
     """
     if device.type != "cpu":
         return batch_size
@@ -82,7 +83,7 @@ def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> i
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Extract the features of a batch by layer, and the sums to pass to `fetch_finite`.
+    """Extract the features of each layer from a batch, and the sums that `fetch_finite` checks.
 
     Args:
         extractor: Extractor of one facet.
@@ -90,8 +91,8 @@ def extract(
         ids: Image ids for error messages.
 
     Raises:
-        CheckpointError: A feature is not finite. On a GPU this is only found by `fetch_finite`, so
-            that the CPU need not wait here.
+        CheckpointError: A feature is not finite. On a GPU, only `fetch_finite` raises this error,
+            so the CPU does not wait here.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -106,13 +107,13 @@ def fetch_finite(
     ids: Sequence[str],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Copy tensors to CPU memory, and check that the features behind them are finite.
+    """Copy tensors to CPU memory, and check that they were computed from finite features.
 
     Tensors and sums are copied together, so the CPU waits for the GPU only once.
 
     Args:
         extractor: Extractor of the features.
-        sums: Sums that came with the features.
+        sums: Sums of the features, from `extract` or `extract_unchecked`.
         ids: Image ids for error messages.
         tensors: Tensors that were computed from the features.
 
@@ -137,10 +138,10 @@ def extract_float16(
         extractor: Extractor of one facet.
         images: RGB in [0, 1].
         ids: Image ids for error messages.
-        fetch: Whether to copy the features to CPU memory. The scales are always there.
+        fetch: Whether to copy the features to CPU memory. Scales are always copied.
 
     Returns:
-        Features of each layer, and the factors of `undo_scaling`.
+        Features of each layer, and the factors that `undo_scaling` needs.
 
     Raises:
         CheckpointError: A feature is not finite.
@@ -155,15 +156,15 @@ def extract_float16(
 def to_float16(
     features: Float[Tensor, "batch rows cols dim"],
 ) -> tuple[Half, Float[Tensor, " batch"]]:
-    """Round features to float16, and scale images that do not fit into its range.
+    """Round features to float16. Images whose features do not fit its range are scaled first.
 
-    Float16 has ten bits of precision between 2^-14 and 65504 only. If the largest entry of an image
-    is below 2^-6 or above 65504, the image is divided by a power of two, which is exact. Its
-    largest entry is then near 2^14. The scale depends only on the features of the image. It is
-    therefore the same in all storages, whatever the batch and the other layers are.
+    Float16 has ten bits of precision only between 2^-14 and 65504. If the largest absolute feature
+    of an image is below 2^-6 or above 65504, all of its features are divided by a power of two. The
+    division is exact, and the largest feature is then near 2^14. The scale depends only on the
+    features of the image in this layer. It is therefore the same in all storages and batches.
 
     Returns:
-        The rounded features, and the power of two that each image was divided by.
+        The rounded features, and the power of two by which each image was divided.
     """
     largest = features.abs().amax((1, 2, 3))
     fits = (largest >= _SMALLEST) & (largest <= _LARGEST) | (largest == 0)

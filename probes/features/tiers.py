@@ -1,8 +1,9 @@
 """Compute the features of training images, and store them or compute them again in each epoch.
 
-`TrainingPass.run` selects one of three storages. "memory" holds the features in memory, "disk" in a
-file that later runs use again, and "stream" computes each batch when it is read. The values are
-rounded to float16 and equal in all three.
+`TrainingPass.run` selects one of three storages. "memory" holds the features in memory. "disk"
+writes them to a file that later runs use again. "stream" computes each batch when it is read. All
+three round the features to float16 and give equal values. An entry is one view of one training
+image.
 """
 
 import errno
@@ -51,7 +52,7 @@ Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
 VERSION = 5
-"""Increase it if the same image gives other stored values, or if the file has another layout."""
+"""Version of the feature file. Increase it when stored values or the layout of the file change."""
 _STORAGES = {
     "memory": "stored in memory",
     "disk": "stored on disk",
@@ -63,23 +64,23 @@ _SCALE_CHARACTERS = 26
 _BATCHES_AHEAD = 2
 
 Blocks = Float[Tensor, "layers entries rows cols dim"]
-# Whether each value from 0 to 255 occurs in the labels of an entry.
+# For each entry, whether each value from 0 to 255 occurs in its labels.
 Present = Bool[Tensor, "_entries 256"]
 # The entries of each batch.
 BatchEntries = Sequence[Int64[Tensor, "..."]]
-# Stores features of some entries: index of the layer, entries, features, scales.
+# Function that stores features. Arguments: index of the layer, entries, features, scales.
 Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Features and labels of some entries, on the device of the heads."""
+    """Features and labels of a batch of entries, on the device of the heads."""
 
     features: Float[Tensor, "layers batch rows cols dim"]
     labels: Integer[Tensor, "batch height width"]
 
 
-# Reads the batches with these entries, in this order.
+# Function that reads the batches of the given entries, in the given order.
 ReadBatches = Callable[[BatchEntries], Iterator[FeatureBatch]]
 
 
@@ -89,13 +90,14 @@ class StoredFeatures:
 
     Attributes:
         layers: Block index of each layer in `blocks`.
-        blocks: Features, divided by `scales`.
+        blocks: Features of all entries, divided by `scales`.
         labels: Labels in memory or in a memory-mapped file.
         present: Whether each value from 0 to 255 occurs in the labels of an entry. Empty if each
             entry has a single label.
-        scales: Factors of `undo_scaling`. None if all are 1.
-        tier: Where `blocks` are.
-        passes: Number of times that this run has encoded all entries. 0 if it uses a stored file.
+        scales: Factors by which `undo_scaling` multiplies `blocks`. None if all factors are 1.
+        tier: Whether `blocks` are in memory or on disk.
+        passes: Number of times that this run has encoded all entries. 0 if an earlier run stored
+            the features.
     """
 
     layers: tuple[int, ...]
@@ -107,9 +109,9 @@ class StoredFeatures:
     passes: int = 1
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that reads batches of these layers, in the order of `layers`.
+        """Return a function that reads batches with the features of `layers`, in this order.
 
-        All features are first copied to the GPU if they take at most half of its free memory.
+        The features are first copied to the GPU if they take at most half of its free memory.
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
@@ -147,7 +149,8 @@ class StreamedFeatures:
     Attributes:
         layers: Block indices of the layers that can be read.
         present: Whether each value from 0 to 255 occurs in the labels of an entry.
-        compute: Function that computes the batches of these layers and entries on a device.
+        compute: Function that computes batches from the layers, the entries of each batch and the
+            device.
     """
 
     layers: tuple[int, ...]
@@ -163,7 +166,7 @@ class StreamedFeatures:
         return -(-self._num_computed // len(self.present))
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that computes batches of these layers, in the order of `layers`."""
+        """Return a function that computes batches with the features of `layers`, in this order."""
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
             for batch in self.compute(layers, batch_entries, device):
@@ -176,7 +179,7 @@ class StreamedFeatures:
 TrainingFeatures = StoredFeatures | StreamedFeatures
 """Features of all training images. Entry `n * views + v` is view v of the image at position n.
 
-A probe of whole images has one patch and one label for each entry.
+If the features are one vector per image, each entry has one patch and one label.
 """
 
 
@@ -217,17 +220,18 @@ class TrainingPass:
         memory_gib: float | None = None,
         disk_gib: float | None = None,
     ) -> TrainingFeatures:
-        """Compute and store the features, or open a stored file, or prepare a stream.
+        """Compute and store the features, open a file of stored features, or prepare a stream.
 
-        All images are read in any case, for their labels. An unreadable image is therefore an error
-        before training.
+        All images are read in any case, because their labels are needed. An unreadable image is
+        therefore found before training.
 
         Args:
             folder: Folder of the feature files.
-            tier: The storage. "auto" selects memory if features and labels fit there, else disk if
-                they fit there or an earlier run stored them, else stream.
-            memory_gib: Limit for the memory. None for half of the free memory.
-            disk_gib: Limit for the disk. None for half of the free space.
+            tier: The storage. "auto" selects memory if features and labels fit. Otherwise, it
+                selects disk if they fit, or if an earlier run stored the features. Otherwise, it
+                selects stream.
+            memory_gib: Limit for the memory in GiB. None for half of the free memory.
+            disk_gib: Limit for the disk in GiB. None for half of the free space.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -279,7 +283,7 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Read all views into the tensors, and encode them if `put` stores their features."""
+        """Fill `present` and `labels` from all views. If `put` is given, store features with it."""
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
                 present[entry, values.unique().long()] = True
@@ -292,10 +296,10 @@ class TrainingPass:
     def read_views(
         self, *, encode: bool = False
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
-        """Read all images, and yield entries, labels, features and scales of one view of a batch.
+        """Read batches of images. For each view, yield entries, labels, features and scales.
 
         Args:
-            encode: Whether to compute the features. Otherwise the list of features is empty.
+            encode: Whether to compute the features. If false, the list of features is empty.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -322,18 +326,18 @@ class TrainingPass:
         *,
         allow_scaled: bool = False,
     ) -> Iterator[FeatureBatch]:
-        """Decode and encode batches of entries, and store nothing.
+        """Decode and encode batches of entries without storing the features.
 
-        The values are rounded to float16, as stored ones are. On a CPU, the features of an image do
-        not depend on the other images in the batch. On a GPU, this depends on the library of matrix
-        products.
+        The features are rounded to float16, like stored features. On a CPU, the features of an
+        image do not depend on the other images in the batch. On a GPU, the library of matrix
+        products decides whether they do.
 
         Args:
             layers: Some layers of the extractor.
             batch_entries: The entries of each batch.
             device: Device of the batches.
-            allow_scaled: Whether to omit `undo_scaling`, which keeps float16. It is sufficient if
-                the vectors are then normalized to length 1.
+            allow_scaled: Whether to return scaled float16 features, without `undo_scaling`. They
+                suffice if all vectors are normalised to length 1 later.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -394,19 +398,19 @@ class FeatureFile:
 
     The array is float16 with the dimensions layer, entry, row, column and channel. The JSON file
     contains the header, the scales of `undo_scaling`, and one checksum of features and scales. Both
-    names contain a digest of the header, so a run with another header does not find the files. They
-    may be deleted at any time.
+    file names contain a digest of the header, so a run with a different header does not find the
+    files. The files may be deleted at any time.
 
-    The checksum is compared once, when a run opens the files. Then the array is memory-mapped. If
-    another process deletes or replaces the files, the run keeps the old array. Changes inside the
-    file are not noticed after that. If the file is cut off, if the disk cannot be read, or if
-    another host deletes the file on a network file system, the operating system stops the process
-    with SIGBUS.
+    The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
+    another process deletes or replaces the files, the run keeps the old array. Later changes inside
+    the array file are not noticed. If the array file is truncated or the disk cannot be read, the
+    operating system stops the process with SIGBUS. It also stops the process if another host
+    deletes the file on a network file system.
 
-    Several processes may write the same features. Each of them continues with its own array.
-    Later runs find the files of the process that finished last. If the processes have computed
-    different bits, the two files may not belong together. The checksum is then wrong, and the next
-    run computes the features again.
+    Several processes may write the same features. Each process continues with its own array. Later
+    runs find the files of the process that finished last. If the processes computed different bits,
+    the array and the JSON file may come from different processes. The checksum is then wrong, and
+    the next run computes the features again.
 
     Args:
         folder: Folder of the files.
@@ -427,15 +431,15 @@ class FeatureFile:
     def load(
         self, say: Callable[[str], None], progress: Progress = show_progress
     ) -> tuple[Blocks, Float[Tensor, "layers entries"]] | None:
-        """Compare the checksum of the files, and map the array.
+        """Verify the checksum of the files, and memory-map the array.
 
         Args:
             say: Function that prints a message if the files exist but are not used.
             progress: Function that shows the progress of reading the array.
 
         Returns:
-            Features and scales. None if the files do not exist, are damaged, or if another user
-            could have written them.
+            Features and scales. None if the files are missing or damaged, or if another user could
+            have written them.
         """
         try:
             with open_trusted(self.sidecar) as file:
@@ -456,10 +460,10 @@ class FeatureFile:
         return None
 
     def write(self, fill: Callable[[Put], None]) -> tuple[Blocks, Float[Tensor, "layers entries"]]:
-        """Write features to the files, and map the array.
+        """Write features to the files, and memory-map the array.
 
         Args:
-            fill: Function that passes all features to its argument.
+            fill: Function that receives a function `put`, and stores all features by calling it.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -507,7 +511,7 @@ class FeatureFile:
         """Return the CRC-32 of each entry of each layer, from one pass over the file.
 
         Raises:
-            ValueError: The file has another size or array header.
+            ValueError: The size or the array header of the file is not the expected one.
         """
         has_size = os.fstat(file.fileno()).st_size == self._num_bytes
         if not has_size or file.read(len(self._array_header)) != self._array_header:
@@ -530,7 +534,7 @@ class FeatureFile:
 def _create_label_file(
     folder: Path, shape: tuple[int, int, int]
 ) -> UInt8[Tensor, "entries height width"]:
-    """Return memory-mapped labels in a file without a name, which is deleted after its last use.
+    """Return memory-mapped labels in a temporary file, which is deleted after its last use.
 
     Raises:
         MachineError: The folder cannot be written, or its disk is full.
@@ -549,8 +553,8 @@ def _create_label_file(
 
 
 def _allocate(file: IO[bytes], size: int) -> None:
-    """Reserve space on the disk now, so that a full disk is not found after hours of work."""
-    # macOS lacks this function. There, a full disk is found when the features are written.
+    """Reserve space on the disk, so that a full disk raises an error before hours of work."""
+    # macOS lacks `posix_fallocate`, so a full disk is found when the features are written.
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), 0, size)

@@ -1,9 +1,10 @@
 """Select the training images of a probe, the views of each image, and the layers of each head.
 
 `TrainingSplit` holds some training images out, to choose a hyperparameter. `Shots` draws a few
-training images of each class. Both depend only on the images, the settings and the seed. A view is
-a square input of the encoder, made of an image and its mask. Random crops depend only on the seed
-and the image, so each epoch uses the same views, whether their features are stored or not.
+training images of each class. The draws depend only on the images, the settings and the seed. A
+view is an image that is resized or cropped to a square, with the mask of the same area. Random
+crops depend only on the seed and the image. Each epoch therefore uses the same views, whether
+features are stored or not.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from ssl_bench.scores import IGNORED
 LayerGroup = tuple[int, ...]
 """Layers whose concatenated features are the input of one head."""
 ShotCounts = Count | Sequence[Count] | None
-"""Number of training images of each class, or several numbers. None for all images."""
+"""Number of training images of each class, or several such numbers. None for all images."""
 _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FACETS)
 
 
@@ -35,11 +36,11 @@ _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FAC
 class TrainingSplit:
     """Training images that a probe uses, some of which are held out.
 
-    A view of an image is an entry of the feature cache. View v of the image at position n of
+    An entry of the stored features is one view of one image. View v of the image at position n of
     `indices` is entry n * views + v.
 
     Attributes:
-        indices: Ascending indices into the training set.
+        indices: Indices of the used images in the training set, in ascending order.
         held_out: Positions in `indices` of the images that no head is trained on.
     """
 
@@ -55,8 +56,8 @@ class TrainingSplit:
         Args:
             images: The training set.
             max_images: Maximum number of images to use. None for all images.
-            holdout: Fraction of the used images that is held out. At least one image is held out,
-                unless the fraction is 0.
+            holdout: Fraction of the used images to hold out. At least one image is held out, unless
+                the fraction is 0.
             seed: Seed of the draw.
 
         Raises:
@@ -97,12 +98,12 @@ def ids_sha256(ids: Sequence[str]) -> str:
 class Shots:
     """Training images of each class, drawn several times.
 
-    In each draw, the images of a class have a random order. The first n of them are the n shots, so
-    the shots of a small number are among the shots of a larger number.
+    In each draw, the images of a class have a random order. The n shots are the first n images in
+    this order, so they are among the shots of every larger number.
 
     Attributes:
-        indices: Ascending indices into the training set of all drawn images.
-        positions: Positions in `indices` of the images of each draw and class, in their order.
+        indices: Indices of all drawn images in the training set, in ascending order.
+        positions: Position in `indices` of each drawn image, by draw, class and random order.
     """
 
     indices: tuple[int, ...]
@@ -116,7 +117,7 @@ class Shots:
             images: The training set.
             per_class: Number of images of each class.
             draws: Number of draws.
-            seed: Seed. It gives each draw its own random order, whatever `per_class` is.
+            seed: Seed of the random orders. They do not depend on `per_class`.
 
         Raises:
             DataError: A class has too few images, or the dataset has no list of labels.
@@ -139,7 +140,7 @@ class Shots:
         return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(drawn.shape)))
 
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
-        """Return ascending positions of `count` images of each class, after the first `skip`."""
+        """Skip `skip` images of each class. Return ascending positions of the next `count`."""
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
 
@@ -159,7 +160,7 @@ def require_labels(images: ImageSet) -> Sequence[int]:
 
 
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the distinct numbers of shots in ascending order. Empty if all images are used.
+    """Return the distinct numbers of shots in ascending order, or () to use all images.
 
     Raises:
         ConfigurationError: The list is empty.
@@ -175,7 +176,7 @@ def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
 def reject_train_images_with_shots(
     shots: int | Sequence[int] | None, train_images: int | None
 ) -> None:
-    """Raise a ConfigurationError if images would be drawn both per class and from all images."""
+    """Raise a ConfigurationError if both `probe.shots` and `probe.train_images` are set."""
     if shot_counts(shots) and train_images is not None:
         raise ConfigurationError(
             f"probe.train_images must be null if probe.shots is set, got {train_images}. Leave one "
@@ -188,9 +189,10 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
     Args:
         layers: Requested layers.
-        layers_mode: "single" is one head for each layer. "multi" and "last4" are one head that
-            depends only on the last requested layer. "multi" is the layers at 1/4, 1/2, 3/4 and all
-            of the depth up to it, and "last4" is the last four layers up to it.
+        layers_mode: "single" gives each requested layer its own head. "multi" and "last4" use only
+            the last requested layer, and give one head. With "multi", the head receives the layers
+            at 1/4, 1/2, 3/4 and all of the depth up to that layer. With "last4", it receives the
+            last four layers up to that layer.
     """
     last = max(layers)
     if layers_mode == "multi":
@@ -201,7 +203,7 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if a facet names one block, but a head receives several."""
+    """Raise a ConfigurationError if a facet names one block, but a head receives several blocks."""
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.facet must name every block (*) for probe.layers_mode={layers_mode}, got block "
@@ -210,14 +212,14 @@ def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
 
 
 def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
-    """Parse the facet of a probe of patches.
+    """Parse the name of a patch facet.
 
     Args:
         facet: Name from the user.
         norm: "final" selects tokens after the encoder's final norm. Other values are ignored.
 
     Raises:
-        ConfigurationError: The facet is unknown, or `norm` is "final" and it is not "token".
+        ConfigurationError: The facet is unknown, or `norm` is "final" and the facet is not "token".
     """
     spec = parse_facets(facet, _PATCH_FACETS)
     if norm != "final":
@@ -234,7 +236,7 @@ def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
 # Views.
 
 View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]
-"""RGB values in [0, 1], and the mask of the same part of the image in its own resolution."""
+"""RGB values in [0, 1], and the mask of the same area, which may have another resolution."""
 
 _TRIES = 10
 # Maximum ratio of the longer side of a scaled image to its intended shorter side.
@@ -242,7 +244,7 @@ _MAX_ASPECT = 4
 
 
 class TrainingViews:
-    """Base class of the kinds of views, which are frozen dataclasses.
+    """Base class of the ways to make views of an image. Subclasses are frozen dataclasses.
 
     Attributes:
         count: Number of views of each image.
@@ -251,7 +253,7 @@ class TrainingViews:
     count: int
 
     def view(self, sample: Sample, number: int, size: int) -> View:
-        """Return a view of an image. It is the same whenever it is requested.
+        """Return a view of an image. Repeated calls return the same view.
 
         Args:
             sample: Image and mask.
@@ -278,7 +280,7 @@ class WholeImage(TrainingViews):
 
 @dataclass(frozen=True)
 class CentralSquare(TrainingViews):
-    """The central square of an image that has a class, but no mask. The mask is a single 0.
+    """The central square of an image that has a class but no mask. The view's mask is a single 0.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
@@ -335,18 +337,18 @@ class ResizedCrops(TrainingViews):
 
 @dataclass(frozen=True)
 class ScaledCrops(TrainingViews):
-    """Square crops of the image scaled by a random factor. Each is mirrored with probability 0.5.
+    """Square crops of a randomly resized image. Each crop is mirrored with probability 0.5.
 
-    The shorter side of the scaled image is `factor` times the side of the crop, and its longer side
-    is at most four times that. If the image is smaller than the crop, the rest of the crop has the
-    mean colour and is ignored in the mask.
+    The shorter side of the resized image is a random factor times the side of the crop. The image
+    is shrunk further if its longer side would exceed four times this length. If it is smaller than
+    the crop, the rest of the crop has the mean colour and is ignored in the mask.
 
     Attributes:
         seed: Seed of the crops.
         mean: Mean colour, RGB in [0, 1].
-        factor: Range of the factor.
-        dominance: A crop is drawn again if one class has at least this share of its labelled
-            pixels, or if it has no labelled pixel. At most ten crops are drawn.
+        factor: Range of the random factor.
+        dominance: A crop is drawn again if one class has at least this share of the labelled
+            pixels, or if no pixel is labelled. At most ten crops are drawn.
 
     Source: Resize, RandomCrop, RandomFlip and Pad of https://github.com/open-mmlab/mmsegmentation,
     with the settings for linear heads of https://github.com/facebookresearch/dinov2.
@@ -395,7 +397,7 @@ def make_views(
 ) -> TrainingViews:
     """Return the views for the settings `crops` and `views` of a probe.
 
-    The mean colour fills the part of scaled crops that lies outside of the image.
+    Scaled crops are filled with the mean colour outside of the image.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)
@@ -408,7 +410,7 @@ def reject_identical_views(crops: str, count: int) -> None:
     """Raise a ConfigurationError if whole images would have more than two views."""
     if crops == "whole" and count > 2:
         raise ConfigurationError(
-            f"whole images have one view, or two with their mirror images, got {count}",
+            f"whole images have one view, or two with their mirror images, got {count} views",
             hint=("probe.views=1", "or", "probe.views=2"),
         )
 
@@ -430,7 +432,7 @@ def image_and_mask(
 def resize_bilinear(
     image: Float[Tensor, "3 height width"], rows: int, cols: int
 ) -> Float[Tensor, "3 rows cols"]:
-    """Resize an image by bilinear interpolation with antialiasing, without keeping its shape."""
+    """Resize an image by bilinear interpolation with antialiasing. Its aspect ratio may change."""
     size = (rows, cols)
     return F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0].clamp_(0, 1)
 
@@ -446,8 +448,8 @@ def resize_bicubic(
 def resize_mask(
     mask: UInt8[Tensor, "height width"], rows: int, cols: int
 ) -> UInt8[Tensor, "rows cols"]:
-    """Return the label at the center of each cell of a coarser or finer grid."""
-    # The mode "nearest" takes the label at the corner of a cell, which shifts the mask.
+    """Resize a mask. Each new pixel gets the label at its center."""
+    # The mode "nearest" takes the label at the corner of a new pixel, which shifts the mask.
     return F.interpolate(mask[None, None], size=(rows, cols), mode="nearest-exact")[0, 0]
 
 

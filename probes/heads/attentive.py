@@ -1,6 +1,6 @@
-"""Train heads that pool the patches of an image by learned queries, before a linear layer.
+"""Train heads that pool the patches of an image by learned queries and classify the result.
 
-This is `probe.pool=attentive` of linear classification.
+Linear classification uses these heads if `probe.pool` is `attentive`.
 
 Source: Efficient probing, https://github.com/billpsomas/efficient-probing (b8f4fb84).
 """
@@ -33,14 +33,15 @@ _QUERY_DEVIATION = 0.02
 class AttentivePooling:
     """Heads that pool the patches by learned queries and are trained by LARS.
 
-    The published learning rates are 0.1 to 1.5 at this batch size, for 90 epochs of random crops.
+    The published code uses learning rates of 0.1 to 1.5 for batches of 256 images, and 90 epochs of
+    random crops.
 
     Attributes:
-        queries: Number of queries per head, which must divide the width of the encoder. Each query
-            pools an equal part of the channels.
-        learning_rates: Peak learning rates. One head is trained for each of them, and one of these
+        queries: Number of queries per head, which must divide the number of channels of the
+            encoder. Each query pools an equal part of the channels.
+        learning_rates: Peak learning rates. One head is trained for each rate, and one of these
             heads is selected afterwards.
-        batch_size: Number of images per step. Pooled channels are normalised over them.
+        batch_size: Number of images per step. Pooled channels are normalised over these images.
     """
 
     queries: Count = 32
@@ -61,7 +62,7 @@ class AttentivePooling:
         """Check that the number of queries divides the channels of the encoder.
 
         Raises:
-            ConfigurationError: It does not.
+            ConfigurationError: The number of queries does not divide the channels.
         """
         if dim % self.queries:
             divisors = [count for count in range(1, dim + 1) if dim % count == 0]
@@ -83,7 +84,7 @@ class AttentivePooling:
         device: torch.device,
         progress: Progress,
     ) -> "TrainedAttentiveHeads":
-        """Train one head per layer and rate on the chosen entries. `labels` are of all entries."""
+        """Train one head per layer and rate on the chosen entries. `labels` has all entries."""
         start, layers = time.monotonic(), features.layers
         # A smaller last batch would have other statistics, so it is left out.
         num_batches = max(1, len(entries) // self.batch_size)
@@ -127,17 +128,18 @@ class AttentivePooling:
 class AttentiveHeads:
     """One attentive head for each layer (source) and each learning rate (value).
 
-    The attention of a query to the patches is the softmax of scaled products with the patches,
-    which are not projected into keys. Each query pools its own part of the channels of the value
-    projection. The pooled channels are batch-normalised, without scale and shift, and classified.
+    The attention of a query to the patches is the softmax of its scaled products with them. Patches
+    are not projected into keys. Each query pools its own part of the channels of the value
+    projection. The pooled channels are batch-normalised without scale and shift, and classified by
+    a linear layer.
 
     Attributes:
         value: Projection of the channels without a bias. Each query has an equal part of the rows.
         mean: Running mean of the pooled channels. Scored images are normalised with it.
         variance: Running variance of the pooled channels.
 
-    Source: `poolings/ep.py` and `probe_heads.py` of the published code, with one head and `d_out`
-    1.
+    Source: `poolings/ep.py` and `probe_heads.py` of the published code, with one attention head and
+    `d_out=1`.
     """
 
     query: Float[Tensor, "sources values queries dim"]
@@ -183,10 +185,10 @@ class AttentiveHeads:
         tokens: Float[Tensor, "batch tokens dim"],
         labels: Int64[Tensor, " batch"],
     ) -> tuple[Float[Tensor, " values"], list[Tensor]]:
-        """Return the mean cross-entropy of each head of a source, and the gradients.
+        """Return the mean cross-entropy of each head of a source (layer), and the gradients.
 
         The gradients are in the order of `parameters`. The pooled channels are normalised over the
-        batch, and `mean` and `variance` are updated.
+        batch. The call also updates `mean` and `variance`.
         """
         leaves = [part[source].detach().requires_grad_() for part in self.parameters]
         query, value, weight, bias = leaves
@@ -205,7 +207,7 @@ class AttentiveHeads:
     def logits(
         self, source: int, tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "values batch classes"]:
-        """Return the logits of scored images, normalised by the running mean and variance."""
+        """Return the logits of scored images, computed with the running mean and variance."""
         pooled = pool_tokens(tokens, self.query[source], self.value[source])
         deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
         normed = (pooled - self.mean[source][:, None]) / deviation
@@ -217,9 +219,10 @@ def pool_tokens(
     query: Float[Tensor, "values queries dim"],
     value: Float[Tensor, "values dim dim"],
 ) -> Float[Tensor, "values batch dim"]:
-    """Pool the tokens of each image by the queries of each head, and concatenate the results.
+    """Pool the tokens of each image by each query of a head, and concatenate the channels.
 
-    Pooling and projection are linear. Pooling comes first, so no head has to project all tokens.
+    Tokens are pooled before the value projection, so no head has to project all tokens. Pooling and
+    projection are linear, so their order does not matter.
     """
     values, queries, dim = query.shape
     scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
@@ -246,10 +249,10 @@ class TrainedAttentiveHeads:
 
 @dataclass(frozen=True)
 class LARS(HeadOptimizer):
-    """Momentum on gradients whose norm is scaled to a fraction of the norm of the parameter.
+    """Momentum optimizer that scales the norm of a gradient to a fraction of the parameter norm.
 
-    The first two axes of a parameter are sources and values, and each head has its own norms.
-    Vectors of a head, such as its bias, are updated by the unscaled gradient.
+    The first two axes of a parameter are sources (layers) and values (learning rates). Norms are
+    computed for each head. Gradients of vectors, such as the bias of a head, are not scaled.
 
     Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of the published
     code, without weight decay.

@@ -1,7 +1,7 @@
-"""Train logistic regressions of all sources and penalties to convergence by L-BFGS.
+"""Train logistic regressions to convergence by L-BFGS, for many layers and values of C at once.
 
-All heads share each pass over the features, but each has its own curvature and step length.
-`minimise` also works for other smooth convex functions.
+All heads share each pass over the features, but each head has its own curvature and step length.
+`minimise` works for any smooth convex functions.
 """
 
 import time
@@ -31,10 +31,10 @@ from ssl_bench.system.device import to_float64
 
 _Values = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
-# A step, the change of the gradient, and the inverse of their product (0 if it is not positive).
+# A step, the change of the gradient, and the inverse of their dot product (0 if not positive).
 _Pair = tuple[_Values, _Values, _Losses]
 
-# A step is accepted if it gives this fraction of the decrease that the slope predicts.
+# A step is accepted if it gives at least this fraction of the decrease that the slope predicts.
 _SUFFICIENT_DECREASE = 1e-4
 _MAX_HALVINGS = 20
 # Number of past steps that approximate the curvature.
@@ -47,12 +47,12 @@ _LOSS_TOLERANCE = 1e-10
 class LogisticRegression(Training):
     """Logistic regressions that are trained to convergence by L-BFGS.
 
-    They minimise C * (sum of the losses) + (sum of the squared weights) / 2, and the bias is not
-    penalised, as in scikit-learn. The result does not depend on the batch size.
+    As in scikit-learn, they minimise C * (sum of the losses) + (sum of the squared weights) / 2.
+    The bias is not penalised. The result does not depend on the batch size.
 
     Attributes:
         c_values: Values of C, the weight of the loss relative to the penalty, as in scikit-learn.
-            One head is trained for each of them, and one of these heads is selected afterwards.
+            One head is trained for each value, and one of these heads is selected afterwards.
         max_iterations: Maximum number of L-BFGS steps.
         gradient_tolerance: A head has converged if no entry of the gradient of its mean loss
             exceeds this value.
@@ -81,9 +81,9 @@ class LogisticRegression(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head per source and C. Nothing is random.
+        """Train one head for each source (the layers of a head) and each C. Nothing is random.
 
-        The journal is not used, so an interrupted training starts again.
+        The journal is ignored, so an interrupted training starts from the beginning.
         """
         del journal
         start = time.monotonic()
@@ -100,8 +100,9 @@ class LogisticRegression(Training):
         total = counts.sum().clamp(min=1)
         shares = (counts / total).tolist()
 
-        # For two classes, scikit-learn has one weight vector, the difference of our two. At the
-        # minimum ours are opposite, so their squares sum to half the square of the difference.
+        # For two classes, scikit-learn penalises one weight vector, the difference of our two
+        # vectors. At the minimum, our vectors are opposite, and the sum of their squared norms is
+        # half of the squared norm of the difference.
         squares = 2 if spec.classes == 2 else 1
         c_values = torch.tensor(self.values, dtype=torch.float64, device=counts.device)
         penalty = squares / (c_values.repeat(len(sources)) * total)
@@ -119,7 +120,7 @@ class LogisticRegression(Training):
             bank.bias = rows[..., -spec.classes :].contiguous()
 
         def objective(values: _Values) -> tuple[_Losses, _Values]:
-            """Return the mean loss of each head over all labelled patches, with its penalty."""
+            """Return the mean patch loss of each head plus its penalty, and the gradients."""
             set_parameters(values)
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
@@ -157,7 +158,7 @@ class LogisticRegression(Training):
 
 @dataclass(frozen=True)
 class Minimum:
-    """Result of `minimise`.
+    """Result of `minimise`. A problem is one of the minimised functions.
 
     Attributes:
         converged: Whether no entry of the gradient exceeds the tolerance.
@@ -178,11 +179,11 @@ def minimise(
     max_iterations: int,
     gradient_tolerance: float,
 ) -> Minimum:
-    """Minimise smooth convex functions together, one per row of `start`, by L-BFGS.
+    """Minimise several smooth convex functions at once by L-BFGS, one for each row of `start`.
 
     Args:
-        objective: Returns the losses of all problems and their gradients.
-        start: Initial values.
+        objective: Function that returns the loss and the gradient of each problem.
+        start: Initial parameters of each problem.
         max_iterations: Maximum number of steps.
         gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
 
@@ -196,7 +197,7 @@ def minimise(
     while iteration < max_iterations and not is_over:
         old_values, old_loss, old_gradient, old_stalled = values, loss, gradient, stalled
         direction = _direction(gradient, pairs)
-        # Halve the step of each problem until its loss decreases enough. Finished ones do not move.
+        # Halve each step until the loss of its problem decreases enough. Finished problems stay.
         slope = _dot(gradient, direction)
         length = torch.where(converged | stalled, 0.0, 1.0).to(loss)
         for _ in range(_MAX_HALVINGS):
@@ -209,7 +210,7 @@ def minimise(
             gradient = torch.where(accepted[:, None], new_gradient, old_gradient)
             converged = gradient.abs().amax(1) <= gradient_tolerance
             stalled = old_stalled | (old_loss - loss <= _LOSS_TOLERANCE * old_loss.abs())
-            # Copy both flags together, because each copy from a GPU waits.
+            # Copy both flags together, because the CPU waits for each copy from a GPU.
             flags = torch.stack([accepted.all(), (converged | stalled).all()])
             all_accepted, is_over = flags.tolist()
             if all_accepted:
@@ -225,7 +226,7 @@ def minimise(
 
 
 def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
-    """Return minus the approximate inverse Hessian times the gradient (two-loop recursion)."""
+    """Return the negative gradient times the approximate inverse Hessian (two-loop recursion)."""
     if not pairs:
         # The first step has a length of at most 1.
         return -gradient / gradient.abs().sum(1, keepdim=True).clamp(min=1)

@@ -1,9 +1,10 @@
-"""Losses of the logits of patches against the labels of pixels, for many heads at once.
+"""Compute losses of patch logits against pixel labels, for many heads at once.
 
-A head is linear, so upsampling its logits equals applying it to upsampled features. Heads therefore
-compute logits for patches, and only the loss handles pixels. Each loss returns its gradient with
-its value, and splits the work into pieces that fit the cache. `summed_logsumexp` computes the
-expensive part of the bilinear loss without storing the upsampled logits of all heads.
+A head is linear, so upsampling its logits gives the same result as applying the head to upsampled
+features. Heads therefore compute logits for patches, and only the loss handles pixels. Each loss
+returns its value and its gradient. It splits the work into pieces that fit the cache.
+`summed_logsumexp` computes the expensive part of the bilinear loss without storing the upsampled
+logits of all heads.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
 
-# Size of a piece. It fits the L2 cache of a CPU core. A GPU is fastest with few large kernels.
+# Size of a piece in bytes. A piece fits the L2 cache of a CPU core. A GPU is fastest with few large
+# kernels.
 PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28, "mps": 2**28}
 # Matrix products with fewer columns are slow.
 _MIN_COLUMNS = 64
@@ -33,9 +35,11 @@ class PixelTargets:
     """Labels of a batch in the form that a loss needs. All heads share them.
 
     Attributes:
-        label_weights: Weight of each patch's logit in the sum of the logits of the pixels' labels.
-        counted: Weight of each pixel, 0 if it is ignored. A cell is an area whose pixels depend on
-            the same patches. Losses of whole patches have one entry per cell, its number of pixels.
+        label_weights: Weight of each patch logit in the sum of the label logits of all pixels. The
+            label logit of a pixel is its logit for its own label.
+        counted: Weight of each pixel of each cell, 0 if the pixel is ignored. A cell is an area
+            whose pixels depend on the same patches. Losses of whole patches have a single weight
+            for each cell.
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
@@ -47,10 +51,10 @@ class PixelTargets:
 
 
 class PixelLoss:
-    """Base class of the losses, which a file of configs/probe/segmentation/loss selects.
+    """Base class of the losses. A file of configs/probe/segmentation/loss selects one of them.
 
-    `loss_and_gradient` is the cross-entropy of the logits of each patch against the distribution of
-    its labels. Losses with upsampled logits override it.
+    By default, `loss_and_gradient` computes the cross-entropy of the logits of each patch against
+    the distribution of its labels. Losses with upsampled logits override this method.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -58,7 +62,7 @@ class PixelLoss:
         raise NotImplementedError
 
     def label_size(self, grid: int, patch: int) -> int:
-        """Return the side of the label maps, for `grid` patches of `patch` pixels along a side."""
+        """Return the side of the label maps for `grid` x `grid` patches of side `patch`."""
         return grid * patch
 
     def targets(
@@ -70,7 +74,7 @@ class PixelLoss:
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        """Return the loss of each head, summed over the labelled pixels, and its gradient."""
+        """Return the loss of each head, summed over the labelled pixels, and the gradients."""
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
         probabilities = logits.softmax(1)
         loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
@@ -82,7 +86,7 @@ class PixelLoss:
 class HistogramLoss(PixelLoss):
     """Cross-entropy of the logits of each patch against the histogram of the labels under it.
 
-    It equals the cross-entropy of all pixels with logits upsampled by nearest neighbour.
+    It equals the cross-entropy of all pixels, if each pixel has the logits of its patch.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -99,8 +103,8 @@ class HistogramLoss(PixelLoss):
 class MajorityLoss(PixelLoss):
     """Cross-entropy of the logits of each patch against the most frequent label under it.
 
-    A patch is left out if ignored pixels are more frequent than each class. The smallest of equally
-    frequent classes is used.
+    A patch is left out if ignored pixels are more frequent than each class. If several classes are
+    equally frequent, the class with the smallest number is used.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +113,7 @@ class MajorityLoss(PixelLoss):
     def targets(
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        # Ignored pixels are counted as an additional last class, which is dropped again.
+        # Ignored pixels are counted as an additional last class, which is dropped afterwards.
         side = labels.shape[1] // grid[0]
         counts = label_histograms(labels.clamp(max=classes), side, classes + 1)
         winners = F.one_hot(counts.argmax(0), classes + 1).movedim(-1, 0)[:classes].float()
@@ -132,9 +136,9 @@ class LabelLoss(PixelLoss):
 class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against labels on a finer grid.
 
-    A cell is the area between four patch centers, whose patches give the logits of its pixels. The
-    logits of the labels sum to a weighted sum of patch logits. Only the log-normaliser needs the
-    logits of each pixel.
+    A cell is the area between the centers of four patches, whose logits are interpolated at its
+    pixels. The loss of a pixel is its log-normaliser minus the logit of its label. Label logits are
+    summed without upsampling, so only the log-normaliser needs upsampled logits.
 
     Attributes:
         factor: Side of the label maps in multiples of the token grid, or None for the size of the
@@ -156,7 +160,7 @@ class UpsampledLoss(PixelLoss):
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
         side = labels.shape[1] // grid[0]
-        # Cells lie between patch centers, so the outer ones extend beyond the image.
+        # Cells lie between patch centers, so the outer cells extend beyond the image.
         before, after = side - side // 2, side // 2
         padded = F.pad(labels, (before, after, before, after), value=IGNORED)
         cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
@@ -187,7 +191,7 @@ class UpsampledLoss(PixelLoss):
 class ResampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against labels of any size.
 
-    It also supports sizes that are no multiple of the token grid. It is slower than
+    It also supports sizes that are not a multiple of the token grid. It is slower than
     `UpsampledLoss` for the same number of pixels.
 
     Attributes:
@@ -231,7 +235,7 @@ class ResampledLoss(PixelLoss):
         return loss, gradient.sub_(label_weights)
 
     def _matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bilinear weights of patches in pixels, vertical and horizontal."""
+        """Return the vertical and the horizontal bilinear weights, with pixels as rows."""
         device = float64_device(like.device)
         pixels = torch.arange(self.size, dtype=torch.float64, device=device)
         matrices = []
@@ -261,7 +265,7 @@ def label_histograms(
 def _take_corners(
     patches: Float[Tensor, "*some rows cols"],
 ) -> Float[Tensor, "4 *some cell_rows cell_cols"]:
-    """Return the four patches around each cell. The edge of the grid is repeated outside it."""
+    """Return the four patches around each cell. Beyond the grid, its edge patches are repeated."""
     shape = patches.shape
     padded = F.pad(patches.flatten(0, -3)[None], (1, 1, 1, 1), mode="replicate")[0]
     padded = padded.view(*shape[:-2], shape[-2] + 2, shape[-1] + 2)
@@ -272,13 +276,13 @@ def _take_corners(
 def _add_corners(
     corners: Float[Tensor, "4 *some cell_rows cell_cols"],
 ) -> Float[Tensor, "*some rows cols"]:
-    """Apply the transpose of `_take_corners`: sum the values of each patch over all its corners."""
+    """Sum the values of each patch over the cells around it (transpose of `_take_corners`)."""
     cell_rows, cell_cols = corners.shape[-2:]
     grid = corners.new_zeros(*corners.shape[1:-2], cell_rows + 1, cell_cols + 1)
     for number, corner in enumerate(corners):
         down, right = divmod(number, 2)
         grid[..., down : down + cell_rows, right : right + cell_cols] += corner
-    # Add the repeated edge to the patches that it repeats.
+    # Add the values of the repeated patches beyond the grid to the edge patches.
     for axis in (-2, -1):
         grid.select(axis, 1).add_(grid.select(axis, 0))
         grid.select(axis, -2).add_(grid.select(axis, -1))
@@ -291,13 +295,13 @@ def summed_logsumexp(
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes cells"]]:
     """Return the sum of the log-normalisers of all pixels, and the gradient of this sum.
 
-    Logits of pixels are the product of bilinear weights and corners. They are computed for so few
-    heads, cells and pixels at a time that they fit the cache.
+    The logits of pixels are the matrix product of bilinear weights and `corners`. They are computed
+    in pieces that fit the cache.
 
     Args:
         corners: Logits of the four patches around each cell: upper left, upper right, lower left,
             lower right.
-        counted: Weight of each pixel of a cell. The pixels of a square are in row-major order.
+        counted: Weight of each pixel of a cell. The pixels of a cell are in row-major order.
     """
     weights = corner_weights(round(len(counted) ** 0.5), corners.device).to(corners)
     total, gradient = corners.new_zeros(corners.shape[1]), torch.zeros_like(corners)
@@ -327,7 +331,8 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
     """Return the bilinear weights of the four surrounding patches for the pixels of one cell.
 
     A cell lies between four patch centers and has `side` x `side` pixels, as in bilinear upsampling
-    with `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
+    with `align_corners=False`. The order of patches is upper left, upper right, lower left, lower
+    right.
     """
     first = 0.5 if side % 2 == 0 else 0.0
     numbers = torch.arange(side, dtype=torch.float64, device=device and float64_device(device))

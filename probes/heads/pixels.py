@@ -1,21 +1,24 @@
 """Predict the class of every pixel from the logits of patches.
 
 The logits are upsampled bilinearly to the size of the image, and each pixel gets the class with the
-largest upsampled logit. `F.interpolate` and `argmax` take 88 ms a head for 150 classes on a CPU.
+largest upsampled logit. `F.interpolate` and `argmax` take 88 ms per head for 150 classes on a CPU.
 `predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
 
-Stored results of CPUs contain the labels of `predict_pixels_exactly`, so its definition must not
-change. A pixel lies between four patch centers. An upsampled logit is the sum of weight * logit
-over these patches from upper left to lower right, in float32, with every product and sum rounded.
-If the largest upsampled logits are equal, the class whose largest of the four logits is larger
-wins, and then the smaller class number.
+Stored results from CPUs depend on `predict_pixels_exactly`, so the definition of its classes must
+not change. A pixel lies between four patch centers. Its upsampled logit is the sum of weight *
+logit over these patches, from upper left to lower right. Every product and sum is rounded to
+float32. If several classes have the largest upsampled logit, the class with the largest of the four
+patch logits wins. If several classes remain, the smallest class number wins.
 
-Only pixels for which rounding decides are computed in this order. The algorithm has four steps:
+Only pixels whose class depends on rounding are computed by this definition. The algorithm has four
+steps:
 
-1. Cut the image into blocks of at most 10 x 10 pixels and interpolate the logits at their corners,
-   which are called nodes (`Axis`).
-2. If one class is clearly the largest at all four nodes, it is the largest in the whole block.
-3. In all other blocks, interpolate only the classes that can be the largest (`UndecidedBlocks`).
+1. Cut the image into blocks of at most 10 x 10 pixels. Interpolate the logits at the corners of the
+   blocks, which are called nodes (`Axis`).
+2. If one class clearly has the largest logit at all four nodes of a block, it has the largest logit
+   in the whole block.
+3. In all other blocks, interpolate only the logits of classes that can be the largest
+   (`UndecidedBlocks`).
 4. If the two largest logits of a pixel are too close, apply the definition (`_apply_definition`).
 """
 
@@ -39,8 +42,8 @@ _UNDECIDED = 255
 _NODE_LOGITS = 1 << 19
 # Number of pixels that are filled together. They fit the cache of a core.
 _PIECE_PIXELS = 1 << 16
-# Bound on rounding errors, relative to the largest logit. Interpolation at nodes and then between
-# them, and once by the definition, is off by less than 25 eps. A difference is off by twice that.
+# Bound on rounding errors, relative to the largest logit. Logits interpolated by way of nodes
+# differ by less than 25 eps from the definition. Differences of two logits are off by twice that.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 # Differences of larger logits may overflow.
 _MAX_LOGIT = 1e30
@@ -52,8 +55,8 @@ def predict_pixels(
 ) -> UInt8[Tensor, "heads height width"]:
     """Return the class with the largest bilinearly upsampled logit, for every pixel.
 
-    GPUs upsample all logits. CPUs do so only for heads with logits that are huge or not finite. The
-    two forms can differ where rounding decides.
+    On a GPU, all logits are upsampled. On a CPU, they are only upsampled for heads with huge or
+    non-finite logits. The two ways can give different classes where rounding decides.
     """
     if logits.device.type != "cpu":
         return predict_pixels_upsampled(logits, height, width)
@@ -73,7 +76,7 @@ def predict_pixels(
 def predict_pixels_upsampled(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Compute `predict_pixels` from all upsampled logits, for a few heads at a time."""
+    """Compute `predict_pixels` by upsampling all logits of a few heads at a time."""
     maps = logits.movedim(-1, 1)
     pixel_bytes = maps.shape[1] * maps.element_size()
     num_heads = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
@@ -85,9 +88,10 @@ def predict_pixels_upsampled(
 def predict_pixels_exactly(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Compute `predict_pixels` by the definition above, for finite logits below 1e30 on a CPU.
+    """Compute `predict_pixels` on a CPU by this module's definition, for finite logits below 1e30.
 
-    Each thread computes whole groups of heads, because single operations are too small to share.
+    Each thread computes whole groups of heads. Single operations are too small to be divided among
+    threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -130,21 +134,21 @@ def _predict_group(
 
 @dataclass(frozen=True)
 class Axis:
-    """Pixels along one axis, with the patches and the blocks that they lie in.
+    """Pixels along one axis, with the patches and blocks in which they lie.
 
     The outermost patches are repeated beyond the edge, so every pixel lies in a gap between two
-    patches. Each gap is cut into equal blocks. Their number is a power of two, so that no position
-    is rounded. The ends of the blocks are the nodes.
+    patch centers. Each gap is cut into equal blocks. The number of blocks per gap is a power of
+    two, so that no position is rounded. The ends of the blocks are the nodes.
 
     Attributes:
         patches: Number of patches.
-        patch_before: Patch before each pixel, from -1.
+        patch_before: Index of the patch before each pixel. It is -1 before the first patch center.
         weight_after: Weight of the patch after each pixel.
         blocks_per_gap: Number of blocks between two patches.
-        block: Block of each pixel.
-        has_pixels: Whether a block contains pixels.
-        block_pixels: Pixels of each block. The last one is repeated in smaller blocks.
-        node_weights: Weight of the node after each of these pixels.
+        block: Index of the block of each pixel.
+        has_pixels: Whether each block contains pixels.
+        block_pixels: Pixels of each block. In smaller blocks, the last pixel is repeated.
+        node_weights: Weight of the node after each pixel of `block_pixels`.
     """
 
     patches: int
@@ -197,7 +201,7 @@ class Axis:
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
     def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Interpolate values of patches, which lie along `dim`, at the nodes."""
+        """Interpolate patch values at the nodes. `dim` is the axis of the patches."""
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
         before, behind = (padded.narrow(dim, start, self.patches + 1) for start in (0, 1))
@@ -213,14 +217,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class UndecidedBlocks:
-    """Blocks in which several classes can be the largest, sorted by descending number of classes.
+    """Blocks in which several classes can have the largest logit.
 
     Attributes:
-        head, row, col: Place of each block.
-        margin: Logits that differ by less are tied, because rounding can change their order.
-        count: Number of classes that can be the largest in each block.
+        head, row, col: Head of each block, and its row and column among the blocks.
+        margin: Logits that differ by less than the margin are tied, because rounding can change
+            their order.
+        count: Number of classes that can have the largest logit in each block, in descending order.
         classes: These classes in ascending order. Only the first `count` are valid.
-        corners: Their logits at the upper left, upper right, lower left and lower right node.
+        corners: Logits of `classes` at the upper left, upper right, lower left and lower right
+            node.
     """
 
     head: Int64[Tensor, " blocks"]
@@ -238,13 +244,13 @@ class UndecidedBlocks:
         places: tuple[Int64[Tensor, " blocks"], Int64[Tensor, " blocks"], Int64[Tensor, " blocks"]],
         margin: Float[Tensor, " heads"],
     ) -> "UndecidedBlocks":
-        """Select the classes that can be the largest in the blocks at (head, row, col)."""
+        """Select the classes that can have the largest logit in the blocks at (head, row, col)."""
         _, rows, cols, num_classes = nodes.shape
         head, row, col = places
         first, flat = (head * rows + row) * cols + col, nodes.view(-1, num_classes)
         corners = [flat.index_select(0, first + step) for step in (0, 1, cols, cols + 1)]
-        # Compare all classes with the one whose smallest corner is the largest. A class that is
-        # below it at all four corners is below it in the whole block.
+        # Compare all classes with a rival, the class whose smallest corner is the largest. A class
+        # that is below the rival at all four corners is below it in the whole block.
         smallest = torch.minimum(corners[0], corners[1])
         for corner in corners[2:]:
             torch.minimum(smallest, corner, out=smallest)
@@ -286,7 +292,7 @@ class UndecidedBlocks:
 def _fill_blocks(
     predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Fill the pixels of the blocks, and return those whose two largest logits are tied."""
+    """Fill in the class of each pixel of the blocks, and return pixels with tied logits."""
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
     # Buffers for all pieces.
@@ -309,10 +315,10 @@ def _fill_blocks(
 
 
 def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[Tensor]) -> None:
-    """Compute the largest logit of each pixel, the second largest, and the label of the largest.
+    """Compute the two largest logits of each pixel, and the class of the largest logit.
 
-    `buffers` are value, largest, second, label and candidate, each of shape height, width, blocks.
-    The results are in largest, second and label.
+    `buffers` are value, largest, second, label and candidate, each of shape (height, width,
+    blocks). The results are written to largest, second and label.
     """
     value, largest, second, label, candidate = buffers
     below = y.node_weights.index_select(1, blocks.row)[:, None]
@@ -321,7 +327,7 @@ def _find_largest(blocks: UndecidedBlocks, y: Axis, x: Axis, buffers: Sequence[T
     label.copy_(blocks.classes[0].expand_as(label))
     second.fill_(-torch.inf)
     numbers = torch.arange(len(blocks.classes))[:, None]
-    # `count` blocks have another class. They come first, because blocks are sorted.
+    # Blocks with more classes come first, so the first `count` blocks have a further class.
     for number, count in enumerate((blocks.count > numbers).sum(1).tolist()[1:], 1):
         some = (..., slice(count))
         corners, new = blocks.corners[:, number, :count], value[some]
@@ -352,7 +358,7 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Return the classes of some pixels, which are indices into all maps, by the definition."""
+    """Return the classes of pixels by the definition. `pixels` are indices into all maps."""
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)
     for patch_row, row_weight in y.neighbours(row):

@@ -1,7 +1,7 @@
-"""Prepare scored images, predict their pixels, and compute scores from pixel counts.
+"""Prepare scored images, predict the classes of their pixels, and compute scores from counts.
 
-The first classes can be selected as `probe.inference` of segmentation. `ImageCounts` stores the
-counts of each image under many heads, and `mask_score` computes a score from them.
+`probe.inference` of segmentation selects `Squashed` or `SlidingWindows`. `ImageCounts` stores the
+pixel counts of each image for many heads. `mask_score` computes a score from these counts.
 """
 
 import math
@@ -78,7 +78,7 @@ class Squashed:
     def prepare(
         self, sample: Sample, size: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> ScoredImage:
-        """Resize an image to a square of this side. `mean` is only used by `SlidingWindows`."""
+        """Resize an image to a square of side `size`. `mean` is only used by `SlidingWindows`."""
         del mean
         image, mask = image_and_mask(sample)
         if self.score_size is not None:
@@ -108,20 +108,20 @@ class ByPatch(Squashed):
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Square windows of the image, after its shorter side is resized to the side of a window.
+    """Square windows of an image whose shorter side is resized to the side of a window.
 
     The stride is two thirds of the side. Upsampled logits of overlapping windows are averaged, and
     then resized to the size of the mask.
 
-    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the values of
-    the linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
+    Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the settings for
+    linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
     """
 
     def settings(self) -> dict[str, Any]:
         return {"scoring": "slide", "score_size": None}
 
     def prepare(self, sample: Sample, size: int, mean: tuple[float, float, float]) -> ScoredImage:
-        """Cut an image into windows of this side. `mean` is the RGB colour of the padding."""
+        """Cut an image into windows of side `size`. `mean` is the RGB colour of the padding."""
         image, mask = image_and_mask(sample)
         scale = min(size / min(mask.shape), _MAX_ASPECT_RATIO * size / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
@@ -158,15 +158,15 @@ class SlidingWindows:
 
 
 class ImageCounts:
-    """Correct, predicted and true pixels of each class in each image, under many heads.
+    """Numbers of correct, predicted and true pixels of each class in each image, for many heads.
 
-    A head predicts few classes in an image. Only those are stored, as columns of four numbers:
-    image, head * classes + class, correct pixels, predicted pixels. True pixels do not depend on
-    the head and are stored once. An image has less than 2^31 pixels, so int32 is enough for it.
-    Sums over images are int64.
+    A head predicts few classes in an image. Only predicted classes are stored, each as a column of
+    four numbers: image, head * classes + class, correct pixels, predicted pixels. True pixels do
+    not depend on the head and are stored once. An image has less than 2^31 pixels, so int32 is
+    enough for its counts. Sums over images are int64.
 
     Attributes:
-        total: Correct, predicted and true pixels of all images.
+        total: Numbers of correct, predicted and true pixels, summed over all images.
     """
 
     def __init__(self, sources: int, values: int, classes: int) -> None:
@@ -189,7 +189,7 @@ class ImageCounts:
         self.extend({"first": len(self), "true": true.int(), "columns": columns.int()})
 
     def per_image(self, source: int, value: int) -> PerImage:
-        """Return correct, predicted and true pixels by class of each image, under one head."""
+        """Return the correct, predicted and true pixels of each image and class, for one head."""
         _, values, _, classes = self.total.shape
         first = (source * values + value) * classes
         image, number, correct, predicted = (np.frombuffer(c, np.int32) for c in self._columns)
@@ -201,7 +201,7 @@ class ImageCounts:
         return counts
 
     def entry(self, first: int) -> dict[str, Any]:
-        """Return the counts of image `first` and all later ones, as an entry of a journal."""
+        """Return the counts of image `first` and all later images, as an entry of a journal."""
         start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
         columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])
         columns[0] -= first
@@ -209,9 +209,10 @@ class ImageCounts:
         return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
     def extend(self, entry: Mapping[str, Any]) -> None:
-        """Append the images of an entry if they are the next ones. Otherwise, change nothing.
+        """Append the counts of an entry if its images are the next ones. Otherwise, change nothing.
 
-        An entry does not fit if the one before it was damaged, or if two processes wrote the file.
+        An entry has other images if an earlier entry was damaged, or if two processes wrote the
+        file.
         """
         if entry["first"] != len(self):
             return
@@ -239,14 +240,14 @@ def mask_score(
 ) -> Score:
     """Return the pixel accuracy or mean IoU of one head over a dataset.
 
-    Mean IoU is the mean over the classes that occur in the masks or the predictions.
+    Mean IoU is the mean IoU of the classes that occur in the masks or the predictions.
 
     Args:
         cell: Layer and facet.
         metric: "pixel_accuracy", or the name of a mean IoU.
         counts: Counts of all images.
-        head: Indices of source and value.
-        class_names: Names of the classes, by their number.
+        head: Index of the source (layers) and index of the value (learning rate or C).
+        class_names: Names of the classes, in the order of their numbers.
         details: Further details of the record.
     """
     is_accuracy = metric == "pixel_accuracy"
@@ -286,8 +287,8 @@ def class_counts(
 ) -> Int64[Tensor, "heads 3 classes"]:
     """Count the correct, predicted and ground-truth pixels of each class.
 
-    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts, which
-    take 3 / num_classes of the memory of a confusion matrix.
+    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts. They take
+    3 / num_classes of the memory of a confusion matrix.
     """
     true, by_head = target.flatten(), predicted.flatten(1)
     # On a CPU, one head at a time fits into the cache. On a GPU, all heads at once are faster.
@@ -304,9 +305,10 @@ def confusion_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads classes classes"]:
-    """Return a confusion matrix for each head. Rows are true classes, columns predicted classes.
+    """Return a confusion matrix for each head. Rows are true classes and columns predicted ones.
 
-    Pixels with the target 255 are ignored. Use the smaller `class_counts` if they suffice.
+    Pixels with the target 255 are ignored. If a confusion matrix is not needed, use `class_counts`,
+    which takes less memory.
     """
     true, matrices = target.flatten(), []
     for labels in predicted.flatten(1):
@@ -325,6 +327,6 @@ def _count_wrong_and_correct(
     # int32 halves the memory traffic. An image has fewer than 2^31 / 512 pixels, so int32 suffices.
     offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
     cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
-    # Ignored pixels get an extra cell, because removing them would make the host wait.
+    # Ignored pixels are counted separately, because removing them would make the CPU wait.
     cells.masked_fill_(true == IGNORED, heads * size)
     return value_counts(cells.flatten(), heads * size + 1)[:-1].view(heads, 2, num_classes)

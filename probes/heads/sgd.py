@@ -1,11 +1,12 @@
 """Train linear heads step by step, for many blocks and learning rates at once.
 
 A *source* is one layer, or several layers whose channels are concatenated. One head is trained for
-each pair of source and learning rate. All heads start from the same weights and see the same
-batches, so they differ only by their features and their rate.
+each pair of a source and a learning rate. All heads start from the same weights and see the same
+batches, so they differ only in their features and their learning rate.
 
-`StepTraining.train` shows the steps. Its parts follow: the heads, the standardisation of channels,
-the optimizers and the schedule. probes/heads/logistic.py trains the same heads to convergence.
+`StepTraining.train` contains the training loop. The other classes of this file are its parts:
+heads, standardisation of channels, optimizers and schedule. probes/heads/logistic.py trains the
+same heads to convergence.
 """
 
 import math
@@ -61,8 +62,8 @@ class Training:
     """A way to train heads. Subclasses are frozen dataclasses that a config can select.
 
     Attributes:
-        hyperparameter: Name of the value that differs between the heads of a source. The field with
-            the plural of this name contains the values.
+        hyperparameter: Name of the hyperparameter that differs between the heads of a source, such
+            as "learning_rate". The field with the plural of this name contains its values.
         batch_size: Number of images per batch.
     """
 
@@ -91,16 +92,16 @@ class Training:
         progress: Progress,
         journal: Journal | None = None,
     ) -> "TrainedHeads":
-        """Train one head per source and value on the chosen entries of `features`.
+        """Train one head per source and hyperparameter value on the chosen entries of `features`.
 
-        If a journal is given, an interrupted training may continue from its last entry.
+        An interrupted training may continue from the last entry of `journal`.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Trained heads. They expect features as the encoder returns them, not standardised.
+    """Trained heads for features that are not standardised.
 
     Attributes:
         constant_channels: Number of channels of each source that do not vary. Standardised heads
@@ -124,7 +125,7 @@ class TrainedHeads:
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def convergence(self, index: int) -> dict[str, int | None]:
-        """Return the details of a record about the convergence of the heads of one source."""
+        """Return the numbers of unconverged and stalled heads of one source, for a record."""
         counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
         return {name: None if each is None else each[index] for name, each in counts.items()}
 
@@ -139,10 +140,10 @@ class TrainedHeads:
 
 @dataclass(frozen=True)
 class StepTraining(Training):
-    """Heads that are trained by a number of optimizer steps.
+    """Heads that are trained by a fixed number of optimizer steps.
 
     Attributes:
-        learning_rates: Peak learning rates. One head is trained for each of them, and one of these
+        learning_rates: Peak learning rates. One head is trained for each rate, and one of these
             heads is selected afterwards.
         batch_size: Number of images per step.
     """
@@ -169,7 +170,7 @@ class StepTraining(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head per source and rate, and continue from the last entry of `journal`."""
+        """Train one head per source and learning rate. Continue from the last journal entry."""
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
         read = features.reader([*chain(*sources)], spec.device)
@@ -237,20 +238,20 @@ def shuffled_batches(
 def concatenate_layers(
     blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
-    """Concatenate the channels of the layers of each source. These layers are consecutive."""
+    """Concatenate the channels of the layers of each source. Layers of a source are adjacent."""
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
 
 
 @dataclass(frozen=True)
 class Standardization:
-    """Mean and scale of each channel. A head sees (features - mean) * scale."""
+    """Mean and scale of each channel. A head receives (features - mean) * scale."""
 
     mean: Float[Tensor, "sources dim"]
     scale: Float[Tensor, "sources dim"]
 
     def identity(self) -> "Standardization":
-        """Return a standardisation of the same shape that changes nothing."""
+        """Return mean 0 and scale 1 for each channel, which leave features unchanged."""
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def constant_channels(self) -> tuple[int, ...]:
@@ -262,8 +263,8 @@ class Standardization:
 class RunningStatistics:
     """Mean and variance of the channels of each layer, in float64, updated batch by batch.
 
-    All images have the same number of patches. So the variance of a channel is the mean variance
-    within the images, plus the variance of the image means.
+    All images have the same number of patches. The variance of a channel is therefore the mean
+    variance within the images plus the variance of the image means.
 
     Attributes:
         num_images: Number of images so far.
@@ -271,8 +272,8 @@ class RunningStatistics:
         between: Sum of the squared distances of the image means from `mean`.
         within: Sum of the variances within the images.
 
-    Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-    Sample Variances" (1979), for the variance of the image means.
+    Source of the variance of the image means: Chan, Golub and LeVeque, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances" (1979).
     """
 
     num_images: int
@@ -308,9 +309,9 @@ class RunningStatistics:
             self.num_images = total
 
     def standardization(self, num_sources: int, device: torch.device) -> Standardization:
-        """Return the standardisation of all sources. The layers of a source are consecutive."""
+        """Return the mean and scale of each channel. Layers of a source are adjacent."""
         deviation = ((self.within + self.between) / self.num_images).sqrt()
-        # Features are float16. A smaller deviation is rounding, and a division would amplify it.
+        # A smaller deviation is a rounding error of float16 features. A division would amplify it.
         varies = deviation > 1e-4 * self.mean.abs()
         scale = torch.where(varies, 1 / deviation, 0)
         parts = (part.float().reshape(num_sources, -1).to(device) for part in (self.mean, scale))
@@ -319,9 +320,9 @@ class RunningStatistics:
 
 @dataclass(eq=False)
 class LinearHeads:
-    """Linear heads of all sources and values, which share the features of each batch.
+    """Linear heads of all sources and hyperparameter values, trained on the same batches.
 
-    Gradients are computed without autograd, so the logits of all heads never exist at once.
+    Gradients are computed without autograd, so the logits of all heads are never in memory at once.
     """
 
     standardization: Standardization
@@ -350,9 +351,10 @@ class LinearHeads:
         loss: PixelLoss,
         targets: PixelTargets,
     ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
-        """Return the mean loss of each head over labelled pixels, and its gradients.
+        """Return the mean loss of each head over labelled pixels, and the gradients of parameters.
 
-        The gradients are in the order of `parameters`. Both are zero for a batch without labels.
+        The gradients are in the order of `parameters`. Loss and gradients are zero for a batch
+        without labels.
         """
         share = 1 / targets.counted.sum().clamp(min=1)
         losses = torch.zeros_like(self.bias[..., 0])
@@ -376,7 +378,7 @@ class LinearHeads:
     ) -> tuple[
         Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
     ]:
-        """Return weight and bias of the same heads for features that are not standardised."""
+        """Return weight and bias of equivalent heads for features that are not standardised."""
         mean, scale = self._mean_and_scale(slice(None))
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
@@ -406,7 +408,7 @@ class HeadOptimizer:
     def update(
         self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
-        """Change a parameter in place. `rates` broadcasts over it, and `step` starts at 1."""
+        """Update a parameter in place. `rates` broadcasts to its shape. `step` starts at 1."""
         raise NotImplementedError
 
 
@@ -418,9 +420,9 @@ def update_heads(
     rates: Float[Tensor, " values"],
     step: int,
 ) -> None:
-    """Update the parameters of all heads in place, each head at its own learning rate.
+    """Update the parameters of all heads in place. Each head has its own learning rate.
 
-    The first two axes of each parameter are sources and values.
+    The first two axes of each parameter are sources and learning rates.
     """
     for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
         shaped_rates = rates.view(-1, *[1] * (parameter.ndim - 2))
@@ -431,8 +433,8 @@ def update_heads(
 class HeadAdamW(HeadOptimizer):
     """Adam with decoupled weight decay.
 
-    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, in the order of operations of
-    `torch.optim.AdamW`.
+    The operations are in the order of `torch.optim.AdamW`. Source: Loshchilov and Hutter,
+    https://arxiv.org/abs/1711.05101.
     """
 
     weight_decay: float = 1e-4
@@ -470,7 +472,7 @@ class SGD(HeadOptimizer):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factor of the peak learning rate: linear warm-up, then one of four shapes.
+    """Ratio of the learning rate to its peak: linear warm-up, then one of four shapes.
 
     Attributes:
         shape: "cosine" and "linear" decrease to zero. "constant" stays at 1. "drop" stays at 1 for
@@ -482,7 +484,7 @@ class Schedule:
     warmup: float = 0.05
 
     def factor(self, step: int, num_steps: int) -> float:
-        """Return the factor of a step. Steps are counted from 0."""
+        """Return the ratio at a step. Steps are counted from 0."""
         warmup_steps = self.warmup * num_steps
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

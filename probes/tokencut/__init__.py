@@ -1,4 +1,4 @@
-"""TokenCut and similar methods. `discover` applies it to the features of one image."""
+"""TokenCut, LOST and MaskCut. `discover` applies TokenCut to the features of one image."""
 
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 

@@ -25,8 +25,8 @@ _OTSU_BINS = 256
 Tau = Annotated[float, Bounds(-1, 1, allow_high=False)] | Literal["otsu"]
 Mask = Bool[np.ndarray, "rows cols"]
 Bipartition = tuple[Mask, tuple[int, int], Mask]
-"""The side of a cut that contains the seed, the row and column of the seed, and all patches that
-tie with the seed: their magnitudes are equal up to rounding errors."""
+"""The side of a cut that contains the seed, the (row, column) of the seed, and all patches that tie
+with the seed. Tied patches have the magnitude of the seed, up to rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class PatchGrid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the rows and columns of the padded image."""
+        """Return the numbers of rows and columns of patches, including patches with padding."""
         return -(-self.height // self.patch_size), -(-self.width // self.patch_size)
 
     @property
     def inner_shape(self) -> tuple[int, int]:
-        """Return the rows and columns without patches that contain padding, at least one each."""
+        """Return the numbers of rows and columns of patches without padding, at least 1 each."""
         return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
 
     def bounding_box(self, mask: Mask) -> Float64[np.ndarray, " 4"]:
@@ -76,12 +76,12 @@ class PatchGrid:
     def pad(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
-        """Append zeros for the patches that are not part of a graph."""
+        """Append rows and columns of zeros for the patches that are not in the graph."""
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
 
     def to_pixels(self, mask: Mask) -> Bool[np.ndarray, "height width"]:
-        """Return a mask of patches as a mask of the pixels of the image, without padding."""
+        """Convert a mask of patches to a mask of pixels, and cut off the padding."""
         pixels = mask.repeat(self.patch_size, 0).repeat(self.patch_size, 1)
         return pixels[: self.height, : self.width]
 
@@ -92,16 +92,16 @@ class Cut:
 
     Attributes:
         tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", each
-            image has the threshold that splits its cosines best. LOST uses tau only with "otsu".
-            It otherwise links patches with a positive product.
+            image has the threshold that splits its cosines best. LOST uses tau only if it is
+            "otsu". Otherwise, LOST links patches whose features have a positive dot product.
         eps: Weight of two patches that are not linked.
         weighted: Whether the weight of a link is the cosine instead of 1.
         centred: Whether the mean feature of the image is subtracted first.
         mask_padding: Whether patches with padding are left out of the graph.
         connectivity: Number of neighbours of a patch, 4 or 8.
-        stable_seed: Whether the first of all patches that tie for the largest entry of the
-            eigenvector is the seed. Rounding errors otherwise select one of them.
-        refuse_degenerate: Whether images with a degenerate graph have no object.
+        stable_seed: Whether the seed is the first of several patches that tie for the largest entry
+            of the eigenvector. If false, rounding errors select one of these patches.
+        refuse_degenerate: Whether no object is returned for images with a degenerate graph.
     """
 
     tau: Tau = 0.2
@@ -114,7 +114,7 @@ class Cut:
     refuse_degenerate: bool = False
 
     def graph_shape(self, grid: PatchGrid) -> tuple[int, int]:
-        """Return the rows and columns of patches in the graph."""
+        """Return the numbers of rows and columns of patches in the graph."""
         return grid.inner_shape if self.mask_padding else grid.shape
 
     def graph_tokens(
@@ -140,12 +140,12 @@ class Discovery:
         mask: Patches of the object.
         box: Bounding box (x0, y0, x1, y1) in pixels. x1 and y1 are exclusive.
         eigenvector: Second eigenvector, with 0 at patches that are not in the graph. None for LOST.
-        eigenvalue: lambda_2 of the normalised cut. None for LOST.
+        eigenvalue: Second smallest eigenvalue, lambda_2, of the normalised cut. None for LOST.
         gap: lambda_3 - lambda_2. None for LOST.
         degenerate: Whether the object is arbitrary, because it depends on rounding errors, on the
             order of the patches, or on padding.
         tied_cutoff: Whether patches of equal degree tie for the last place among LOST's candidates.
-            The object may depend on their order.
+            If true, the object may depend on the order of these patches.
     """
 
     mask: Mask
@@ -205,7 +205,7 @@ def _discovery_from_mask(
 def split_at_mean(
     vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
 ) -> Bipartition:
-    """Split the patches at the mean of the vector. The entry of largest magnitude is the seed."""
+    """Split the patches at the mean of the vector. The seed is the entry of largest magnitude."""
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
@@ -215,7 +215,7 @@ def split_at_mean(
 
 
 def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: int) -> Mask:
-    """Return the connected component of a mask that contains the seed."""
+    """Return the component of a mask that is connected to the seed."""
     structure = scipy.ndimage.generate_binary_structure(2, 1 if connectivity == 4 else 2)
     labels = np.empty(foreground.shape, np.int32)
     scipy.ndimage.label(foreground, structure, output=labels)
@@ -225,7 +225,7 @@ def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: i
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
     """Return the threshold that splits the cosines of all pairs of tokens best.
 
-    It maximises the variance between the two sides. The candidates are the centres of 256 bins
+    It maximises the between-class variance of the cosines. Candidates are the centres of 256 bins
     between the smallest and the largest cosine. Pairs of a token with itself are left out.
 
     Source: Otsu, IEEE Trans. Systems, Man and Cybernetics 9 (1979), equation 18.
@@ -254,18 +254,20 @@ def lost(
     *,
     num_candidates: int = 100,
 ) -> Discovery:
-    """Find the object of an image with LOST, which grows from the patch with the fewest links.
+    """Find the object of an image with LOST.
 
-    Two patches are linked if their product is positive. With a `tau` of "otsu", they are linked if
-    their cosine exceeds the threshold. `centred`, `mask_padding` and `connectivity` also apply.
-    The `num_candidates` patches of lowest degree may join the seed. If degrees are equal, the first
-    patches are selected. An object is degenerate if it covers the whole graph, or if another seed
-    of the same degree grows to another object.
+    Two patches are linked if the dot product of their features is positive. If `cut.tau` is "otsu",
+    they are linked if their cosine exceeds the threshold. The options `centred`, `mask_padding` and
+    `connectivity` also apply. The degree of a patch is the number of its links. The object grows
+    from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree may
+    join the seed. Among patches of equal degree, the first are selected. An object is degenerate if
+    it covers the whole graph or lies in the padding. It is also degenerate if another seed of the
+    same degree grows to another object.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
     their order of patches of equal degree depends on the CPU. Their code fails if the features of
-    the seed are zero. This function then returns an object of one patch.
+    the seed are zero. In this case, `lost` returns an object of one patch.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     shape = cut.graph_shape(grid)
@@ -312,12 +314,13 @@ def maskcut(
     """Find several objects of an image with MaskCut, in the order in which they are cut out.
 
     Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold. It is
-    at least 0, because patches of earlier masks have cosine 0 with all patches. The paper uses a
-    tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
+    at least 0, because a lower threshold would link patches of earlier masks, whose cosines are 0.
+    The paper uses a tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
-    https://github.com/facebookresearch/CutLER/tree/cca0a27. This function does not resize the
-    image and has no conditional random field. `split_away_from_corners` uses another sign.
+    https://github.com/facebookresearch/CutLER/tree/cca0a27. This function does not resize the image
+    and has no conditional random field. `split_away_from_corners` describes how the sign of the
+    eigenvector differs.
     """
     tokens, tau = cut.graph_tokens(features, grid)
     if cut.tau == "otsu":
@@ -332,9 +335,9 @@ def run_maskcut(
     cut: Cut,
     num_masks: int,
 ) -> list[Discovery]:
-    """Run the rounds of MaskCut. `solve_without` solves the graph without links of some patches.
+    """Run the rounds of MaskCut. `solve_without` isolates some patches and solves the graph.
 
-    A component may contain patches of earlier masks, but its mask is returned without them.
+    A component may contain patches of earlier masks. The mask of a component omits these patches.
     """
     objects: list[Discovery] = []
     masked = previous = np.zeros(cut.graph_shape(grid), bool)
@@ -363,13 +366,14 @@ def run_maskcut(
 
 
 def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
-    """Split the patches as TokenCut does, unless that side contains at least three image corners.
+    """Split the patches at the mean, and return a side with at most two image corners.
 
-    In this case, return the other side. Its largest entry by magnitude is the seed.
+    The result is that of `split_at_mean`, unless the side above the mean contains at least three
+    corners. In that case, the side below the mean is returned, and the seed is the smallest entry.
 
-    The authors' code counts the corners above the mean, whatever the sign of LAPACK's eigenvector.
-    The largest entry of a `FiedlerVector` is positive, so the side above the mean contains the
-    peak, as in the authors' paper.
+    In the authors' code, LAPACK decides the sign of the eigenvector and thus which side is above
+    the mean. The entry of largest magnitude of a `FiedlerVector` is positive. The side above the
+    mean therefore contains the peak, as in the authors' paper.
     """
     above = vector > vector.mean()
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:

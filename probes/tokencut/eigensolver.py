@@ -31,10 +31,10 @@ class Graph:
     """A weighted graph with the weight matrix A = eps 1 1^T + scale * links.
 
     Attributes:
-        links: Symmetric matrix. It is 0 for tokens without a link. For linked tokens, it is 1, or
-            the cosine minus eps in a weighted graph.
+        links: Symmetric matrix. An entry is 0 for two tokens without a link, and 1 for linked
+            tokens. In a weighted graph, the entry of linked tokens is their cosine minus eps.
         degrees: Row sums of A, including the diagonal.
-        scale: Factor of `links`, which is 1 - eps, or 1 in a weighted graph.
+        scale: Factor of `links`. It is 1 in a weighted graph, and 1 - eps in other graphs.
         eps: Weight of two tokens without a link.
     """
 
@@ -47,7 +47,7 @@ class Graph:
     def from_links(
         cls, links: Float32[np.ndarray, "tokens tokens"], scale: float, eps: float
     ) -> "Graph":
-        """Return a graph with the degrees that follow from its links."""
+        """Create a graph from its links, and compute the degrees."""
         if scale == 1:
             linked = links.sum(1, dtype=np.float64)
         else:
@@ -62,7 +62,7 @@ class Graph:
         return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Return whether all tokens are linked or none, so that all partitions are equal."""
+        """Return whether all pairs of tokens are linked, or none. All partitions are then equal."""
         num_tokens = len(self.degrees)
         zero = self.eps * num_tokens
         only_itself = zero + 1 - self.eps
@@ -97,8 +97,8 @@ def similarity_graph(
 
     Args:
         features: Feature of each token.
-        tau: The threshold, in [-1, 1]. It is compared in float32.
-        eps: Weight of all other pairs, which keeps the graph connected.
+        tau: The threshold, in [-1, 1]. Cosines are compared with it in float32.
+        eps: Weight of each pair without a link. It keeps the graph connected.
         weighted: Whether the weight of a link is the cosine instead of 1.
 
     Raises:
@@ -117,7 +117,7 @@ def similarity_graph(
 def cosine_similarities(
     features: Float32[np.ndarray, "tokens dim"],
 ) -> Float32[np.ndarray, "tokens tokens"]:
-    """Return the cosine of each pair of tokens. The length of a token may have any magnitude.
+    """Return the cosine of each pair of tokens, whose norms may be very small or large.
 
     Raises:
         DataError: A token is NaN or infinite.
@@ -138,11 +138,12 @@ class FiedlerVector:
     """Solution of (D - A) y = lambda D y with the second smallest eigenvalue.
 
     Attributes:
-        vector: The eigenvector y, with y^T D y = 1. The sign makes its first entry of largest
-            magnitude positive.
+        vector: The eigenvector y, with y^T D y = 1. Its first entry of largest magnitude is
+            positive.
         eigenvalue: lambda_2, in [0, 2].
         gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
-        certificate: Upper bound of the angle between D^1/2 y and the exact vector, in radians.
+        certificate: Upper bound of the angle between the computed and the exact D^1/2 y, in
+            radians.
         degenerate: Whether the gap is so small that the vector depends on rounding errors.
     """
 
@@ -161,7 +162,7 @@ class FiedlerVector:
         gap: float,
         residual: float,
     ) -> "FiedlerVector":
-        """Convert an eigenpair of D^-1/2 A D^-1/2. The eigenvalue is 1 - lambda_2."""
+        """Return the solution for an eigenpair of D^-1/2 A D^-1/2, whose value is 1 - lambda_2."""
         scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
         return cls(
             vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
@@ -177,8 +178,8 @@ def second_eigenvector(
 ) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a similarity graph.
 
-    The arguments and errors are those of `similarity_graph`. Beyond the features, the function
-    needs 4 tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
+    The arguments and errors are those of `similarity_graph`. Besides the features, the function
+    needs 4 * tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
     """
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
@@ -187,12 +188,13 @@ def solve(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph.
 
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
-    products with the links. Two start vectors reveal a double eigenvalue as a gap of 0. The last
-    product is in float64, so rounding errors of the other products do not affect the certificate.
-    If the certificate is not small enough, `solve_dense` solves the graph again.
+    products of the matrix of links with a vector. The iteration starts from two vectors, so that a
+    double eigenvalue shows as a gap of 0. The last product is in float64, so rounding errors of
+    earlier products do not affect the certificate. If the certificate is not small enough,
+    `solve_dense` solves the graph again.
 
-    Source: equation 3 of TokenCut, https://arxiv.org/abs/2202.11539, and the band form of Lanczos
-    in Ruhe, Math. Comp. 33 (1979).
+    Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
+    Ruhe, Math. Comp. 33 (1979).
     """
     trivial = graph.trivial_eigenvector()
     if len(trivial) < 3 or graph.is_uniform():
@@ -236,14 +238,14 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     random = np.random.default_rng(0)
     num_tokens = len(graph.degrees)
     limit = min(_MAX_PRODUCTS, num_tokens - 4)
-    # Orthonormal rows: the trivial eigenvector, two start vectors, then the new part of products.
+    # Orthonormal rows: the trivial eigenvector, two start vectors, then new parts of the products.
     rows = np.empty((64, num_tokens))
     rows[0] = graph.trivial_eigenvector()
     num_rows = 1
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append the part that is orthogonal to all rows. Return products and its length."""
+        """Append the part orthogonal to all rows. Return `rows @ vector` and the part's length."""
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
         vector = vector - products @ rows[:num_rows]
@@ -276,7 +278,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     def compute_residual(
         vector: Float64[np.ndarray, " tokens"],
     ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Return the product with a unit vector, the Rayleigh quotient and the residual."""
+        """Return the matrix times a unit vector, the Rayleigh quotient and the residual."""
         product = graph.normalised_product(vector, exact=True)
         value = float(vector @ product)
         return product, value, product - value * vector
@@ -303,7 +305,7 @@ def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: 
     Each thread uses one BLAS thread. For many small graphs, this is faster than a parallel BLAS.
     """
     blas = ThreadpoolController().select(user_api="blas")
-    # A BLAS that is built on OpenMP has a limit for each thread, so every thread sets it again.
+    # A BLAS that is built on OpenMP has a limit for each thread, so every thread sets its limit.
     with (
         blas.limit(limits=1),
         ThreadPoolExecutor(num_threads, initializer=lambda: blas.limit(limits=1)) as pool,

@@ -1,4 +1,4 @@
-"""Results of single images, and the log from which a killed run continues."""
+"""Objects found in each image, and the log from which a killed run continues."""
 
 import base64
 import zlib
@@ -25,17 +25,18 @@ class ImageResult:
         num_boxes: Number of ground-truth boxes. None if the image has no annotation of boxes.
         largest_box: Percentage of the image that the largest ground-truth box covers. It is 0 for
             an image without boxes.
-        grid: Rows and columns of patches, for all cells that are not in `grids`.
-        cells: Objects by "LAYER/FACET". The entries are "box", "mask" (see `unpack_mask`), "hit"
-            (None without ground truth) and "degenerate". Methods with a spectrum add "eigenvalue"
-            and "gap", and LOST adds "tied_cutoff". If there are several objects, "further_boxes"
-            and "further_masks" contain all except the first. With a true mask, "object" contains
-            `ssl_bench.scores.ObjectCounts`.
+        grid: Rows and columns of patches, for blocks and facets that are not in `grids`.
+        cells: Objects by block and facet, with keys such as "11/key". The entries of each cell are
+            "box", "mask" (see `unpack_mask`), "hit" (None without ground truth) and "degenerate".
+            TokenCut and MaskCut add "eigenvalue" and "gap". LOST adds "tied_cutoff". If there are
+            several objects, "further_boxes" and "further_masks" contain all objects except the
+            first. With a true mask, "object" contains `ssl_bench.scores.ObjectCounts`.
         size: Height and width in pixels.
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
         pixels: CRC-32 of the image at the size that the encoder received.
         centre: `ObjectCounts` of the centre box. None without a true mask.
-        grids: Rows and columns of patches by cell. They differ if blocks have different strides.
+        grids: Rows and columns of patches by block and facet, with the keys of `cells`. They differ
+            if blocks have different strides.
     """
 
     num_boxes: int | None
@@ -59,12 +60,12 @@ class ImageResult:
         return bool(self.num_boxes) or self.centre is not None
 
     def belongs_to(self, sample: Sample) -> bool:
-        """Return whether the objects were found in exactly these pixels."""
+        """Return whether the objects were found in exactly the pixels of this sample."""
         same_size = self.size == sample.image.shape[:2]
         return same_size and self.pixels == zlib.crc32(sample.image.tobytes())
 
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
-        """Yield the patches of each object of a cell, the scored object first."""
+        """Yield the patch mask of each object of "LAYER/FACET". The scored object comes first."""
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
@@ -93,13 +94,14 @@ class DiscoveryLog:
     """Results by image id, stored in a journal.
 
     Args:
-        journal: Journal of the results. Each entry contains some cells of one image.
+        journal: Journal of the results. Each entry contains the objects of one image for some
+            blocks and facets.
         identities: Identity of each image file by image id, see `entries_of`. Entries of other
             image files are ignored.
 
     Attributes:
         path: File of the journal.
-        results: Result of each image, with the cells of all its entries.
+        results: Result of each image, merged from all entries of the image.
     """
 
     def __init__(self, journal: Journal, identities: Mapping[str, str]) -> None:
@@ -117,7 +119,7 @@ class DiscoveryLog:
         return result is not None and result.cells.keys() >= set(cells)
 
     def add(self, image_id: str, result: ImageResult) -> None:
-        """Store a result. It is in the file when this function returns.
+        """Store a result, and write it to the file before returning.
 
         Raises:
             MachineError: The file cannot be written.
@@ -131,7 +133,7 @@ class DiscoveryLog:
         """Add the results of the same image files from the log of another image set.
 
         Returns:
-            Image id in the other log, image id in this log, and cells of each new result.
+            For each new result: image id in the other log, image id in this log, and cells.
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():
@@ -145,7 +147,7 @@ class DiscoveryLog:
         return copied
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the entries of a log. Entries with other fields are of another version."""
+        """Return the entries of a log. Entries with the fields of another version are skipped."""
         entries = self._journal.read(path)
         return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]
 
@@ -154,7 +156,7 @@ class DiscoveryLog:
         self._merge(entry)
 
     def _merge(self, entry: dict[str, Any]) -> None:
-        """Add an entry to the earlier cells of its image."""
+        """Add the objects of an entry to the result of its image."""
         values = {name: entry[name] for name in entry.keys() - {"image", "entry"}}
         earlier = self.results.get(entry["image"])
         cells, grids = (earlier.cells, earlier.grids) if earlier else ({}, {})

@@ -21,7 +21,7 @@ from ssl_bench.system.files import figure_file_name
 FOUND = (255, 0, 255)
 FURTHER = (255, 160, 0)
 GROUND_TRUTH = (64, 224, 64)
-LEGEND = "magenta: found, orange: further ones, green: true; dark: no object"
+LEGEND = "magenta: found box, orange: further boxes, green: ground truth, dark: no object"
 _TILES_PER_ROW = 8
 # Colours of the background and of the objects in a saved mask.
 _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
@@ -58,10 +58,11 @@ def draw_sheets(
     per_group: int,
     prepare: Callable[[Sample], Sample],
 ) -> None:
-    """Draw a contact sheet for each cell from the stored results.
+    """Draw a contact sheet for each cell "LAYER/FACET" from the stored results.
 
     Each group of `group_by_outcome` shows at most `per_group` images. `prepare` resizes an image to
-    the size that the encoder received. In the heading, block and facet follow the first title.
+    the size that the encoder received. The heading consists of the first title, block, facet and
+    the second title.
 
     Raises:
         DataError: An image was replaced after its objects were found.
@@ -119,9 +120,10 @@ def draw_sheets(
 
 
 def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
-    """Return the image ids of each group that is not empty.
+    """Return the ids of images by outcome: hits, misses, not scored, or degenerate.
 
-    All degenerate images are in the group "degenerate", also if their box is a hit.
+    A degenerate image is in the group "degenerate" even if its box is a hit. Empty groups are left
+    out.
     """
     groups: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
     for image_id, result in results.items():
@@ -134,7 +136,7 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return tiles of an image with boxes, of the masks, and of the eigenvector."""
+    """Return tiles of the image with boxes, the masks, and the eigenvector if there is one."""
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes

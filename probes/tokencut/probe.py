@@ -1,7 +1,7 @@
 """TokenCut: does the normalised cut of a block's features find an object?
 
-The file follows a run: settings, one pass of all images through the encoder, and messages. The
-results of images and the scores of blocks are computed in `scores.py`.
+The code is in the order of a run: settings, one pass of all images through the encoder, and
+messages. `scores.py` computes the results of images and the scores of blocks.
 """
 
 import glob
@@ -71,19 +71,20 @@ class TokenCut(Cut, Probe):
         protocol: "reference" follows the authors' code. "adaptive" sets tau to "otsu", so each
             image has its own threshold. Tables show changed options after the protocol.
         truth: "boxes" scores CorLoc of the box. "masks" scores maximal F-beta, IoU and accuracy of
-            the mask. "none" counts degenerate graphs. The default is "boxes". It is "masks" for
-            datasets with masks of one object and no boxes, and "none" for datasets without both.
+            the mask. "none" counts degenerate graphs. The default is "boxes" for datasets with
+            boxes, "masks" for datasets with masks of one object and no boxes, and "none" for
+            datasets with neither.
         facet: Features of the graph, one or several of key, query, value, token, token_normed,
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: tokencut, lost or maskcut. The first mask of maskcut is scored.
         max_objects: Number of rounds of maskcut. Each round finds one mask or none.
-        panels: Number of images with a panel of their own. It is also the maximum number of images
-            of each group (hits, misses, degenerate) on the contact sheet of a block.
+        panels: Number of images with a figure of their own. A contact sheet shows at most this
+            number of images of each group (hits, misses, degenerate).
         longer_side: Longer side in pixels that images are resized to. By default, images keep their
             size.
         max_side: Longer side in pixels that larger images are reduced to, if longer_side is not
-            set. For a folder of pictures it is 640, the longer side of COCO's images. The graph of
-            a photograph with 12 million pixels would have 60,000 patches.
+            set. For a folder of pictures it is 640, the longer side of COCO's images. Without a
+            limit, the graph of a photograph with 12 million pixels would have 60,000 patches.
         squash: Side in pixels of squares that images are resized to without keeping their aspect
             ratio. It is set if the encoder accepts only one size.
     """
@@ -125,7 +126,7 @@ class TokenCut(Cut, Probe):
 
     @property
     def variant(self) -> list[str]:
-        """Return the protocol, and each option that differs from it."""
+        """Return the name of the protocol, and each option that differs from the protocol."""
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
@@ -163,7 +164,7 @@ class TokenCut(Cut, Probe):
     def prepare(self, sample: Sample) -> Sample:
         """Resize an image to the encoder's input size, together with its boxes and its mask.
 
-        Boxes are not rounded, so the resized boxes have the same IoU as before.
+        Boxes are not rounded, so resizing does not change their IoU.
         """
         height, width = sample.image.shape[:2]
         new_height, new_width = self.resize.output_size(height, width)
@@ -200,8 +201,8 @@ class TokenCut(Cut, Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass for each image.
 
-        The result of each image is saved immediately, and later runs continue from it. If images
-        have no ground truth, their masks are saved as PNG files.
+        The result of each image is saved immediately, and later runs reuse it. If images have no
+        ground truth, their masks are saved as PNG files.
 
         Raises:
             DataError: A file cannot be read, or no image has a box to score with.
@@ -217,7 +218,7 @@ class TokenCut(Cut, Probe):
                 yield corloc_score(layer, facet, results)
 
     def find_objects(self, context: ProbeContext) -> list[ImageResult]:
-        """Find the objects of all images, and draw the figures. Errors are those of `run`."""
+        """Find the objects of all images, and draw the figures. Raise the same errors as `run`."""
         images = self.split(context.dataset)
         cells = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         own = _Search(self, context, context.artifacts, images, cells)
@@ -266,7 +267,7 @@ class _Search:
 
     Attributes:
         folder: Folder of the log and the figures.
-        log: Results of all images that were searched before.
+        log: Results of all images that have been searched.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class _Search:
             self._copy_from_other_sets(task_folder, images)
 
     def _copy_from_other_sets(self, task_folder: Path, images: ImageSet) -> None:
-        """Copy the results of image files that another image set also contains."""
+        """Copy the results of the same image files from the logs of other image sets."""
         pattern = f"*/*/{glob.escape(self.folder.name)}/{self.log.path.name}"
         for path in sorted(task_folder.glob(pattern)):
             is_complete = all(self.log.has_cells(image_id, self._cells) for image_id in images.ids)
@@ -341,7 +342,7 @@ class _Search:
 
 
 def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
-    """Complete all searches. Each missing image passes through the encoder once."""
+    """Complete all searches. Each image without a result passes through the encoder once."""
     probes = [search.probe for search in searches]
     first = probes[0]
     pending = [
@@ -354,7 +355,7 @@ def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_
     extractor = context.extractor(context.layers, *first.facets)
 
     def shape(sample: Sample) -> tuple[int, ...]:
-        """Return the rows and columns of the patch grid, and those of each probe's graph."""
+        """Return the rows and columns of the patch grid, and of each probe's graph."""
         grid = patch_grid(sample, extractor.patch_size)
         return *grid.shape, *itertools.chain(*(probe.graph_shape(grid) for probe in probes))
 
@@ -383,9 +384,9 @@ def batch_by_shape(
 ) -> Iterator[list[Sample]]:
     """Yield batches of samples of equal shape, each as soon as it is complete.
 
-    A shape starts with the rows and columns of patches. If more decoded pixels than
-    `waiting_pixels` wait, the largest incomplete batch is yielded. If a sample cannot be read, all
-    samples before it are yielded first.
+    The first two values of a shape are the rows and columns of patches. If incomplete batches have
+    more than `waiting_pixels` pixels, the largest of them is yielded. If a sample cannot be read,
+    all earlier samples are yielded before the error is raised.
     """
 
     def count_pixels(batch: Sequence[Sample]) -> int:
@@ -409,7 +410,7 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Return the objects of each image, for each probe, by cell.
+    """Return the objects of each image: for each probe, a dictionary by block and facet.
 
     All images must have the same patch grid. Their graphs are cut on the CPU in parallel threads.
 
@@ -452,9 +453,9 @@ def patch_grid(sample: Sample, patch_size: int) -> PatchGrid:
 def pad_and_stack(
     samples: Sequence[Sample], shape: tuple[int, int], colour: tuple[float, float, float]
 ) -> Float[Tensor, "batch 3 height width"]:
-    """Return images in [0, 1], padded on the right and at the bottom to a height and width.
+    """Stack images in [0, 1], and pad them on the right and at the bottom to `shape`.
 
-    If the colour is the encoder's mean, the padding is zero after normalisation.
+    If `colour` is the encoder's mean, the padding is zero after normalisation.
     """
     batch = torch.tensor(colour)[:, None, None].repeat(len(samples), 1, *shape)
     for image, sample in zip(batch, samples, strict=True):
@@ -471,7 +472,7 @@ def pad_and_stack(
 def _warn_about_degenerate_blocks(
     probe: TokenCut, context: ProbeContext, results: Sequence[ImageResult]
 ) -> None:
-    """Name the blocks for which most graphs are degenerate, and recommend a setting."""
+    """Print the blocks for which most graphs are degenerate, and recommend a setting."""
     blocks = []
     for facet in probe.facets:
         cells = {
@@ -501,7 +502,7 @@ def _warn_about_padding(
     results: Mapping[str, ImageResult],
     cells: Sequence[str],
 ) -> None:
-    """Name the images, usually small ones, whose object lies in the padding only."""
+    """Print the images whose object lies entirely in the padding. Most are small."""
     patch_size = context.encoder.patch_size
     image_ids = [
         escape_unprintable(image_id)

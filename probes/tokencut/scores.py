@@ -36,7 +36,7 @@ def image_result(
     """Compare the objects of an image with its boxes, or with its mask if `has_mask` is true.
 
     Raises:
-        DataError: The image has no mask.
+        DataError: `has_mask` is true, but the image has no mask.
     """
     if has_mask and sample.mask is None:
         raise DataError(f"{sample.image_id} has no mask to score with", hint=("probe.truth=boxes",))
@@ -63,7 +63,7 @@ def _cell(
 ) -> Cell:
     """Return the objects of one block and facet in the format of `ImageResult.cells`.
 
-    With a true mask, a hit has an IoU of at least 0.5 with this mask.
+    If there is a true mask, an object is a hit if its IoU with the true mask is at least 0.5.
     """
     first, *others = objects
     cell: Cell = {
@@ -171,7 +171,7 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of images with each flag that the method sets."""
+    """Return the percentage of images with each flag that occurs, such as "degenerate"."""
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):
         values = [cell[flag] for cell in cells if flag in cell]
@@ -181,9 +181,9 @@ def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
-    """Return the centred box (x0, y0, x1, y1) with half of the area and the shape of the image.
+    """Return the centred box (x0, y0, x1, y1) with half of the area of the image.
 
-    The size is (height, width) in pixels.
+    The box has the aspect ratio of the image. `size` is (height, width) in pixels.
     """
     height, width = size
     sides = np.array([width, height, width, height], np.float64)
@@ -202,8 +202,8 @@ def constant_masks(
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
     """Return the `ObjectCounts` of image-independent masks, by name.
 
-    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, this is
-    the empty mask if objects are small, and the whole image if they are large.
+    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, the best
+    mask is the empty mask if objects are small, and the whole image if objects are large.
     """
     _, _, true, total = centre_counts.T
     zero = np.zeros_like(true)

@@ -36,7 +36,13 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from ssl_bench.system.output import format_size, say, show_progress
+from ssl_bench.system.output import (
+    escape_undecodable,
+    format_size,
+    say,
+    show_progress,
+    to_plain_json,
+)
 from ssl_bench.system.process import require_single_process, reraise_out_of_memory
 
 FORMATS = ("safetensors", "npz")
@@ -103,7 +109,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
-    table = pyarrow.Table.from_pylist(rows)
+    table = pyarrow.Table.from_pylist(to_plain_json(rows, text=escape_undecodable))
     write_atomically(out / _INDEX, lambda file: pyarrow.parquet.write_table(table, file))
     say(
         f"features of {len(rows)} images are in {out}. "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssl_bench.composition.compose import add_data_root, build, compose_config, config_to_yaml
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers import in_full
+from ssl_bench.models.initialisers import fill_options
 from ssl_bench.system.output import escape_lines, say
 from ssl_bench.system.process import is_main_process
 
@@ -21,7 +21,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     model = full["model"]
     if "init_options" in model:
         # The defaults of omitted options are written too, because later versions may change them.
-        model["init_options"] = in_full(model["init"], model["init_options"])
+        model["init_options"] = fill_options(model["init"], model["init_options"])
     if options.print_config:
         print(config_to_yaml(full), end="")
         return 0

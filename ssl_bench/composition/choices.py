@@ -16,12 +16,18 @@ from typing import Any
 import yaml
 
 from ssl_bench.composition.fields import format_value
-from ssl_bench.errors import ConfigurationError, escape_braces, join_alternatives
+from ssl_bench.errors import (
+    BrokenFile,
+    ConfigurationError,
+    broken_file_error,
+    escape_braces,
+    join_alternatives,
+)
 from ssl_bench.system.files import PACKAGE
 
 MAX_NAME_LENGTH = 200
-EXTENSIBLE_GROUPS = ("probe", "dataset", "objective", "optimizer")
-"""Groups that installed packages can extend with entry points, such as `ssl_bench.probe`."""
+EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
+"""Groups of classes that installed packages extend with entry points, such as `ssl_bench.probe`."""
 _MAX_LISTED = 24
 _FILE_GROUPS = ("model", "objective", "optimizer")
 _RUN_KEYS = ("recipe", "images", "after", "set", "arms")
@@ -99,18 +105,32 @@ def config_names(group: str) -> list[str]:
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
     """Return the entry points that installed packages add to a group, by name."""
-    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE_GROUPS else {}
+    points = _entry_points(tuple(sys.path)).select(group=f"ssl_bench.{group}")
+    return {point.name: point for point in points}
 
 
 @cache
-def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+def _entry_points(path: tuple[str, ...]) -> metadata.EntryPoints:
     # Cached, because the metadata of every installed package are read.
     del path
-    points = metadata.entry_points()
-    return {
-        group: {point.name: point for point in points.select(group=f"ssl_bench.{group}")}
-        for group in EXTENSIBLE_GROUPS
-    }
+    return metadata.entry_points()
+
+
+def load_entry_point(point: metadata.EntryPoint) -> Any:
+    """Import the object of an entry point.
+
+    Raises:
+        BrokenFile: The module cannot be imported.
+    """
+    try:
+        return point.load()
+    # Importing another package can raise any exception.
+    except Exception as error:
+        reason = broken_file_error(error, [point.module.partition(".")[0]])
+        package = point.dist.name if point.dist else point.module
+        raise BrokenFile(
+            f"the entry point {point.name} = {point.value} of the package {package}: {reason}"
+        ) from error
 
 
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:

@@ -33,13 +33,13 @@ from ssl_bench.composition.choices import (
     config_names,
     entry_points,
     experiments,
+    load_entry_point,
     unknown_key_error,
     unknown_name_error,
 )
 from ssl_bench.composition.fields import describe_type, format_value, require_type
 from ssl_bench.errors import (
     PACKAGES,
-    BrokenFile,
     ConfigurationError,
     broken_file_error,
     escape_braces,
@@ -309,7 +309,7 @@ def component_class(address: Any, key: str) -> type:
             return kind
     for point in (point for group in EXTENSIBLE_GROUPS for point in entry_points(group).values()):
         if str(address) == f"{point.module}.{point.attr}":
-            return _load_entry_point(point)
+            return _load_component(point)
     raise ConfigurationError(
         f"{key}={format_value(address)} is not allowed: {name!r} is neither a dataclass of "
         f"{', '.join(PACKAGES)} nor an entry point of an installed package (docs/extending.md)"
@@ -330,16 +330,8 @@ def _import_attribute(address: str) -> Any:
         raise broken_file_error(error) from error
 
 
-def _load_entry_point(point: metadata.EntryPoint) -> type:
-    try:
-        kind = point.load()
-    # Importing another package can raise any exception.
-    except Exception as error:
-        reason = broken_file_error(error, [point.module.partition(".")[0]])
-        package = point.dist.name if point.dist else point.module
-        raise BrokenFile(
-            f"the entry point {point.name} = {point.value} of the package {package}: {reason}"
-        ) from error
+def _load_component(point: metadata.EntryPoint) -> type:
+    kind = load_entry_point(point)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ConfigurationError(
             f"the entry point {point.name} = {point.value} must be a dataclass"

@@ -225,7 +225,7 @@ def describe_type(kind: Any) -> str:
     if kind in _WORDS:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is Annotated and isinstance(parts[1], PathRule):
+    if origin is Annotated and parts[0] is str:
         return str(parts[1])
     if origin is Annotated and isinstance(parts[1], ListLength):
         return f"a list of {parts[1]} items, each {describe_type(get_args(parts[0])[0])}"

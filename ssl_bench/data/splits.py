@@ -3,13 +3,14 @@
 Its files read in another way, some of its images, corrupted, opened once.
 """
 
+import codecs
 import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from ssl_bench.composition.fields import Bits, Count, OptionalPath, Seed, require_type
@@ -93,24 +94,21 @@ def require_disjoint(train: str, val: str) -> None:
         )
 
 
-def read_list(path: Path) -> list[str]:
-    """The ids in a list file: one a line, perhaps a path, perhaps with more columns after it.
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark.
 
     Raises:
-        DataError: there is no such list; the others beside it are named.
+        DataError: The file cannot be read or has another encoding.
     """
-    if not path.is_file():
-        raise absent_split(path.stem, [f.stem for f in path.parent.glob("*.txt")], path.parent)
-    lines = read_lines(path)
-    return [PurePosixPath(line.split()[0]).stem for line in lines if line.strip()]
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 text; a `DataError` where it cannot be read or is none."""
     try:
-        return read_regular(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        data = read_regular(path)
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
+        if "\0" in text:
+            raise ValueError("it contains zero bytes")
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a text file ({error}); fetch it again") from error
+    return text.splitlines()
 
 
 def absent_split(

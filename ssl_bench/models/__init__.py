@@ -1,9 +1,9 @@
-"""Encoders: ours, those with layers of timm, their checkpoints, and everybody else's."""
+"""Encoders: those of this suite, models of timm, and checkpoints of other libraries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig, EncoderConfig, ViTConfig
+from ssl_bench.models.config import EncoderConfig, ViTConfig
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -17,7 +17,7 @@ from ssl_bench.models.loading.load import identify_encoder, load_encoder
 from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 if TYPE_CHECKING:
-    from ssl_bench.models.convolutional import ConvMixer
+    from ssl_bench.models.convolutional import ConvMixer, ConvMixerConfig, ConvNeXtConfig
     from ssl_bench.models.orthogonal import OrthogonalAttention
     from ssl_bench.models.state_space import StateSpaceConfig, StateSpaceModel
     from ssl_bench.models.timm_config import TimmConfig
@@ -46,9 +46,11 @@ __all__ = [
     "save_encoder",
 ]
 
-# What an encoder of images as ours does without is imported when it is asked for.
-_APART = {
+# Names that are imported when they are first used, with their modules.
+_LAZY_MODULES = {
     "ConvMixer": "convolutional",
+    "ConvMixerConfig": "convolutional",
+    "ConvNeXtConfig": "convolutional",
     "OrthogonalAttention": "orthogonal",
     "StateSpaceConfig": "state_space",
     "StateSpaceModel": "state_space",
@@ -57,6 +59,6 @@ _APART = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _APART:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_APART[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LAZY_MODULES[name]}"), name)

@@ -1,9 +1,12 @@
-"""The frozen descriptions of encoders; what a checkpoint stores beside its weights."""
+"""Frozen descriptions of encoders. A checkpoint stores one of them with its weights."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+import torch
 
 from ssl_bench.composition.fields import (
     Bounds,
@@ -18,49 +21,68 @@ from ssl_bench.composition.fields import (
     require_type,
 )
 from ssl_bench.errors import ConfigurationError, join_alternatives
-from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
+from ssl_bench.models.initialisers import INITIALISERS, make_initialiser
+from ssl_bench.models.registry import AttentionKind, GrayingKind, build_part, find_registered
+
+if TYPE_CHECKING:
+    from ssl_bench.models.vit import EncoderModule, VisionTransformer
 
 Config = TypeVar("Config", bound="EncoderConfig")
-AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
-GrayingKind = Literal["none", "svd", "dct"]
 Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
-# Fields that were among `init_options` once.
-_OLDER_OPTIONS = {"mlp_mean", "mlp_input_std"}
+# Fields of ViTConfig that were keys of `init_options` in earlier versions.
+_FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
 
 
-class EncoderConfig:
-    """What describes an encoder of any kind; each kind is a frozen dataclass.
+class EncoderConfig(ABC):
+    """Base class of the frozen dataclasses that describe encoders, one class for each kind.
+
+    All fields must have JSON types. A class of another package is registered with an entry point of
+    the group `ssl_bench.model`, whose name is the `kind`.
 
     Attributes:
-        kind: Its name in checkpoints.
-        image_size: Side in pixels.
-        patch_size: Side in pixels.
-        num_prefix_tokens: Tokens before the patches: [CLS], registers.
-        num_registers: How many of these are no [CLS].
+        kind: Name of the class in checkpoints.
+        image_size: Side of training images in pixels.
+        patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
+        dim: Width of the tokens.
+        depth: Number of blocks.
+        num_heads: Attention heads of a block, or 0 if there is no attention.
+        num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
+        num_registers: Number of prefix tokens that are registers.
+        shape: Width and stride of each block, if they differ between blocks, as in timm's Swin.
     """
 
     kind: ClassVar[str]
-    # What says to type checkers that every kind is a dataclass.
+    # Tells type checkers that all subclasses are dataclasses.
     __dataclass_fields__: ClassVar[dict[str, Any]]
     image_size: int
     patch_size: int
     dim: int
     depth: int
-    # Unless a kind says otherwise, there is no attention, no [CLS] and no register.
     num_heads: int = 0
     num_prefix_tokens: int = 0
     num_registers: int = 0
-    # Of every block, where only timm knows them.
     shape: Any = None
 
+    @abstractmethod
+    def build(self, *, seed: int) -> "EncoderModule":
+        """Return an encoder with initial weights.
+
+        The weights depend only on the configuration and the seed. The global random number
+        generator of PyTorch keeps its state.
+        """
+
+    @abstractmethod
+    def build_empty(self) -> "EncoderModule":
+        """Return an encoder with arbitrary weights, which a checkpoint replaces."""
+
     def __post_init__(self) -> None:
-        """Hold fields to their types; equal configurations become equal texts."""
+        """Check the types of all fields, and convert them so that equal settings compare equal."""
         check_fields(self, "model")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "init_options":
-                value = {key: one for key, one in value.items() if one is not None}
+                value = {key: option for key, option in value.items() if option is not None}
             elif isinstance(item.default, float):
                 value = float(value)
             elif isinstance(value, Sequence) and not isinstance(value, str):
@@ -68,50 +90,67 @@ class EncoderConfig:
             object.__setattr__(self, item.name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
+        """Return the fields as JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Read what `to_dict` wrote.
+        """Return the configuration that `to_dict` has written.
 
         Raises:
-            ConfigurationError: A key that no version of this class knows, or a wrong value.
+            ConfigurationError: A key is unknown or a value is not allowed.
         """
         if unknown := values.keys() - {item.name for item in fields(cls)}:
             raise ConfigurationError(f"model has no key {', '.join(map(repr, sorted(unknown)))}")
         return cls(**values)
+
+    @property
+    def reads_images(self) -> bool:
+        return self.patch_size > 0
+
+    def summary(self) -> str:
+        """Return the size of the encoder in words."""
+        side, patch = self.image_size, self.patch_size
+        blocks = f"{self.depth} blocks of width {self.dim}"
+        return f"{blocks}, patches of {patch} pixels, images of {side} x {side}"
 
 
 @dataclass(frozen=True)
 class ViTConfig(EncoderConfig):
     """Architecture and initialisation of a Vision Transformer.
 
-    Args:
-        image_size: Side in pixels for which positions are stored; other sizes resize them.
-        mlp_ratio: Hidden width of the MLP over `dim`.
-        attention: "linear" has no softmax; "osa_qr" and "osa_newton_schulz" rotate the tokens, see
-            `ssl_bench.models.OrthogonalAttention`; they have no biases.
-        graying: What a block does to its tokens first, see
-            `ssl_bench.models.graying.TokenGraying`.
-        graying_exponent: In (0, 1]; 1 changes nothing. The default is the paper's for "dct", which
-            takes .85 to .97 there, and "svd" .5 to .9.
-        graying_layers: Blocks that do so; None stands for all.
+    Attributes:
+        image_size: Side in pixels of the images for which positions are stored. For other sizes,
+            the positions are resized.
+        patch_size: Side of a patch in pixels.
+        dim: Width of the tokens, a multiple of `num_heads`.
+        depth: Number of blocks.
+        num_heads: Attention heads of a block.
+        mlp_ratio: Hidden width of the MLP divided by `dim`.
+        attention: Attention of all blocks. "linear" is attention without a softmax. The kinds that
+            begin with "osa" are orthogonal self-attention, which has no biases.
+        graying: Token graying at the start of a block, by singular values or by cosine
+            coefficients.
+        graying_exponent: Exponent of token graying, where 1 changes nothing. The paper uses 0.85 to
+            0.97 for "dct" and 0.5 to 0.9 for "svd".
+        graying_layers: Blocks with token graying, counted from 0. None means all blocks.
         skip_attention: Add the input of the attention sub-block to its output.
         skip_mlp: Add the input of the MLP sub-block to its output.
-        drop_path: Probability, in [0, 1), to drop a sub-block of the last block for a sample; it
-            rises linearly from 0 at the first block. Needs skips.
-        num_registers: Extra tokens between [CLS] and the patches; they carry no position.
-        position_embedding: "sinusoidal" is fixed, "learned" is trained.
-        truncated_tokens: [CLS], registers and learned positions start within two deviations of 0.
-            Official DINO and timm cut at -2 and 2, which is a hundred deviations.
-        position_scale: Factor of sinusoidal positions; learned ones have none.
-        mlp_mean: Added to all entries of the first matrix of every MLP, whatever drew it.
-        mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
-            its weights towards all hidden units.
-        init: Name of an initialiser, see `ssl_bench.models.initialisers`.
-        init_options: Its hyperparameters that differ from their defaults; None means the default.
-            `mlp_mean` and `mlp_input_std` among them are older names of the fields.
+        norm: Normalisation before the attention, before the MLP and after the last block.
+        qkv_bias: Add biases to queries, keys and values.
+        drop_path: Probability to drop a sub-block of the last block for a sample. The probability
+            increases linearly from 0 in the first block. It requires both skips.
+        num_registers: Number of additional tokens between [CLS] and the patches. They have no
+            position.
+        position_embedding: Positions that are trained ("learned") or fixed ("sinusoidal").
+        truncated_tokens: Draw [CLS], registers and learned positions within two standard deviations
+            of 0. Official DINO and timm cut at -2 and 2, which is 100 standard deviations.
+        position_scale: Factor of sinusoidal positions.
+        mlp_mean: Constant that is added to all entries of the first matrix of each MLP.
+        mlp_input_std: Standard deviation of a normal number for each input channel of the MLP. It
+            is added to the weights from this channel to all hidden units.
+        init: Name of an initialiser in `ssl_bench.models.initialisers`.
+        init_options: Options of the initialiser. None means the default of the option.
     """
 
     kind = "vit"
@@ -142,22 +181,14 @@ class ViTConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        said = dict(self.init_options)
-        for item in (one for one in fields(self) if one.name in _OLDER_OPTIONS & said.keys()):
-            value, here = said.pop(item.name), getattr(self, item.name)
-            require_type(f"model.init_options.{item.name}", item.type, value)
-            if here not in (item.default, value):
-                raise ConfigurationError(
-                    f"model.init_options.{item.name} is an older name of model.{item.name}, got "
-                    f"{value} and {here}; give the latter alone"
-                )
-            object.__setattr__(self, item.name, float(value))
-        object.__setattr__(self, "init_options", said)
+        self._move_former_options()
         check_divisible(self, "image_size", "patch_size")
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
+            step = math.lcm(4, self.num_heads)
             raise ConfigurationError(
-                f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}"
+                f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}",
+                hint=(f"model.dim={-(-self.dim // step) * step}",),
             )
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
@@ -171,152 +202,69 @@ class ViTConfig(EncoderConfig):
                 f"and {self.position_embedding} positions",
                 hint=("model.position_embedding=sinusoidal", "or", "model.position_scale=1"),
             )
-        if self.attention.startswith("osa") and self.qkv_bias:
+        with torch.device("meta"):
+            build_part("attention", self)
+        initialiser = make_initialiser(INITIALISERS, self.init, self.init_options)
+        if self.num_heads < initialiser.min_heads:
             raise ConfigurationError(
-                f"model.attention={self.attention} has no biases", hint=("model.qkv_bias=false",)
+                f"model.init={self.init} needs at least {initialiser.min_heads} heads, got "
+                f"{self.num_heads}",
+                hint=(f"model.num_heads={initialiser.min_heads}",),
             )
-        if self.init == "osa" and self.num_heads < 2:
-            raise ConfigurationError(
-                "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, "
-                f"expected two heads or more, got {self.num_heads}",
-                hint=("model.num_heads=2",),
-            )
-        make_initialiser(INITIALISERS, self.init, self.init_options)
+
+    def _move_former_options(self) -> None:
+        """Set fields that earlier versions have stored in `init_options`."""
+        options = dict(self.init_options)
+        for item in fields(self):
+            if item.name not in _FORMER_INIT_OPTIONS & options.keys():
+                continue
+            option, value = options.pop(item.name), getattr(self, item.name)
+            require_type(f"model.init_options.{item.name}", item.type, option)
+            if value not in (item.default, option):
+                raise ConfigurationError(
+                    f"model.init_options.{item.name} is the former name of model.{item.name}, but "
+                    f"they have the values {option} and {value}",
+                    hint=(f"model.init_options.{item.name}=null",),
+                )
+            object.__setattr__(self, item.name, float(option))
+        object.__setattr__(self, "init_options", options)
+
+    def build(self, *, seed: int) -> "VisionTransformer":
+        from ssl_bench.models.vit import build_vit
+
+        return build_vit(self, seed=seed)
+
+    def build_empty(self) -> "VisionTransformer":
+        from ssl_bench.models.vit import VisionTransformer
+
+        return VisionTransformer(self)
 
     @property
     def grid_size(self) -> int:
-        """Patches along one side of the stored position embedding."""
+        """Number of patches along one side of the stored position embedding."""
         return self.image_size // self.patch_size
 
     @property
     def hidden_dim(self) -> int:
-        """Width of the MLP's hidden layer."""
+        """Width of the hidden layer of the MLP."""
         return round(self.dim * self.mlp_ratio)
 
     @property
     def num_prefix_tokens(self) -> int:
-        """[CLS] and registers, which come before the patches."""
         return 1 + self.num_registers
 
 
-@dataclass(frozen=True)
-class ConvMixerConfig(EncoderConfig):
-    """Architecture and initialisation of a ConvMixer; the defaults are ConvMixer-256/8.
-
-    Args:
-        image_size: Side in pixels it is trained at; any other size works, nothing is resized.
-        kernel_size: Side of the depthwise filters in patches; odd.
-        skip: Add the input of the depthwise convolution to its output, the only skip there is.
-        frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
-        init: Of the depthwise filters, see `ssl_bench.models.initialisers`; all else starts as
-            PyTorch starts convolutions.
-        init_options: Its hyperparameters that differ from their defaults; None means the default.
-    """
-
-    kind = "conv_mixer"
-
-    image_size: Pixels = 32
-    patch_size: Pixels = 2
-    dim: Width = 256
-    depth: Depth = 8
-    kernel_size: Pixels = 9
-    skip: bool = True
-    frozen_filters: bool = False
-    init: str = "uniform"
-    init_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_divisible(self, "image_size", "patch_size")
-        if self.kernel_size % 2 == 0:
-            near = self.kernel_size + 1
-            raise ConfigurationError(
-                "model.kernel_size must be odd, so that a filter has a middle, got "
-                f"{self.kernel_size}",
-                hint=(f"model.kernel_size={near}",),
-            )
-        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
-
-
-@dataclass(frozen=True)
-class ConvNeXtConfig(EncoderConfig):
-    """Architecture and initialisation of a ConvNeXt of one stage; the defaults are 256/8.
-
-    Args:
-        image_size: Side in pixels it is trained at; any other size works, nothing is resized.
-        frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
-        mlp_mean: Added to all entries of the first matrix of every MLP, equation 3.40 of the thesis
-            whose ConvNeXt this is (Trockman, "Mimetic initialization", 2025).
-        mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
-            its weights towards all hidden units, equation 3.39.
-        init: Of the depthwise filters of 7 x 7, see `ssl_bench.models.initialisers`; all else
-            starts as PyTorch starts convolutions.
-        init_options: Its hyperparameters that differ from their defaults; None means the default.
-    """
-
-    kind = "convnext"
-
-    image_size: Pixels = 32
-    patch_size: Pixels = 2
-    dim: Width = 256
-    depth: Depth = 8
-    frozen_filters: bool = False
-    mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
-    mlp_input_std: RateOrZero = 0.0
-    init: str = "uniform"
-    init_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_divisible(self, "image_size", "patch_size")
-        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
-
-
-KINDS: Mapping[str, tuple[str, str, str]] = {
-    "vit": ("config.ViTConfig", "vit.VisionTransformer", "vit.build_vit"),
-    "conv_mixer": (
-        "config.ConvMixerConfig",
-        "convolutional.ConvMixer",
-        "convolutional.build_convolutional",
-    ),
-    "convnext": (
-        "config.ConvNeXtConfig",
-        "convolutional.ConvNeXt",
-        "convolutional.build_convolutional",
-    ),
-    "timm": ("timm_config.TimmConfig", "timm_model.TimmEncoder", "timm_model.build_timm"),
-    "state_space": (
-        "state_space.StateSpaceConfig",
-        "state_space.StateSpaceModel",
-        "state_space.build_state_space_model",
-    ),
-}
-"""Of each kind of encoder the configuration, the class, and what makes one with initial weights.
-
-By name, and imported when there is one: timm takes seconds, and these files import this one.
-"""
-
-
-def of_kind(address: str) -> Any:
-    """What a part of `KINDS` names."""
-    module, _, name = address.rpartition(".")
-    return getattr(import_module(f"ssl_bench.models.{module}"), name)
-
-
-def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
-    """What `to_dict` of a configuration of that kind wrote.
+def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
+    """Return the configuration of an encoder from its kind and from the result of `to_dict`.
 
     Raises:
-        ConfigurationError: A kind or key that this version does not know, or a wrong value.
+        ConfigurationError: The kind or a key is unknown, or a value is not allowed.
     """
-    if kind not in KINDS:
-        raise ConfigurationError(f"expected {' or '.join(KINDS)}, got a model of kind {kind!r}")
-    config, _, _ = KINDS[kind]
-    return of_kind(config).from_dict(values)
+    return find_registered("model", kind).from_dict(values)
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
-    """Refuse a field that another one does not divide; the message names the nearest that fit."""
+    """Check that a field is a multiple of another field. The error recommends nearby values."""
     value, divisor = getattr(config, name), getattr(config, divisor_name)
     if value % divisor:
         lower = value - value % divisor
@@ -329,12 +277,13 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Refuse blocks that an encoder does not have; None stands for all."""
+    """Check that a field is None or a list of one or more blocks of the encoder."""
     if layers is None:
         return
     outside = [layer for layer in layers if layer not in range(depth)]
     if outside or not layers:
         raise ConfigurationError(
-            f"model.{name} must lie in 0..{depth - 1}, got "
-            f"{', '.join(map(str, outside)) or 'none'}; null stands for all blocks"
+            f"model.{name} expects blocks in 0..{depth - 1}, or null for all blocks, got "
+            f"{', '.join(map(str, outside)) or 'none'}",
+            hint=(f"model.{name}=null",),
         )

@@ -1,12 +1,18 @@
-"""Convolutional encoders of one grid and width: ConvMixer, with and without skip, and ConvNeXt."""
+"""Convolutional encoders with one grid and width: ConvMixer and an isotropic ConvNeXt."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ssl_bench.models.config import ConvMixerConfig, ConvNeXtConfig
-from ssl_bench.models.initialisers import draw_convolutions
+from ssl_bench.composition.fields import Bounds, Depth, Pixels, RateOrZero, Width
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.config import EncoderConfig, check_divisible
+from ssl_bench.models.initialisers import FILTER_INITIALISERS, draw_convolutions, make_initialiser
 from ssl_bench.models.vit import EncoderModule, PatchEmbed
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -16,10 +22,154 @@ _EXPANSION = 4
 _EPS = 1e-6
 
 
-class ConvMixerBlock(nn.Module):
-    """A depthwise convolution, which adds its input if its skip is on, then a pointwise one.
+@dataclass(frozen=True)
+class ConvMixerConfig(EncoderConfig):
+    """Architecture and initialisation of a ConvMixer. The defaults are ConvMixer-256/8.
 
-    Each is followed by GELU and batch normalisation.
+    Attributes:
+        image_size: Side of training images in pixels. Images of other sizes need no resizing.
+        patch_size: Side of a patch in pixels.
+        dim: Width of the maps.
+        depth: Number of blocks.
+        kernel_size: Side of the depthwise filters in patches, an odd number.
+        skip: Add the input of the depthwise convolution to its output.
+        frozen_filters: Do not train the depthwise filters. Their biases are trained.
+        init: Initialiser of the depthwise filters in `ssl_bench.models.initialisers`. All other
+            weights have PyTorch's default initialisation.
+        init_options: Options of the initialiser. None means the default of the option.
+    """
+
+    kind = "conv_mixer"
+
+    image_size: Pixels = 32
+    patch_size: Pixels = 2
+    dim: Width = 256
+    depth: Depth = 8
+    kernel_size: Pixels = 9
+    skip: bool = True
+    frozen_filters: bool = False
+    init: str = "uniform"
+    init_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_divisible(self, "image_size", "patch_size")
+        if self.kernel_size % 2 == 0:
+            raise ConfigurationError(
+                "model.kernel_size must be odd, so that filters have a central pixel, got "
+                f"{self.kernel_size}",
+                hint=(f"model.kernel_size={self.kernel_size + 1}",),
+            )
+        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
+
+    def build(self, *, seed: int) -> "ConvMixer":
+        return _build(ConvMixer, self, seed)[0]
+
+    def build_empty(self) -> "ConvMixer":
+        return ConvMixer(self)
+
+
+@dataclass(frozen=True)
+class ConvNeXtConfig(EncoderConfig):
+    """Architecture and initialisation of a ConvNeXt of one stage. The defaults are ConvNeXt-256/8.
+
+    Attributes:
+        image_size: Side of training images in pixels. Images of other sizes need no resizing.
+        patch_size: Side of a patch in pixels.
+        dim: Width of the maps.
+        depth: Number of blocks.
+        frozen_filters: Do not train the depthwise filters. Their biases are trained.
+        mlp_mean: Constant that is added to all entries of the first matrix of each MLP, as in
+            equation 3.40 of Trockman, "Mimetic initialization" (2025).
+        mlp_input_std: Standard deviation of a normal number for each input channel of the MLP. It
+            is added to the weights from this channel to all hidden units (equation 3.39 there).
+        init: Initialiser of the depthwise filters of 7 x 7 in `ssl_bench.models.initialisers`. All
+            other weights have PyTorch's default initialisation.
+        init_options: Options of the initialiser. None means the default of the option.
+    """
+
+    kind = "convnext"
+
+    image_size: Pixels = 32
+    patch_size: Pixels = 2
+    dim: Width = 256
+    depth: Depth = 8
+    frozen_filters: bool = False
+    mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
+    mlp_input_std: RateOrZero = 0.0
+    init: str = "uniform"
+    init_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_divisible(self, "image_size", "patch_size")
+        make_initialiser(FILTER_INITIALISERS, self.init, self.init_options)
+
+    @torch.no_grad()
+    def build(self, *, seed: int) -> "ConvNeXt":
+        model, generator = _build(ConvNeXt, self, seed)
+        # These numbers are drawn last, so that all other weights do not depend on them.
+        for block in model.blocks:
+            weight = block.fc1.weight  # hidden_dim dim
+            weight += self.mlp_mean
+            weight += self.mlp_input_std * torch.randn(1, self.dim, generator=generator)
+        return model
+
+    def build_empty(self) -> "ConvNeXt":
+        return ConvNeXt(self)
+
+
+class _ConvEncoder(EncoderModule):
+    """Base class of encoders whose features are maps and whose output is a mean over patches."""
+
+    patch_embed: PatchEmbed
+
+    def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
+        """Return the mean over all patches.
+
+        The images are normalised. Their sides are multiples of the patch size.
+        """
+        return self.forward_features(images).mean(1)
+
+    def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
+        """Return the patches after the final norm, row by row."""
+        maps = self.embed(images)
+        for block in self.blocks:
+            maps = block(maps)
+        return self.norm(maps.flatten(2).transpose(1, 2))
+
+    def embed(self, images: Images) -> Maps:
+        """Return the maps that enter the first block."""
+        return self.patch_embed(images)
+
+
+class ConvMixer(_ConvEncoder):
+    """ConvMixer. `build_encoder` draws its weights.
+
+    Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
+    equations 2.1-2.3 of Trockman's thesis (2025). Without its skip, it is the row "- Residual in
+    Eq. 2.2" of table 2.3 in the thesis.
+    """
+
+    config: ConvMixerConfig
+
+    def __init__(self, config: ConvMixerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config.patch_size, config.dim)
+        self.patch_norm = nn.BatchNorm2d(config.dim)
+        self.blocks = nn.ModuleList(ConvMixerBlock(config) for _ in range(config.depth))
+        # Each block ends with its own norm.
+        self.norm = nn.Identity()
+
+    def embed(self, images: Images) -> Maps:
+        return self.patch_norm(F.gelu(self.patch_embed(images)))
+
+
+class ConvMixerBlock(nn.Module):
+    """A depthwise convolution with a skip connection if configured, then a pointwise convolution.
+
+    Each convolution is followed by GELU and batch normalisation.
     """
 
     def __init__(self, config: ConvMixerConfig) -> None:
@@ -38,57 +188,26 @@ class ConvMixerBlock(nn.Module):
         return self.norm2(F.gelu(self.pointwise(mixed)))
 
 
-class _OneGrid(EncoderModule):
-    """What both have in common: maps of one grid, from the patches to the mean."""
+class ConvNeXt(_ConvEncoder):
+    """The ConvNeXt-256/8 of figure 3.36 in Trockman's thesis. `build_encoder` draws its weights.
 
-    patch_embed: PatchEmbed
-    norm: nn.Module
-
-    def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Mean over all patches, for normalised images of any size the patch divides."""
-        return self.forward_features(images).mean(1)
-
-    def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
-        """The patches after the last block and the final norm, row by row."""
-        maps = self.embed(images)
-        for block in self.blocks:
-            maps = block(maps)
-        return self.norm(maps.flatten(2).transpose(1, 2))
-
-    def embed(self, images: Images) -> Maps:
-        """The patches that enter the first block."""
-        return self.patch_embed(images)
-
-
-class ConvMixer(_OneGrid):
-    """The convolutional encoder of the suite; `build_encoder` makes one with initialised weights.
-
-    Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
-    equations 2.1-2.3 of Trockman's thesis (2025). Without its skip it is the row "- Residual in Eq.
-    2.2" of table 2.3 there.
+    Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3
+    for one stage. Width, depth and filters are those of Trockman's thesis (2025). The thesis does
+    not state an expansion of 4, the absence of LayerScale, and the norm before the mean.
     """
 
-    config: ConvMixerConfig
+    config: ConvNeXtConfig
 
-    def __init__(self, config: ConvMixerConfig) -> None:
+    def __init__(self, config: ConvNeXtConfig) -> None:
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config.patch_size, config.dim)
-        self.patch_norm = nn.BatchNorm2d(config.dim)
-        self.blocks = nn.ModuleList(ConvMixerBlock(config) for _ in range(config.depth))
-        # A block ends with a norm of its own.
-        self.norm = nn.Identity()
-
-    def embed(self, images: Images) -> Maps:
-        """The patches that enter the first block."""
-        return self.patch_norm(F.gelu(self.patch_embed(images)))
+        self.blocks = nn.ModuleList(ConvNeXtBlock(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.dim, eps=_EPS)
 
 
 class ConvNeXtBlock(nn.Module):
-    """A depthwise convolution, LayerNorm over channels, an MLP; the input is added to the output.
-
-    There is no LayerScale: the reading of the thesis, which does not say.
-    """
+    """A depthwise convolution, LayerNorm over channels, and an MLP, with one skip connection."""
 
     def __init__(self, config: ConvNeXtConfig) -> None:
         super().__init__()
@@ -104,41 +223,12 @@ class ConvNeXtBlock(nn.Module):
         return maps + self.fc2(F.gelu(self.fc1(x))).permute(0, 3, 1, 2)
 
 
-class ConvNeXt(_OneGrid):
-    """The ConvNeXt-256/8 of figure 3.36; `build_encoder` makes one with initialised weights.
-
-    Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3
-    for one stage; Trockman's thesis (2025) names width, depth and filters. Expansion 4, no
-    LayerScale, and a norm before the mean are ours.
-    """
-
-    config: ConvNeXtConfig
-
-    def __init__(self, config: ConvNeXtConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.patch_embed = PatchEmbed(config.patch_size, config.dim)
-        self.blocks = nn.ModuleList(ConvNeXtBlock(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.dim, eps=_EPS)
-
-
 @torch.no_grad()
-def build_convolutional(
-    config: ConvMixerConfig | ConvNeXtConfig, *, seed: int
-) -> ConvMixer | ConvNeXt:
-    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
-
-    Depthwise filters come after all other weights, so that these are the same under any `init`;
-    last comes what is added to a ConvNeXt's MLPs.
-    """
+def _build(kind: Any, config: Any, seed: int) -> tuple[Any, Generator]:
+    """Return an encoder with initial weights, and the generator after they were drawn."""
     with torch.random.fork_rng(devices=[]):
-        model = ConvMixer(config) if isinstance(config, ConvMixerConfig) else ConvNeXt(config)
+        model = kind(config)
     generator = torch.Generator().manual_seed(seed)
     depthwise = [block.depthwise for block in model.blocks]
     draw_convolutions(model, depthwise, config.init, config.init_options, generator)
-    if isinstance(config, ConvNeXtConfig):
-        for block in model.blocks:
-            first = block.fc1.weight  # hidden_dim dim
-            first += config.mlp_mean
-            first += config.mlp_input_std * torch.randn(1, config.dim, generator=generator)
-    return model
+    return model, generator

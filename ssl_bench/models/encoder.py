@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
-from ssl_bench.models.config import KINDS, EncoderConfig, of_kind
+from ssl_bench.models.config import EncoderConfig
 from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 from ssl_bench.system.device import evaluation_mode, preserve_process_state
 
@@ -40,6 +40,7 @@ _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE = 224
+_USUAL_PATCH = 16
 # Change of a token, as a share of the largest, that is rounding.
 _NOISE = 1e-3
 
@@ -188,7 +189,8 @@ class Encoder(_Identified):
             module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
                 give tokens (batch x tokens x dim: [CLS], registers, then patches row by row),
                 maps, or tuples that begin with one.
-            patch_size: Pixels; else the kernel of the convolution that makes patches.
+            patch_size: Pixels along a side of a patch; else the stride of the maps that blocks
+                give, or the kernel of the convolution that makes patches.
             blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
                 longest list of modules of one kind.
             norm: Name of the final norm; else the usual names are looked for.
@@ -229,18 +231,27 @@ class Encoder(_Identified):
                 f"{called} has no list of blocks called {blocks!r}; expected the name of a "
                 f"ModuleList or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
             )
-        patch = patch_size or _patch_kernel(module, called)
+        kernel = patch_size or _patch_kernel(module)
         norm = _final_norm(parts, norm, blocks, called)
         own = OwnModule(module, blocks, _NoNorm() if norm is None else parts[norm])
         with preserve_process_state(), evaluation_mode(own):
-            size, outputs = _first_pass(own, _sizes(module, image_size, patch), called)
+            sizes = _sizes(module, image_size, kernel or _USUAL_PATCH)
+            size, outputs = _first_pass(own, sizes, called)
+            stride = _map_stride(outputs, size)
+            patch = patch_size or stride or kernel
+            if patch is None:
+                raise CheckpointError(
+                    f"{called} has no convolution of three channels into patches, and its blocks "
+                    f"give {_shapes_text(outputs)}; say patch_size=16, or name a list of blocks "
+                    "that all give the same: Encoder.from_module(module, blocks='NAME')"
+                )
             try:
                 _heard(own, (size[0] + patch, size[1] + 2 * patch))
                 any_size = True
             except Exception:  # Somebody's forward may refuse a size in any way.
                 any_size = False
             grid = (size[0] // patch, size[1] // patch)
-            widths, prefix, channels_last = _anatomy(outputs, grid, called)
+            widths, prefix, channels_last = _anatomy(outputs, grid, stride, called)
             shape = outputs[0].shape[1:]
             _require_row_by_row(own, grid, patch, prefix, shape, channels_last, called)
         # Imported here, because only modules of users need it.
@@ -316,7 +327,8 @@ class OwnModule(nn.Module):
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
         self.module, self.norm = module, norm
-        self.blocks = module.get_submodule(blocks)
+        # A new list, because layers are counted, but children of a Sequential may have names.
+        self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
 
     def forward(self, images: Tensor) -> Any:
         """Whatever the module gives; blocks are heard while it runs."""
@@ -344,17 +356,14 @@ def _lists(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _patch_kernel(module: nn.Module, called: str) -> int:
+def _patch_kernel(module: nn.Module) -> int | None:
     """The kernel of the first convolution that takes colours and steps as far as it sees."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == 3:
             rows, cols = part.kernel_size
             if rows == cols and part.stride == part.kernel_size and rows > 1:
                 return rows
-    raise CheckpointError(
-        f"{called} has no convolution of three channels into patches, so the size of a patch is "
-        "not known; say it: Encoder.from_module(module, patch_size=16)"
-    )
+    return None
 
 
 def _final_norm(
@@ -454,8 +463,19 @@ def _first_pass(
     )
 
 
+def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
+    """Pixels along a side of what a position of the blocks' maps stands for; None without maps."""
+    for axes in (slice(2, 4), slice(1, 3)):
+        grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
+        (rows, cols), *others = grids or {(0, 0)}
+        stride = size[0] // rows if rows else 0
+        if stride and not others and (rows * stride, cols * stride) == size:
+            return stride
+    return None
+
+
 def _anatomy(
-    outputs: list[Tensor], grid: tuple[int, int], called: str
+    outputs: list[Tensor], grid: tuple[int, int], stride: int | None, called: str
 ) -> tuple[list[int], int, bool]:
     """Widths of the blocks, tokens before the patches, and whether maps have channels last."""
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
@@ -466,13 +486,23 @@ def _anatomy(
         return [output.shape[1] for output in outputs], 0, False
     if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
         return [output.shape[-1] for output in outputs], 0, True
-    came, what = " x ".join(map(str, first.shape)), "name another list of blocks, or the true "
-    has_batch_second = first.ndim == 3 and first.shape[1] == 2
-    what = "put the batch first" if has_batch_second else f"{what}patch_size"
+    if first.ndim == 3 and first.shape[1] == 2:
+        what = "put the batch first"
+    elif stride is not None:
+        what = f"say patch_size={stride}"
+    elif len(shapes) > 1:
+        what = "name a list of blocks that all give the same: blocks='NAME'"
+    else:
+        what = "name another list of blocks, or the true patch_size"
     raise CheckpointError(
         f"{called}: expected blocks that give tokens (batch x tokens x dim) or maps of "
-        f"{grid[0]} x {grid[1]} patches for two images, came {came}; {what}"
+        f"{grid[0]} x {grid[1]} patches for two images, came {_shapes_text(outputs)}; {what}"
     )
+
+
+def _shapes_text(outputs: Sequence[Tensor]) -> str:
+    shapes = dict.fromkeys(" x ".join(map(str, output.shape)) for output in outputs)
+    return " and ".join(list(shapes)[:3])
 
 
 class _Seen(Exception):
@@ -599,15 +629,8 @@ def require_images(config: EncoderConfig, address: str) -> None:
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
-    """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    _, _, build = KINDS[config.kind]
-    return of_kind(build)(config, seed=seed)
-
-
-def empty_encoder(config: EncoderConfig) -> EncoderModule:
-    """An encoder whose weights are yet to be loaded."""
-    _, empty, _ = KINDS[config.kind]
-    return of_kind(empty)(config)
+    """Return an encoder with initial weights, which depend only on `config` and `seed`."""
+    return config.build(seed=seed)
 
 
 def encoder_from_model(

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.config import GrayingKind
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.registry import GrayingKind
 from ssl_bench.system.device import disable_autocast
 
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -44,6 +45,10 @@ class TokenGraying(nn.Module):
     def __init__(self, kind: GrayingKind, exponent: float) -> None:
         super().__init__()
         self.kind, self.exponent = kind, exponent
+
+    @classmethod
+    def from_config(cls, config: ViTConfig) -> "TokenGraying":
+        return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:
         if self.kind == "none":

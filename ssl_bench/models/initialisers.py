@@ -1,14 +1,14 @@
-"""Initial weights of blocks and of depthwise filters, as pure functions of sizes and a generator.
+"""Initial weights of blocks and of depthwise filters.
 
-An initialiser is a dataclass whose fields are its options, `model.init_options`. All is float64, so
-that rounding happens once, at the end. Matrices of blocks follow the row-vector convention y = x W
-of the papers; `nn.Linear.weight` holds W transposed, see `set_block`. Their biases start at 0.
-Pixels of a filter are counted row by row.
+An initialiser is a dataclass. Its fields are the options in `model.init_options`. All weights are
+drawn in float64 and rounded once at the end. The matrices of a block follow the row-vector
+convention y = x W of the papers, so `nn.Linear.weight` is W transposed (see `set_block`). Biases of
+a block are 0. The pixels of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import scipy.linalg
 import torch
@@ -27,13 +27,17 @@ Covariance = Float64[Tensor, "pixels pixels"]
 Number = Annotated[float, Bounds(-1000, 1000)]
 Noise = Literal["normal", "uniform"]
 _DEFAULT_STD = 0.02
-# Keeps the factors of a zero matrix zero instead of 0 / 0.
+# Lower bound of squared singular values, so that a zero matrix has zero factors instead of 0 / 0.
 _TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Weights of one attention sub-block; the columns of the first three are the heads in turn."""
+    """Weights of an attention sub-block.
+
+    The columns of query, key and value are those of the first head, then those of the second, and
+    so on.
+    """
 
     query: Float64[Tensor, "dim dim"]
     key: Float64[Tensor, "dim dim"]
@@ -46,48 +50,56 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 
 @dataclass(frozen=True)
 class DefaultInit:
-    """Truncated normal of standard deviation 0.02, cut at -2 and 2 as in official DINO and timm.
+    """Normal distribution with standard deviation 0.02, cut at -2 and 2 as in DINO and timm.
 
-    Those are absolute bounds, which 0.02 never reaches. All others are subclasses.
+    All other initialisers of blocks are subclasses.
+
+    Attributes:
+        min_heads: Smallest number of heads that the initialiser supports.
     """
+
+    min_heads: ClassVar[int] = 1
 
     def attention(
         self,
         dim: int,
-        num_heads: int,  # noqa: ARG002 - the same for any number of heads
+        num_heads: int,  # noqa: ARG002 - used by subclasses
         generator: Generator,
     ) -> AttentionWeights:
+        """Draw the weights of an attention sub-block."""
         query, key, value, output = (self.draw(dim, dim, generator) for _ in range(4))
         return AttentionWeights(query, key, value, output)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        """Draw the weights of an MLP."""
         return self.draw(dim, hidden_dim, generator), self.draw(hidden_dim, dim, generator)
 
     def draw(self, rows: int, cols: int, generator: Generator) -> Matrix:
-        """One matrix; all are drawn alike, each on its own."""
+        """Draw one matrix, independently of all others."""
         weights = torch.empty(rows, cols, dtype=torch.float64)
         return nn.init.trunc_normal_(weights, std=_DEFAULT_STD, generator=generator)
 
 
 @dataclass(frozen=True)
 class SkiplessInit(DefaultInit):
-    """The initialisation that lets an encoder without skips train.
+    """Initialisation of "Cutting the Skip", with which encoders without skips can be trained.
 
-    Args:
-        alpha: Share of noise in W_Q W_K^T of each head.
-        beta: Share of the identity in it.
-        c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
-            LayerNorm it leaves the forward pass alone and sets the relative learning rate.
-        noise: Distribution of Z, "normal" as the paper states it, or "uniform", which departs from
-            it; both of variance 1 / dim.
-        cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
-            1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
-            such factor. Off: short runs trained better with the factor.
-        suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+    For each head, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I.
 
-    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
-    its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
-    paper leaves open are the last two options.
+    Attributes:
+        alpha: Factor of the noise Z in W_Q W_K^T.
+        beta: Factor of the identity in W_Q W_K^T.
+        c: Scale of W_V and of W_O. Their product is c^2 times an orthogonal matrix. If a LayerNorm
+            follows, c does not change the forward pass and only changes the relative learning rate.
+        noise: Distribution of Z, with variance 1 / dim. The paper uses "normal".
+        cancel_logit_scale: Multiply both W_Q and W_K by d_h^(1/4), which cancels the usual factor
+            1 / sqrt(d_h) of the logits. The paper's formulas have no such factor, but short runs
+            trained better with it.
+        suo_gain: Multiply the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+
+    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5. The defaults
+    are its values for ViT-S with DINO. Its supervised ViT-B has alpha 2, beta 0.6 and c 3. The
+    paper does not state the last two options.
     """
 
     alpha: Number = 1.8
@@ -114,21 +126,23 @@ class SkiplessInit(DefaultInit):
 
 @dataclass(frozen=True)
 class MimeticInit(DefaultInit):
-    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I.
+    """Attention similar to that of trained models: W_Q W_K^T near I, and W_V W_O near -I.
 
-    The thesis needs `position_embedding=sinusoidal` with it. The MLP is that of the default draw.
+    The thesis combines it with `position_embedding=sinusoidal`. The MLP has the default
+    initialisation.
 
-    Args:
-        alpha1: Share of noise in W_Q W_K^T of each head.
-        beta1: Share of the identity in it.
-        alpha2: Share of noise in W_V W_O over all heads.
-        beta2: Share of the negative identity in it; a negative share puts W_V W_O near +I.
-        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
-        parts: "qk" draws W_V and W_O, "vo" W_Q and W_K as `default` does; all other weights are
-            those of "both".
+    Attributes:
+        alpha1: Factor of the noise in W_Q W_K^T of each head.
+        beta1: Factor of the identity in W_Q W_K^T of each head.
+        alpha2: Factor of the noise in W_V W_O over all heads.
+        beta2: Factor of the negative identity in W_V W_O over all heads.
+        noise: Distribution of the noise, with variance 1 / dim.
+        parts: Matrices with this initialisation: all four ("both"), W_Q and W_K ("qk"), or W_V and
+            W_O ("vo"). The other matrices have the default initialisation.
 
     Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
-    3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
+    3.15 has Sigma without a square root for W_V. We use the square root on both sides, as the text
+    of the thesis does.
     """
 
     alpha1: Number = 0.7
@@ -146,21 +160,21 @@ class MimeticInit(DefaultInit):
         product = self.alpha2 * noise - self.beta2 * torch.eye(dim, dtype=noise.dtype)
         left, scales, right = torch.linalg.svd(product)
         roots = scales.sqrt()
-        drawn = AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
+        weights = AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
         if self.parts == "both":
-            return drawn
-        plain = DefaultInit().attention(dim, num_heads, _own_generator(noise))
+            return weights
+        default = DefaultInit().attention(dim, num_heads, _separate_generator(noise))
         if self.parts == "qk":
-            return replace(drawn, value=plain.value, output=plain.output)
-        return replace(drawn, query=plain.query, key=plain.key)
+            return replace(weights, value=default.value, output=default.output)
+        return replace(weights, query=default.query, key=default.key)
 
 
 @dataclass(frozen=True)
 class XavierInit(DefaultInit):
-    """Uniform of variance 2 / (inputs + outputs), each of the six matrices on its own.
+    """Uniform distribution with variance 2 / (inputs + outputs) for each of the six matrices.
 
-    Source: Glorot and Bengio (2010), as for the ViT of Zhang and Martens, "Orthogonal
-    Self-Attention", appendix D.
+    Source: Glorot and Bengio (2010), as used for the ViT in appendix D of Zhang and Martens,
+    "Orthogonal Self-Attention".
     """
 
     def draw(self, rows: int, cols: int, generator: Generator) -> Matrix:
@@ -169,14 +183,16 @@ class XavierInit(DefaultInit):
 
 @dataclass(frozen=True)
 class OsaInit(DefaultInit):
-    """Orthogonal self-attention that starts near the identity, for two heads or more.
+    """Initialisation of orthogonal self-attention near the identity, for at least two heads.
 
-    Per head [W_Q, W_K] is uniform among the dim x 2 d_v matrices of orthonormal columns, W_V and
-    W_O^T among those of d_v columns. The MLP as without skips, SUO.
+    For each head, [W_Q, W_K] is uniform among the dim x 2 d_v matrices with orthonormal columns.
+    W_V and W_O^T are uniform among those with d_v columns. The MLP is that of `SkiplessInit`.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4; the small alpha of 4.3 is
-    `ssl_bench.models.OrthogonalAttention`'s own.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small initial alpha of
+    section 4.3 is a parameter of `ssl_bench.models.OrthogonalAttention`.
     """
+
+    min_heads: ClassVar[int] = 2
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         width = dim // num_heads
@@ -195,9 +211,12 @@ class OsaInit(DefaultInit):
         return SkiplessInit().mlp(dim, hidden_dim, generator)
 
 
-def _own_generator(drawn: Float64[Tensor, "rows cols"]) -> Generator:
-    """Another one for what is drawn besides, so that all that is drawn later stays as it is."""
-    return Generator().manual_seed(int(drawn[0, 0].view(torch.int64)))
+def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
+    """Return a generator for optional draws, so that they do not change later draws.
+
+    Its seed is the bit pattern of a weight.
+    """
+    return Generator().manual_seed(int(weights[0, 0].view(torch.int64)))
 
 
 INITIALISERS: dict[str, type[DefaultInit]] = {
@@ -218,24 +237,29 @@ def set_block(
     mlp_mean: float = 0.0,
     mlp_input_std: float = 0.0,
 ) -> None:
-    """Draw attention and MLP of a block that names its layers as DINO and timm do; no bias stays.
+    """Draw the weights of a block in place, and set its biases to 0.
 
-    Cost: that of the initialiser; "skipless" and "mimetic" are cubic in dim, once a head.
+    Args:
+        block: A module with `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as
+            in DINO and timm.
+        initialiser: Draws the weights. The cost of "skipless" and "mimetic" for each head is cubic
+            in dim.
+        generator: Source of random numbers.
+        mlp_mean: Number that is added to all entries of the first matrix of the MLP.
+        mlp_input_std: Standard deviation of a number for each input channel. It is added to the
+            weights from this channel to all hidden units.
 
-    `mlp_mean`, of either sign, is added to all entries of the first matrix of the MLP;
-    `mlp_input_std` is the deviation of the number that an input channel adds towards all hidden
-    units. Source of both: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40
-    and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n inputs for the p hidden units.
-    "N(0, sigma I)" is read as sigma, not its root, the deviation.
+    Source of the last two: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40
+    and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
     """
-    # Any: ours and those of timm's families have no class in common.
+    # Blocks of this suite and of timm have no base class in common.
     parts: Any = block
     dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
     attention = initialiser.attention(dim, parts.attn.num_heads, generator)
     first, second = initialiser.mlp(dim, hidden_dim, generator)
     if mlp_mean or mlp_input_std:
-        of_inputs = _normal(dim, 1, _own_generator(first))
-        first = first + mlp_mean + mlp_input_std * of_inputs
+        per_input = _normal(dim, 1, _separate_generator(first))
+        first = first + mlp_mean + mlp_input_std * per_input
     inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
     linears = (parts.attn.qkv, parts.attn.proj, parts.mlp.fc1, parts.mlp.fc2)
     matrices = (inputs, attention.output, first, second)
@@ -248,9 +272,9 @@ def set_block(
 def _noisy_identity_heads(
     dim: int, num_heads: int, generator: Generator, *, alpha: float, beta: float, noise: str
 ) -> tuple[Float64[Tensor, "dim dim"], Float64[Tensor, "dim dim"]]:
-    """W_Q and W_K whose product is, per head, the best rank-d_h version of alpha Z + beta I.
+    """Return W_Q and W_K, where each head approximates alpha Z + beta I with its own Z.
 
-    Every head has a Z of its own. Cost: cubic in dim, once a head.
+    The cost for each head is cubic in dim.
     """
     head_dim = dim // num_heads
     queries, keys = [], []
@@ -266,10 +290,10 @@ def _noisy_identity_heads(
 def balanced_factors(
     matrix: Float64[Tensor, "dim dim"], rank: int
 ) -> tuple[Float64[Tensor, "dim {rank}"], Float64[Tensor, "dim {rank}"]]:
-    """(U sqrt(S), V sqrt(S)) of the `rank` largest singular values of U S V^T.
+    """Return (U sqrt(S), V sqrt(S)) for the `rank` largest singular values of M = U S V^T.
 
-    From the largest eigenvectors of M^T M: their product is as exact as that of the full SVD, and 8
-    times faster at dim 384, rank 64.
+    The factors are computed from eigenvectors of M^T M. Their product is as exact as with a full
+    SVD. For dim 384 and rank 64, this is 8 times faster.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()
@@ -280,14 +304,21 @@ def balanced_factors(
 
 
 def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool) -> Matrix:
-    """A Haar-distributed semi-orthogonal matrix, scaled by max(sqrt(cols / rows), 1) if asked.
+    """Draw a semi-orthogonal matrix from the Haar distribution.
 
-    Source: Martens et al., "Rapid training of deep neural networks without skip connections or
-    normalization layers", https://arxiv.org/abs/2110.01765 (SUO). rows is the input width here.
+    Args:
+        rows: Input width.
+        cols: Output width.
+        generator: Source of random numbers.
+        gain: Whether to multiply the matrix by max(sqrt(cols / rows), 1).
+
+    Source: scale-corrected uniform orthogonal (SUO) initialisation of Martens et al., "Rapid
+    training of deep neural networks without skip connections or normalization layers",
+    https://arxiv.org/abs/2110.01765.
     """
     tall = _normal(max(rows, cols), min(rows, cols), generator)
     basis, upper = torch.linalg.qr(tall)
-    # Without the signs the distribution would depend on how QR chooses them.
+    # Without the signs, the distribution would depend on the signs that the QR algorithm chooses.
     basis = basis * upper.diagonal().sign()
     weights = basis if rows >= cols else basis.T
     return weights * (max((cols / rows) ** 0.5, 1.0) if gain else 1.0)
@@ -309,32 +340,34 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 
 @dataclass(frozen=True)
 class UniformFilters:
-    """Independent weights between -1 / size and 1 / size, PyTorch's default."""
+    """Independent weights between -1 / size and 1 / size, as in PyTorch."""
 
     def filters(
         self,
         count: int,
         size: int,
-        depth: float,  # noqa: ARG002 - the same in every layer
+        depth: float,  # noqa: ARG002 - used by subclasses
         generator: Generator,
     ) -> Filters:
-        """Filters of `size` x `size` pixels; `depth` is 0 in the first layer and 1 in the last."""
+        """Draw the filters of a layer. `depth` is 0 in the first layer and 1 in the last layer."""
         unit = torch.rand(count, size, size, generator=generator, dtype=torch.float64)
         return (2 * unit - 1) / size
 
 
 @dataclass(frozen=True)
 class CovarianceFilters(UniformFilters):
-    """Normal filters with the covariance of trained ones: focused at first, wider with depth.
+    """Normally distributed filters with a covariance similar to that of trained filters.
 
-    Args:
+    The filters are narrow in the first layer and become wider with depth.
+
+    Attributes:
         sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
-        v_sigma: How fast it grows with depth there.
-        a_sigma: How fast that growth grows.
+        v_sigma: First derivative of the squared width by depth in the first layer.
+        a_sigma: Second derivative of the squared width by depth.
 
-    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2; the defaults are its values
-    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). Filters of 3 x 3, it
-    reports, fare poorly with it.
+    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2. The defaults are its values
+    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). The thesis reports poor
+    results for filters of 3 x 3.
     """
 
     sigma_0: Number = 0.08
@@ -342,20 +375,19 @@ class CovarianceFilters(UniformFilters):
     a_sigma: Number = 2.9
 
     def __post_init__(self) -> None:
-        turning = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
-        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(turning, 0.0), 1.0)))
+        vertex = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
+        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(vertex, 0.0), 1.0)))
         if not lowest > 0:
             raise ConfigurationError(
-                "model.init_options: sigma_0 + v_sigma d + a_sigma d^2 / 2 must stay positive for "
-                f"d from 0 to 1, got {lowest:g} with {self}; raise sigma_0"
+                "sigma_0 + v_sigma d + a_sigma d^2 / 2 must be positive for all depths d in [0, 1]"
+                f", got {lowest:g} with {self}. Increase model.init_options.sigma_0"
             )
 
     def sigma(self, depth: float) -> float:
-        """Equation 3.11."""
+        """Return the squared width of the Gaussians at a depth in [0, 1], by equation 3.11."""
         return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
-        """Cost: an eigendecomposition of size^2 x size^2, once a layer."""
         root = positive_root(filter_covariance(size, self.sigma(depth)))
         normal = torch.randn(count, size**2, generator=generator, dtype=torch.float64)
         return (normal @ root).unflatten(1, (size, size))
@@ -368,7 +400,7 @@ FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {
 
 
 def draw_uniform(layer: nn.Module, generator: Generator) -> None:
-    """Weights and biases of a convolution or linear layer as PyTorch draws them by default."""
+    """Draw the weights and biases of a convolution or linear layer as PyTorch does by default."""
     bound = layer.get_parameter("weight")[0].numel() ** -0.5
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
@@ -381,10 +413,16 @@ def draw_convolutions(
     options: Mapping[str, Any],
     generator: Generator,
 ) -> None:
-    """All convolutions and linear layers as PyTorch does, then the depthwise filters by `init`.
+    """Draw all convolutions and linear layers as PyTorch does, then the depthwise filters again.
 
-    The filters come last, so that all other weights are the same under any `init`; their layers lie
-    evenly between depths 0 and 1.
+    The filters are drawn last, so that all other weights do not depend on `init`.
+
+    Args:
+        model: Model whose weights are replaced.
+        depthwise: Depthwise convolutions of the model from the first to the last layer.
+        init: Name of an initialiser of filters.
+        options: Options of the initialiser.
+        generator: Source of random numbers.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -399,53 +437,51 @@ def draw_convolutions(
 
 
 def filter_covariance(size: int, sigma: float) -> Covariance:
-    """Covariance of the pixels of a filter, symmetric, but not yet positive semi-definite.
+    """Return the covariance of the pixels of a filter, which may have negative eigenvalues.
 
-    With z_p the Gaussian exp(-r^2 / (2 sigma)) about the middle and c_pq the one about pixel p,
-    both at pixel q, it is ((z_p + z_q) c_pq - z_p z_q) / 2: equation 3.10, in the order of 3.1.
+    Let z_p be the Gaussian exp(-r^2 / (2 sigma)) around the centre at pixel p, and c_pq the
+    Gaussian around pixel p at pixel q. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by
+    equation 3.10 of Trockman's thesis in the pixel order of equation 3.1.
 
-    The indices of equation 3.5, from 1 on with a center of floor(size / 2), would put the peak one
-    pixel before the middle of an odd filter; counted from 0, as in its figure A.3, they put it
-    there.
+    Where equations of the thesis disagree, its figure A.3 decides:
 
-    The Gaussian of equation 3.6 is moved forward until its peak is at p, and what leaves one side
-    comes back on the other, as the text and figure A.3 have it. Equation B.1 prints the
-    opposite direction, which would put the peak at the mirror image of p. Equation 3.9 lacks
-    the factor 1/2 that 3.10 and figure A.3 have.
+    - Indices start at 0. With those of equation 3.5, which start at 1, the peak would be one pixel
+      before the centre of the filter.
+    - The Gaussian of equation 3.6 is shifted to have its peak at pixel p, with periodic boundaries.
+      With equation B.1, the peak would be at the mirror image of p.
+    - The factor 1/2 is that of equation 3.10. Equation 3.9 omits it.
 
     Args:
-        size: Pixels along a side; odd.
+        size: Number of pixels along a side, an odd number.
         sigma: Squared width of the Gaussians, in pixels squared.
     """
     middle = size // 2
     squares = (torch.arange(size, dtype=torch.float64) - middle) ** 2
-    still = torch.exp(-(squares[:, None] + squares) / (2 * sigma))
-    moved = torch.stack(
+    centred = torch.exp(-(squares[:, None] + squares) / (2 * sigma))
+    shifted = torch.stack(
         [
-            still.roll((row - middle, col - middle), dims=(0, 1)).flatten()
+            centred.roll((row - middle, col - middle), dims=(0, 1)).flatten()
             for row in range(size)
             for col in range(size)
         ]
     )
-    static, mask = still.flatten()[None, :], still.flatten()[:, None]
-    return (mask * (moved - static) + static * moved) / 2
+    row, col = centred.flatten()[None, :], centred.flatten()[:, None]
+    return (col * (shifted - row) + row * shifted) / 2
 
 
 def positive_root(covariance: Covariance) -> Covariance:
-    """Symmetric root of the nearest positive semi-definite matrix.
+    """Return the symmetric square root of the nearest positive semi-definite matrix.
 
-    The root is symmetric because that one is unique: eigenvectors of equal eigenvalues, of which
-    these matrices have many, are whatever basis the library finds.
-
-    NumPy's `multivariate_normal`, which figure A.4 calls, does not project but flips the sign of
-    negative eigenvalues.
+    The symmetric root is unique, although these matrices have many equal eigenvalues with arbitrary
+    eigenvectors. In contrast, NumPy's `multivariate_normal`, which figure A.4 of the thesis calls,
+    changes the sign of negative eigenvalues instead of setting them to 0.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
-    """The initialiser that `kinds` has under a name."""
+    """Return the initialiser with a name, or raise ConfigurationError for an illegal option."""
     if name not in kinds:
         raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
     known = {item.name: item for item in fields(kinds[name])}  # pyrefly: ignore[bad-argument-type]
@@ -458,48 +494,48 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
                 message, key, known, hint=("model.init_options.{near}={value}",)
             )
         require_type(f"model.init_options.{key}", known[key].type, value)
-    return kinds[name](**{key: type(known[key].default)(one) for key, one in options.items()})
+    return kinds[name](**{key: type(known[key].default)(value) for key, value in options.items()})
 
 
-def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of an initialiser with the value that holds; None stood for its default."""
+def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of an initialiser. Absent and None options have their default values."""
     kind: Any = {**INITIALISERS, **FILTER_INITIALISERS}.get(name, DefaultInit)
     return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
 
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Draw the blocks of a ViT as "Cutting the Skip" does, so that it trains without skips.
+    """Initialise the blocks of a ViT in place as in "Cutting the Skip", for training without skips.
 
-    What `model.init=skipless` draws for a model of timm, to the bit; the global RNG is left alone.
-    All biases of the blocks become 0, and whatever is no attention or MLP stays.
+    The weights are the same as with `model.init=skipless` for a model of timm. All biases of the
+    blocks become 0. Other parameters, and the global random number generator, are not changed.
 
     Args:
-        model: Has `blocks`, each with `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and
-            `mlp.fc2`, as a ViT of `timm.create_model` or of this suite.
-        seed: Decides what is drawn.
-        options: Those of `SkiplessInit`.
+        model: A ViT of timm or of this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
+            `attn.num_heads`, `mlp.fc1` and `mlp.fc2`.
+        seed: Seed of the weights.
+        options: Fields of `SkiplessInit`.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigurationError: No such anatomy, or no such option.
+        ConfigurationError: The blocks have other names, or an option is not allowed.
     """
-    return _drawn(model, "skipless", seed, options)
+    return _draw_blocks(model, "skipless", seed, options)
 
 
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """As `skipless_`: attention that looks trained, of "Mimetic initialization", section 3.2."""
-    return _drawn(model, "mimetic", seed, options)
+    """Initialise the blocks of a ViT in place with `MimeticInit`. See `skipless_`."""
+    return _draw_blocks(model, "mimetic", seed, options)
 
 
-def _drawn(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model:
+def _draw_blocks(model: Model, name: str, seed: int, options: dict[str, Any]) -> Model:
     initialiser = make_initialiser(INITIALISERS, name, options)
     generator = Generator().manual_seed(seed)
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
         raise ConfigurationError(
-            f"expected a ViT with blocks as timm names them, got {type(model).__name__} without"
+            f"expected a ViT with a list of modules named `blocks`, got {type(model).__name__}"
         )
     for block in blocks:
         try:

@@ -1,6 +1,7 @@
-"""Orthogonal self-attention: a rotation of the tokens in place of weighted means of them.
+"""Attention without a softmax: linear attention and orthogonal self-attention.
 
-Behind it stand the matrix functions that it needs, in products alone where a GPU computes them.
+Orthogonal self-attention rotates the tokens instead of averaging them. Its matrix functions are at
+the end of the file. On a GPU they only use batched products and factorisations.
 """
 
 import math
@@ -12,41 +13,59 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.vit import Attention, HeadTokens, Tokens
 from ssl_bench.system.device import disable_autocast, float64_device
 
 Basis = Literal["qr", "newton_schulz"]
-Tokens = Float[Tensor, "batch tokens dim"]
-HeadTokens = Float[Tensor, "batch heads tokens width"]
+QueriesKeys = Float[Tensor, "batch heads tokens twice_width"]
 Columns = Float[Tensor, "*batch rows cols"]
 Square = Float[Tensor, "*batch rank rank"]
 Product = Callable[[Tensor, Tensor], Tensor]
 
 NEWTON_SCHULZ_ITERATIONS = 6
 _NORM_FLOOR = 1e-7
-# Taylor polynomial of the exponential: three groups of four terms, all but the constant one.
+# Degree of the Taylor polynomial of the exponential function.
 _DEGREE = 12
-# More would scale to zero what float32 can hold.
+# With more doublings, small numbers in float32 would become 0.
 _MOST_DOUBLINGS = 100
-# Digits of an angle behind the point, to the base 2, that must be left.
+# Binary digits after the point to which rotation angles must be exact.
 _ANGLE_BITS = 7
 
 
-class OrthogonalAttention(nn.Module):
-    """Multi-head attention with A = exp(S), S = alpha / sqrt(d_v) (Q K^T - K Q^T), no biases.
+class LinearAttention(Attention):
+    """Attention with Q K^T / (sqrt(head width) sqrt(tokens)) in place of the softmax.
 
-    S is skew-symmetric, so that A is orthogonal; the tokens x tokens matrix is never formed. With
-    B a basis of the columns of M = [Q, K] and s = B^T S B, of at most 2 d_v rows,
-    A V = V + B (exp(s) - I) B^T V. Linear in tokens; no order of the tokens matters.
+    The cost is linear in the number of tokens.
+
+    Source: "Always Skip Attention", section 4, which omits both factors. The factor sqrt(tokens) is
+    that of Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), which the paper cites.
+    """
+
+    def mix_values(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
+        return q @ (k.mT @ ((q.shape[2] * q.shape[3]) ** -0.5 * v))
+
+
+class OrthogonalAttention(nn.Module):
+    """Multi-head attention with A = exp(S), S = alpha / sqrt(d_v) (Q K^T - K Q^T), without biases.
+
+    S is skew-symmetric, so A is orthogonal. The matrix A is never computed. Let B be a basis of the
+    columns of M = [Q, K], and s = B^T S B, which has at most 2 d_v rows. Then A V =
+    V + B (exp(s) - I) B^T V. The cost is linear in the number of tokens.
 
     Args:
-        basis: "qr" by reduced QR, "newton_schulz" by six iterations from M / ||M||_F, which leave
-            the directions of small singular values short and A less than orthogonal.
-        alpha: At the start, in every head; each head learns its own.
+        dim: Width of the tokens.
+        num_heads: Number of heads.
+        basis: Method that computes B. "qr" is the reduced QR decomposition. "newton_schulz" is six
+            iterations that start from M / ||M||_F. They shorten directions with small singular
+            values, so A is only approximately orthogonal.
+        alpha: Initial value of the factor alpha, which each head learns.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Different here: the
-    gradients through QR. The paper's divide by the diagonal of R and explode near rank deficiency;
-    exp(S) does not depend on the basis, so that B is held fixed here, and what leaves its span
-    counts to first order: the same derivative, finite everywhere.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients
+    through QR differ. Those of the paper divide by the diagonal of R and explode near rank
+    deficiency. Since exp(S) does not depend on the basis, the basis is held fixed here. Components
+    outside its span are included to first order, which gives the same derivative without a
+    division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -60,66 +79,65 @@ class OrthogonalAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=False)
         self.alpha = nn.Parameter(torch.full((num_heads,), alpha))
 
+    @classmethod
+    def from_config(cls, config: ViTConfig) -> "OrthogonalAttention":
+        if config.qkv_bias:
+            raise ConfigurationError(
+                f"model.attention={config.attention} has no biases",
+                hint=("model.qkv_bias=false",),
+            )
+        basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
+        return cls(config.dim, config.num_heads, basis)
+
     def forward(self, x: Tokens) -> Tokens:
-        queries_keys, values = self._projected(x)
-        heads = self._rotated(queries_keys, values)
+        heads = self._rotate(*self._project(x))
         return self.proj(heads.transpose(1, 2).flatten(2))
 
     def attention(self, x: Tokens) -> Float[Tensor, "batch heads tokens tokens"]:
-        """The matrix A of every head, for figures and tests; quadratic in tokens."""
-        queries_keys, values = self._projected(x)
+        """Return the matrix A of each head. The cost is quadratic in the number of tokens."""
+        queries_keys, values = self._project(x)
         identity = torch.eye(x.shape[1], dtype=values.dtype, device=x.device)
-        return self._rotated(queries_keys, identity.expand(*values.shape[:2], -1, -1))
+        return self._rotate(queries_keys, identity.expand(*values.shape[:2], -1, -1))
 
-    def _projected(
-        self, x: Tokens
-    ) -> tuple[Float[Tensor, "batch heads tokens twice_width"], HeadTokens]:
-        """M = [Q, K] and V of every head, float32 or wider."""
+    def _project(self, x: Tokens) -> tuple[QueriesKeys, HeadTokens]:
+        """Return M = [Q, K] and V of each head in float32 or float64."""
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
-        # Nothing below is meant for bfloat16, and no decomposition takes it.
+        # PyTorch has no decompositions in bfloat16.
         q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).permute(2, 0, 3, 1, 4)
         return torch.cat([q, k], dim=-1), v
 
-    def _rotated(
-        self, m: Float[Tensor, "batch heads tokens twice_width"], v: HeadTokens
-    ) -> HeadTokens:
-        """A V without A."""
+    def _rotate(self, m: QueriesKeys, v: HeadTokens) -> HeadTokens:
+        """Return A V without computing A."""
         with disable_autocast(m.device):
             scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
             if self.basis == "qr":
-                return _rotated_in_span(m, v, scale)
+                return _rotate_in_span(m, v, scale)
             # V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s.
             basis = newton_schulz_basis(m)
             inside = basis.mT @ m
-            turned = scale * _turned(inside)
+            turned = scale * _turn(inside)
             exponential = phi(turned @ inside.mT)
             return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
 
 
-def _rotated_in_span(
-    m: Float[Tensor, "batch heads tokens twice_width"],
-    v: HeadTokens,
-    scale: Float[Tensor, "heads 1 1"],
-) -> HeadTokens:
-    """A V with an orthonormal basis of M's columns that is held fixed.
+def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1 1"]) -> HeadTokens:
+    """Return A V with a fixed orthonormal basis of the columns of M.
 
-    `outside` is zero but for rounding. Its derivative is not: with it the derivative is that of
-    V + M phi(J M^T M) J M^T V = exp(S) V, where S = M J M^T.
+    The value of `outside` is 0 up to rounding, but its derivative is not. With `outside`, the
+    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T.
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
     outside = m - basis @ inside
-    turned = scale * _turned(inside)
+    turned = scale * _turn(inside)
     exponential = phi(turned @ inside.mT)
     within = basis @ (exponential @ (turned @ (m.mT @ v)))
-    across = scale * _turned(outside) @ (inside.mT @ (exponential @ (basis.mT @ v)))
+    across = scale * _turn(outside) @ (inside.mT @ (exponential @ (basis.mT @ v)))
     return v + within + across
 
 
-def _turned(
-    m: Float[Tensor, "*batch rows twice_width"],
-) -> Float[Tensor, "*batch rows twice_width"]:
-    """[-K, Q] of [Q, K]: its product with [Q, K]^T is skew-symmetric, Q K^T - K Q^T."""
+def _turn(m: Columns) -> Columns:
+    """Return [-K, Q] for [Q, K]. Its product with [Q, K]^T is Q K^T - K Q^T."""
     q, k = m.chunk(2, dim=-1)
     return torch.cat([-k, q], dim=-1)
 
@@ -127,9 +145,9 @@ def _turned(
 def newton_schulz_basis(
     m: Float[Tensor, "*batch tokens rank"], iterations: int = NEWTON_SCHULZ_ITERATIONS
 ) -> Float[Tensor, "*batch tokens rank"]:
-    """M_K of M <- M (3 I - M^T M) / 2 from M / ||M||_F; its singular values lie in [0, 1].
+    """Iterate M <- M (3 I - M^T M) / 2 from M / ||M||_F. The singular values stay in [0, 1].
 
-    All iterates are M times a polynomial of M^T M, so that they cost nothing that grows with the
+    All iterates are M times a polynomial of M^T M, so their cost does not depend on the number of
     tokens.
     """
     norm = torch.linalg.matrix_norm(m, keepdim=True)
@@ -145,10 +163,10 @@ def newton_schulz_basis(
 
 
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
-    """A basis of a space that holds the columns; no gradients.
+    """Return an orthonormal basis of a space that contains the columns. It has no gradients.
 
-    By Householder's QR. In float32 on CUDA it is `cholesky_basis`, because the library takes the
-    matrices one by one there.
+    The method is Householder QR. In float32 on CUDA, where PyTorch decomposes one matrix after the
+    other, it is `cholesky_basis`.
     """
     if m.is_cuda and m.dtype == torch.float32:
         return cholesky_basis(m)
@@ -157,16 +175,14 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
 
 @torch.no_grad()
 def cholesky_basis(m: Columns) -> Columns:
-    """Cholesky-QR twice: M R^-1, where R^T R = M^T M + shift I; float64 inside.
+    """Return M R^-1 with R^T R = M^T M + shift I, computed twice, in float64.
 
-    Products, Cholesky factors and triangular solutions, all of them batched, and nothing that the
-    host waits for. The shift lets singular matrices pass: what lies within 1e-7 of the largest
-    singular value of them, float32's rounding, leaves less than 1e-6 of itself outside of the
-    basis; the columns are orthonormal otherwise.
+    All products, Cholesky factors and triangular solutions are batched, and the host does not wait
+    for the device. The shift allows singular matrices. A direction with a singular value of at
+    least 1e-7 times the largest one has less than 1e-6 of its length outside the basis.
 
-    Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015; the shift
-    is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor. It is added in
-    both rounds here.
+    Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015. The shift
+    is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor and in both rounds.
     """
     basis = m.double()
     limits = torch.finfo(basis.dtype)
@@ -181,81 +197,84 @@ def cholesky_basis(m: Columns) -> Columns:
 
 
 def phi(skew: Square) -> Square:
-    """(exp(S) - I) S^-1 = I + S / 2 + S^2 / 6 + ... of skew-symmetric matrices, singular ones too.
+    """Return (exp(S) - I) S^-1, the sum of S^n / (n + 1)!, for skew-symmetric S.
 
-    Taylor polynomial of S / 2^n, then n times phi(2 X) = phi(X) + phi(X) X phi(X) / 2. Products
-    alone, so that gradients cost twice the values; those of `torch.matrix_exp` take the exponential
-    of a matrix of twice the side. In float32 on CUDA, or compiled, it is `phi_without_waiting`.
+    S may be singular. The Taylor polynomial of S / 2^n is followed by n steps phi(2 X) = phi(X) +
+    phi(X) X phi(X) / 2. Since all steps are products, the gradients cost twice as much as the
+    values. The gradients of `torch.matrix_exp` need the exponential of a matrix of twice the size.
+    In float32 on CUDA, and in compiled code, the result is that of `phi_without_waiting`.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
         return phi_without_waiting(skew)
     doublings = _doublings(skew, _MOST_DOUBLINGS)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
-    # The host waits for this number. A copy without values, such as FLOPs are counted on, cannot
-    # say how many.
+    # The host waits for this number. Tensors on the meta device, which count FLOPs, have no values.
     count = 0 if skew.is_meta else int(doublings.max())
-    return _doubled(small, doublings, count, torch.matmul, _identity(skew))
+    return _double(small, doublings, count, torch.matmul, _identity(skew))
 
 
 def phi_without_waiting(skew: Square) -> Square:
-    """The same, bit by bit, without a look at values: as many doublings as are ever needed.
+    """Return the same bits as `phi` without reading values, with the maximum number of doublings.
 
-    The norm has no bound, for queries, keys and their factor are learned. Where rounding moves an
-    angle by 2^-7 (norms of 1e5 in float32, 16 doublings), it is phi(w S) w, and phi(S) S still a
-    rotation less I, that of a norm within this limit. The gradient holds w fixed, computes all
-    anew, so that nothing but the matrix is kept for it, and is no further differentiable.
+    The norm of S has no bound, because queries, keys and their factor are learned. Above a norm of
+    1e5 in float32 (16 doublings), rounding changes angles by 2^-7. There the result is phi(w S) w
+    with a factor w that reduces the norm to this limit, so phi(S) S + I remains a rotation. The
+    gradient treats w as constant and recomputes all intermediate values to save memory. It has no
+    derivative.
     """
     return _Phi.apply(skew)
 
 
 def most_doublings(dtype: torch.dtype) -> int:
-    """How many doublings `phi_without_waiting` has for all matrices."""
+    """Return the number of doublings in `phi_without_waiting`."""
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
 class _Phi(torch.autograd.Function):
-    """`phi_without_waiting` with its gradient."""
+    """The function `phi_without_waiting` and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, skew: Tensor) -> Tensor:
         ctx.save_for_backward(skew)
-        within, doublings = _limited(skew)
-        small = skew * within * torch.exp2(-doublings.to(skew.dtype))
+        factor, doublings = _choose_scaling(skew)
+        small = skew * factor * torch.exp2(-doublings.to(skew.dtype))
         count = most_doublings(skew.dtype)
-        return within * _doubled(small, doublings, count, torch.matmul, _identity(skew))
+        return factor * _double(small, doublings, count, torch.matmul, _identity(skew))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """The adjoint of the derivative at S is the derivative at S^T."""
         skew, gradient = ctx.saved_tensors[0].mT, gradients[0]
-        within, doublings = _limited(skew)
+        factor, doublings = _choose_scaling(skew)
         identity = _identity(skew).expand_as(skew)
-        one = torch.stack([identity, torch.zeros_like(identity)])
-        both = torch.stack([skew, gradient]) * within * torch.exp2(-doublings.to(skew.dtype))
+        unit = torch.stack([identity, torch.zeros_like(identity)])
+        both = torch.stack([skew, gradient]) * factor * torch.exp2(-doublings.to(skew.dtype))
         with disable_autocast(skew.device):
             count = most_doublings(skew.dtype)
-            return within * _doubled(both, doublings, count, _product_rule, one)[1]
+            return factor * _double(both, doublings, count, _product_rule, unit)[1]
 
 
-def _limited(skew: Square) -> tuple[Float[Tensor, "*batch 1 1"], Int64[Tensor, "*batch 1 1"]]:
-    """What keeps each matrix within the limit, and how often it is doubled then."""
+def _choose_scaling(
+    skew: Square,
+) -> tuple[Float[Tensor, "*batch 1 1"], Int64[Tensor, "*batch 1 1"]]:
+    """Return the factor w of each matrix and its number of doublings."""
     count = most_doublings(skew.dtype)
-    within = (_largest(skew.dtype) * 2**count / _norm_bound(skew)).clamp(max=1)
-    return within, _doublings(skew, count)
+    factor = (_largest_norm(skew.dtype) * 2**count / _norm_bound(skew)).clamp(max=1)
+    return factor, _doublings(skew, count)
 
 
 def _product_rule(
     left: Float[Tensor, "2 *batch rank rank"], right: Float[Tensor, "2 *batch rank rank"]
 ) -> Float[Tensor, "2 *batch rank rank"]:
-    """The product of two matrices and its derivative, of the matrices and theirs."""
+    """Multiply two matrices, each stacked with its derivative."""
     change = left[1] @ right[0] + left[0] @ right[1]
     return torch.stack([left[0] @ right[0], change])
 
 
-def _doubled(
+def _double(
     small: Tensor, doublings: Tensor, count: int, product: Product, identity: Tensor
 ) -> Tensor:
-    """Function phi of 2^doublings times what is small, each matrix as often as it says."""
+    """Return phi(2^n X) for each matrix X in `small` and its number n in `doublings`."""
     value = _taylor(small, product, identity)
     for number in range(count):
         is_due = number < doublings
@@ -265,18 +284,18 @@ def _doubled(
 
 
 def _doublings(skew: Square, most: int) -> Int64[Tensor, "*batch 1 1"]:
-    """How often each matrix must be halved until the polynomial is exact to rounding."""
-    exponent = torch.log2(_norm_bound(skew) / _largest(skew.dtype)).ceil().nan_to_num(0.0)
+    """Return how often each matrix must be halved until the polynomial is exact up to rounding."""
+    exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, most).long()
 
 
 def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
-    # Singular values of a skew-symmetric matrix come in pairs.
+    # The singular values of a skew-symmetric matrix occur in pairs.
     return torch.linalg.matrix_norm(skew.detach(), keepdim=True) / math.sqrt(2)
 
 
-def _largest(dtype: torch.dtype) -> float:
-    """Norm up to which the polynomial is exact to rounding."""
+def _largest_norm(dtype: torch.dtype) -> float:
+    """Return the norm up to which the polynomial is exact up to rounding."""
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 
@@ -285,10 +304,10 @@ def _identity(like: Square) -> Float[Tensor, "rank rank"]:
 
 
 def _taylor(small: Tensor, product: Product, identity: Tensor) -> Tensor:
-    """Sum of X^n / (n + 1)! for n below the degree, in five products."""
+    """Return the sum of X^n / (n + 1)! for n < 12, with five products."""
     square = product(small, small)
     powers = torch.stack([identity.expand_as(small), small, square, product(square, small)])
-    # Made where they are used: to send them, the host would have to wait for the device.
+    # Created on the device, because a copy from the host would wait for the device.
     numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=float64_device(small.device))
     coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).to(small.device).view(-1, 4)
     low, middle, high = torch.tensordot(coefficients, powers, dims=1)

@@ -121,9 +121,31 @@ class StateSpaceConfig(EncoderConfig):
             )
         check_layers("mimetic_layers", self.mimetic_layers, self.depth)
 
+    @torch.no_grad()
+    def build(self, *, seed: int) -> "StateSpaceModel":
+        with torch.random.fork_rng(devices=[]):
+            model = StateSpaceModel(self)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(model.embedding.weight, std=_EMBEDDING_STD, generator=generator)
+        layers = range(self.depth) if self.mimetic_layers is None else self.mimetic_layers
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, StateSpaceBlock)
+            _draw(block.mixer, self.depth, generator)
+            # The changes draw no numbers, so all other weights do not depend on them.
+            if layer in layers:
+                _mimic(block.mixer, self)
+        return model
+
+    def build_empty(self) -> "StateSpaceModel":
+        return StateSpaceModel(self)
+
+    def summary(self) -> str:
+        states = f"{self.version} with {self.num_states} states"
+        return f"{self.depth} blocks of width {self.dim}, {states}"
+
     @property
     def inner_dim(self) -> int:
-        """Channels of a mixer."""
+        """Number of channels in a mixer."""
         return _EXPANSION * self.dim
 
 
@@ -276,25 +298,6 @@ class StateSpaceModel(EncoderModule):
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden) @ self.embedding.weight.T
-
-
-@torch.no_grad()
-def build_state_space_model(config: StateSpaceConfig, *, seed: int) -> StateSpaceModel:
-    """A Mamba whose weights depend on `config` and `seed` alone; the global RNG is left alone.
-
-    The pieces change what was drawn, so that everything else is the same with them and without.
-    """
-    with torch.random.fork_rng(devices=[]):
-        model = StateSpaceModel(config)
-    generator = torch.Generator().manual_seed(seed)
-    nn.init.normal_(model.embedding.weight, std=_EMBEDDING_STD, generator=generator)
-    chosen = config.mimetic_layers
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, StateSpaceBlock)
-        _draw(block.mixer, config.depth, generator)
-        if chosen is None or layer in chosen:
-            _mimic(block.mixer, config)
-    return model
 
 
 def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:

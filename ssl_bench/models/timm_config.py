@@ -15,11 +15,12 @@ from ssl_bench.composition.fields import (
     Width,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
+from ssl_bench.models.config import EncoderConfig, check_divisible
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
+from ssl_bench.models.registry import GrayingKind
 
 if TYPE_CHECKING:
-    from ssl_bench.models.timm_model import Shape
+    from ssl_bench.models.timm_model import Shape, TimmEncoder
 
 _PixelsOrNamed = Annotated[int, Bounds(0, 8192)]
 _OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
@@ -183,6 +184,16 @@ class TimmConfig(EncoderConfig):
                 f"{self.name}",
                 hint=("model.frozen_filters=false",),
             )
+
+    def build(self, *, seed: int) -> "TimmEncoder":
+        from ssl_bench.models.timm_model import build_timm
+
+        return build_timm(self, seed=seed)
+
+    def build_empty(self) -> "TimmEncoder":
+        from ssl_bench.models.timm_model import TimmEncoder
+
+        return TimmEncoder(self)
 
     @property
     def family(self) -> Family:

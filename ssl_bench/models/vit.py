@@ -1,8 +1,7 @@
-"""The Vision Transformer, with and without skip connections; parameters named as in DINO."""
+"""The Vision Transformer with and without skip connections."""
 
 import math
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from ssl_bench.models.initialisers import (
     make_initialiser,
     set_block,
 )
+from ssl_bench.models.registry import build_part
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
 # Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
 _CUT = 2 * _TOKEN_STD
 _TEMPERATURE = 10_000.0
-# Official DINO adds it to the wanted size so that rounding down cannot lose a row. It also enters
-# the sampling positions, so leaving it out changes every feature.
+# Official DINO adds the margin to the new size, so that rounding cannot lose a row. The margin also
+# affects the sampling positions, so all features depend on it.
 DINO_MARGIN = 0.1
 _BICUBIC = -0.75
 
@@ -34,20 +34,26 @@ HeadTokens = Float[Tensor, "batch heads tokens width"]
 
 
 class EncoderModule(nn.Module):
-    """What `build_encoder` makes: a module with its `config`, `blocks` and a final `norm`."""
+    """Base class of the encoders that an `EncoderConfig` builds.
 
-    # An `EncoderConfig`, and modules one can count, of each kind's own class.
+    Attributes:
+        config: The configuration, of the class for this kind of encoder.
+        blocks: The blocks in order, as a `ModuleList`.
+        norm: The final norm, or the identity.
+    """
+
     config: Any
     blocks: Any
+    norm: Any
 
     @property
     def position_rule(self) -> str | None:
-        """How stored positions are resampled for images of another size; None if there are none."""
+        """Describe how stored positions are resized, or None if there are none."""
         return None
 
 
 class PatchEmbed(nn.Module):
-    """Linear map of every non-overlapping patch."""
+    """A linear map of the pixels of each patch. Patches do not overlap."""
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
@@ -58,7 +64,7 @@ class PatchEmbed(nn.Module):
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch dim rows cols"]:
         height, width = images.shape[-2:]
-        # The convolution would drop the rest of the image without a word.
+        # The convolution would silently ignore the remaining pixels.
         if height % self.patch_size or width % self.patch_size:
             raise ConfigurationError(
                 f"image sides must be multiples of the patch size {self.patch_size}, "
@@ -66,7 +72,7 @@ class PatchEmbed(nn.Module):
             )
         if not images.is_cuda:
             return self.proj(images)
-        # One product: cuDNN's convolution of three channels took a twelfth of a training step.
+        # One matrix product. With three channels, cuDNN's convolution takes 8 % of a training step.
         size = self.patch_size
         parts = images.unflatten(2, (-1, size)).unflatten(4, (-1, size))
         patches = parts.permute(0, 2, 4, 1, 3, 5).flatten(3)  # batch rows cols pixels
@@ -74,7 +80,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with logits divided by the square root of the head width."""
+    """Multi-head self-attention. Logits are divided by the square root of the head width."""
 
     def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool) -> None:
         super().__init__()
@@ -82,31 +88,24 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
+    @classmethod
+    def from_config(cls, config: ViTConfig) -> "Attention":
+        return cls(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
+
     def forward(self, x: Tokens) -> Tokens:
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return self.proj(self.mixed(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(self.mix_values(q, k, v).transpose(1, 2).flatten(2))
 
-    def mixed(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
-        """The values of every head as each token sees them."""
+    def mix_values(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
+        """Return the attention-weighted sums of the values, for each head and token."""
         if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
             return F.scaled_dot_product_attention(q, k, v)
-        # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to 150
-        # tokens, and as long at 257.
+        # Use float32. On a CPU, the gradients in bfloat16 take two to eight times as long for up to
+        # 150 tokens, and as long for 257 tokens.
         with disable_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
-
-
-class LinearAttention(Attention):
-    """Q K^T / sqrt(head width) / sqrt(tokens) in the place of the softmax; linear in tokens.
-
-    Source: "Always Skip Attention", section 4, which leaves out both factors; the second is that of
-    Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), to which it refers.
-    """
-
-    def mixed(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
-        return q @ (k.mT @ ((q.shape[2] * q.shape[3]) ** -0.5 * v))
 
 
 class Mlp(nn.Module):
@@ -122,41 +121,50 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then pre-norm MLP; each adds its input only if its skip is on.
+    """Token graying if configured, then pre-norm attention, then a pre-norm MLP.
 
-    Where tokens are grayed, it is before all this.
+    Attention and MLP add their input to their output only if their skip connection is on.
+
+    Args:
+        config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.
+        drop_path: Probability in training to drop the output of a sub-block for a sample.
     """
 
     def __init__(self, config: ViTConfig, *, drop_path: float) -> None:
         super().__init__()
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
-        self.graying = _graying(config)
+        self.graying = build_part("graying", config)
         self.norm1 = _norm(config)
-        self.attn = _attention(config)
+        self.attn = build_part("attention", config)
         self.norm2 = _norm(config)
         self.mlp = Mlp(config.dim, config.hidden_dim)
 
     def forward(self, x: Tokens) -> Tokens:
         x = self.graying(x)
-        x = self._join(x, self.attn(self.norm1(x)), skip=self.skip_attention)
-        return self._join(x, self.mlp(self.norm2(x)), skip=self.skip_mlp)
+        x = self._add_skip(x, self.attn(self.norm1(x)), skip=self.skip_attention)
+        return self._add_skip(x, self.mlp(self.norm2(x)), skip=self.skip_mlp)
 
-    def _join(self, x: Tokens, update: Tokens, *, skip: bool) -> Tokens:
+    def _add_skip(self, x: Tokens, update: Tokens, *, skip: bool) -> Tokens:
         if not skip:
             return update
         if self.training and self.drop_path:
-            kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_path
-            update = update * kept / (1 - self.drop_path)
+            is_kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_path
+            update = update * is_kept / (1 - self.drop_path)
         return x + update
 
 
 class VisionTransformer(EncoderModule):
-    """The encoder of the suite; `build_vit` makes one with initialised weights.
+    """A Vision Transformer with parameter names as in DINO. `build_vit` draws its weights.
 
     Args:
-        grid_size: Rows and columns of the stored positions, which only files of others have in
-            another shape than the square of `config`.
+        config: Architecture of the encoder.
+        grid_size: Rows and columns of the stored positions. The default is the square grid of
+            `config`. Checkpoints of other libraries may have another grid.
+
+    Attributes:
+        position_margin: The `margin` of `resize_positions`. Checkpoints of other libraries may have
+            another margin than DINO.
     """
 
     config: ViTConfig
@@ -165,7 +173,6 @@ class VisionTransformer(EncoderModule):
         super().__init__()
         self.config = config
         self.grid_size = grid_size or (config.grid_size, config.grid_size)
-        # Files of others may resize their positions without it.
         self.position_margin = DINO_MARGIN
         self.patch_embed = PatchEmbed(config.patch_size, config.dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
@@ -176,35 +183,38 @@ class VisionTransformer(EncoderModule):
             requires_grad=config.position_embedding == "learned",
         )
         if config.position_embedding == "sinusoidal":
-            waves = sinusoidal_positions(*self.grid_size, config.dim)
-            self.pos_embed.data[0, 1:] = config.position_scale * waves
+            positions = sinusoidal_positions(*self.grid_size, config.dim)
+            self.pos_embed.data[0, 1:] = config.position_scale * positions
         step = config.drop_path / max(1, config.depth - 1)
-        gray = range(config.depth) if config.graying_layers is None else config.graying_layers
-        plain = replace(config, graying="none")
+        layers = range(config.depth)
+        gray_layers = layers if config.graying_layers is None else config.graying_layers
+        without_graying = replace(config, graying="none")
         self.blocks = nn.ModuleList(
-            Block(config if layer in gray else plain, drop_path=step * layer)
-            for layer in range(config.depth)
+            Block(config if layer in gray_layers else without_graying, drop_path=step * layer)
+            for layer in layers
         )
         self.norm = _norm(config)
 
     @property
     def position_rule(self) -> str | None:
-        """See `EncoderModule`."""
         return describe_resampling(self.position_margin)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """[CLS] after the final norm, for normalised images of any size the patch divides."""
+        """Return [CLS] after the final norm.
+
+        The images are normalised. Their sides are multiples of the patch size.
+        """
         return self.forward_features(images)[:, 0]
 
     def forward_features(self, images: Float[Tensor, "batch 3 height width"]) -> Tokens:
-        """All tokens after the final norm: [CLS], registers, patches row by row."""
+        """Return all tokens after the final norm: [CLS], registers, then patches row by row."""
         x = self.embed(images)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
 
     def embed(self, images: Float[Tensor, "batch 3 height width"]) -> Tokens:
-        """The tokens that enter the first block."""
+        """Return the tokens that enter the first block."""
         patches = self.patch_embed(images)
         rows, cols = patches.shape[-2:]
         cls_token = self.cls_token.expand(len(images), -1, -1)
@@ -221,23 +231,9 @@ class VisionTransformer(EncoderModule):
         return x
 
 
-def _attention(config: ViTConfig) -> Any:
-    if config.attention in ("softmax", "linear"):
-        kind = Attention if config.attention == "softmax" else LinearAttention
-        return kind(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
-    basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
-    # Its matrix functions are its own; they are imported by name alone.
-    orthogonal = import_module("ssl_bench.models.orthogonal")
-    return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
-
-
-def _graying(config: ViTConfig) -> nn.Module:
-    if config.graying == "none":
-        return nn.Identity()
-    # Imported here because few encoders need it.
-    from ssl_bench.models.graying import TokenGraying
-
-    return TokenGraying(config.graying, config.graying_exponent)
+def no_graying(config: ViTConfig) -> nn.Module:  # noqa: ARG001 - the same for all configurations
+    """Return the identity, as `model.graying=none`."""
+    return nn.Identity()
 
 
 def _norm(config: ViTConfig) -> nn.Module:
@@ -248,14 +244,15 @@ def _norm(config: ViTConfig) -> nn.Module:
 def build_vit(
     config: ViTConfig, *, seed: int, grid_size: tuple[int, int] | None = None
 ) -> VisionTransformer:
-    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+    """Return a ViT with initial weights, which depend only on `config` and `seed`.
 
-    The skipless initialisation decomposes a dim x dim matrix a head: seconds for ViT-S.
+    The initialisers "skipless" and "mimetic" decompose a dim x dim matrix for each head, which
+    takes seconds for ViT-S.
     """
     with torch.random.fork_rng(devices=[]):
         model = VisionTransformer(config, grid_size)
     generator = torch.Generator().manual_seed(seed)
-    # Official DINO leaves the patch convolution at PyTorch's default.
+    # Official DINO keeps PyTorch's initialisation of the patch convolution.
     draw_uniform(model.patch_embed.proj, generator)
     tokens = dict(model.named_parameters(recurse=False))
     for name in ("cls_token", "reg_token", "pos_embed"):
@@ -264,11 +261,11 @@ def build_vit(
             continue
         nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
         if config.truncated_tokens:
-            # From a generator of its own, so that all that is drawn later stays as it is without.
-            own = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
-            within = torch.empty_like(parameter)
-            nn.init.trunc_normal_(within, 0, _TOKEN_STD, -_CUT, _CUT, generator=own)
-            parameter.copy_(torch.where(parameter.abs() > _CUT, within, parameter))
+            # A separate generator, so that this option does not change the weights drawn later.
+            separate = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
+            truncated = torch.empty_like(parameter)
+            nn.init.trunc_normal_(truncated, 0, _TOKEN_STD, -_CUT, _CUT, generator=separate)
+            parameter.copy_(torch.where(parameter.abs() > _CUT, truncated, parameter))
     initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
     shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
     for block in model.blocks:
@@ -277,7 +274,7 @@ def build_vit(
 
 
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
-    """Sine and cosine of the column, then of the row, each over dim / 4 frequencies.
+    """Return sine and cosine of the column, then of the row, each at dim / 4 frequencies.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.
@@ -297,16 +294,17 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the patch part of a position embedding; what stands before it stays.
+    """Resize the positions of the patches, and keep the positions of [CLS] before them.
 
     Args:
-        positions: The last rows * cols of `old_size` belong to the patches.
-        old_size: Rows and columns that are stored.
-        new_size: Rows and columns that are wanted.
-        margin: Added to them in the scale factor; transformers adds nothing.
+        positions: Position embedding, in which the positions of the patches come last.
+        old_size: Rows and columns of the patches in `positions`.
+        new_size: Rows and columns of the result.
+        margin: Number that is added to each new side in the scale factor. The library transformers
+            uses 0.
 
-    Source: `interpolate_pos_encoding` of facebookresearch/dino, vision_transformer.py: bicubic,
-    scale factor (n + .1) / n0, no antialiasing.
+    Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic,
+    scale factor (n + 0.1) / n0, no antialiasing.
     """
     if new_size == old_size:
         return positions
@@ -315,7 +313,7 @@ def resize_positions(
     scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
-        # The same to rounding; the gradient of `F.interpolate` on CUDA is summed in any order.
+        # Equal up to rounding. On CUDA, the gradient of `F.interpolate` is not deterministic.
         by_row, by_col = (
             _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
             for old, new, factor in zip(old_size, new_size, scale, strict=True)
@@ -327,7 +325,7 @@ def resize_positions(
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Name the rule of `resize_positions`, for records: other libraries have other rules."""
+    """Return the method of `resize_positions` in words, for records."""
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 
@@ -335,17 +333,17 @@ def describe_resampling(margin: float = DINO_MARGIN) -> str:
 def _bicubic_weights(
     old: int, new: int, scale: float, device: torch.device
 ) -> Float[Tensor, "{new} {old}"]:
-    """What each old place gives to each new one along one side; the edge goes on outside.
+    """Return the weight of each old position in each new position along one side.
+
+    Positions outside the grid have the value of the nearest edge.
 
     Source: Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 4
-    with a = -.75, the value of torch and OpenCV.
+    with a = -0.75, the value in PyTorch and OpenCV.
     """
     source = (torch.arange(new, dtype=torch.float64, device=device) + 0.5) / scale - 0.5
-    around = source.floor()[:, None] + torch.arange(-1, 3, device=device)
-    distance = (source[:, None] - around).abs()
+    neighbours = source.floor()[:, None] + torch.arange(-1, 3, device=device)
+    distance = (source[:, None] - neighbours).abs()
     near = ((_BICUBIC + 2) * distance - (_BICUBIC + 3)) * distance**2 + 1
     far = ((distance - 5) * distance + 8) * distance * _BICUBIC - 4 * _BICUBIC
     weights = torch.where(distance <= 1, near, far)
-    places = around.long().clamp(0, old - 1)
-    nothing = weights.new_zeros(new, old)
-    return nothing.scatter_add(1, places, weights)
+    return weights.new_zeros(new, old).scatter_add(1, neighbours.long().clamp(0, old - 1), weights)

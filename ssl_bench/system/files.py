@@ -192,6 +192,21 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def describe_substitute(start: bytes) -> str | None:
+    """Say what a file is that a failed download or clone left instead of its data, and what to do.
+
+    Return None if the first bytes of the file, at least 64, are not those of such a file.
+    """
+    start = start.lstrip()
+    if not start:
+        return "is empty; copy or download it again"
+    if start.startswith(b"<"):
+        return "is a web page; download the file itself"
+    if start.startswith(b"version https://git-lfs.github.com/"):
+        return "is a Git LFS pointer; run `git lfs pull` in its repository to get the file itself"
+    return None
+
+
 def file_sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a regular file."""
     with open_regular(path) as file:

@@ -213,6 +213,11 @@ def escape_csv(value: Any) -> Any:
     return _FORMULA.sub(r"\1\2'", escape_unprintable(value))
 
 
+def escape_undecodable(text: str) -> str:
+    """Escape the bytes of a file name that are not UTF-8, which most formats cannot store."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def dump_json(
     value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
 ) -> str:
@@ -224,8 +229,7 @@ def dump_json(
         text: Function that converts each text. By default it escapes undecodable bytes.
     """
     separators = (",", ":") if indent is None else None
-    decodable = text or (lambda string: string.encode(errors="backslashreplace").decode())
-    plain = to_plain_json(value, text=decodable)
+    plain = to_plain_json(value, text=text or escape_undecodable)
     return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 

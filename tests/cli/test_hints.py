@@ -147,7 +147,6 @@ EXPRESSIONS = {
     "near": "9",
     "nearest": "8",
     "neighbours": "5,10",
-    "num_bits": "12",
     "num_tokens": "28",
     "path.name.lower()": "voc2012",
     "remedy": "data.bits=12",

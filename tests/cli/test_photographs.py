@@ -68,13 +68,37 @@ def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monk
     assert ignored == "probe.image_size=32 is ignored by tokencut"
     assert first == (
         "taken: 3 photographs of folder; 2 cannot be read: 1.jpg, 3.jpg; "
-        "1 is HEIC, which pip install 'ssl-bench[heic]' reads: phone.HEIC"
+        "1 needs pip install 'ssl-bench[heic]': phone.HEIC"
     )
     assert second.startswith("encoder ")
     gone = {"count": 3, "first": ["1.jpg", "3.jpg", "phone.HEIC"]}
     assert {r.task for r in records()} == {"pca", "tokencut"}
     assert all(r.details["left_out"] == {"all": gone} for r in records())
     assert "photos/1.jpg" in fails(capsys, [*words, "--on-bad-image", "fail"], 3)
+
+
+@pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".pgm", ".dib", ".mpo"])
+def test_images_of_rare_suffixes_are_taken(tmp_path, suffix):
+    kind = {".pgm": "PPM", ".dib": "BMP"}.get(suffix, "JPEG")
+    picture(0, 24, 40).convert("L").save(tmp_path / f"a{suffix}", kind)
+
+    (sample,) = ImageFolder(tmp_path).images()
+
+    assert (sample.image_id, sample.image.shape) == (f"a{suffix}", (24, 40, 3))
+
+
+def test_files_without_the_suffix_of_an_image_are_counted_once(place, capsys):
+    photos = photo_folder(place / "photos")
+    for name in ("a.NEF", "sub/b.nef", "notes.txt", ".hidden"):
+        (photos / name).parent.mkdir(exist_ok=True)
+        (photos / name).write_bytes(b"II*\0")
+
+    assert main(probing("pca", "folder", photos)) == 0
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "suffix" in line]
+    assert line.startswith("3 files")
+    assert "2 .nef, 1 .txt" in line
+    assert "a.NEF" in line
 
 
 def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 import timm
 import torch
+import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
@@ -56,6 +57,42 @@ def test_a_module_of_ones_own_is_found_out():
     with torch.no_grad():
         module.get_parameter("trunk.0.mlp.0.bias").add_(1)
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
+
+
+def test_blocks_with_names_are_counted_like_blocks_with_numbers():
+    module = torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32).eval()
+    encoder = ssl_bench.Encoder.from_module(module, mean=0, std=1)
+    images, outputs = torch.rand(2, 3, 32, 32), list[Tensor]()
+    (block,) = list(module.encoder.layers)[1:2]
+    handle = block.register_forward_hook(lambda *found: outputs.append(found[-1]))
+    with torch.no_grad():
+        module(images)
+    handle.remove()
+
+    found = ssl_bench.extract_features(encoder, images, layers=[1])
+
+    torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("module", "blocks", "expected"),
+    [
+        (torchvision.models.resnet50, None, (16, 6, 1024)),
+        (torchvision.models.resnet18, "layer4", (32, 2, 512)),
+        (torchvision.models.convnext_tiny, None, (16, 9, 384)),
+        (torchvision.models.swin_t, None, (16, 6, 384)),
+        (torchvision.models.mobilenet_v3_small, "features", None),
+    ],
+)
+def test_the_patch_of_maps_is_their_stride(module, blocks, expected):
+    if expected is None:
+        with pytest.raises(CheckpointError, match=r"blocks='NAME'"):
+            ssl_bench.Encoder.from_module(module(), blocks=blocks)
+        return
+
+    encoder = ssl_bench.Encoder.from_module(module(), blocks=blocks)
+
+    assert (encoder.patch_size, encoder.depth, encoder.dim) == expected
 
 
 def test_the_only_size_of_a_module_is_that_of_its_positions():
@@ -276,6 +313,7 @@ def _by_columns(tokens: Tensor) -> Tensor:
         (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
         (own_module.Own(), {"patch_size": 32, "image_size": 48}, "takes no images"),
+        (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
         (own_module.Own(), {"mean": [0.5]}, r"mean of three numbers or one, got \[0.5\]"),
         (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
     ],
@@ -404,6 +442,20 @@ def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
         assert len(file.read_bytes()) == len(whole)
     (tmp_path / "out/about.json").write_text("[]")
     assert main(features(tmp_path / "out", "--format", form)) == 2
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_features_of_an_image_whose_name_is_no_text_are_indexed(tmp_path, monkeypatch, form):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 2)
+    Path("photos/001.png").rename(os.fsdecode(b"photos/\xff\xfe.png"))
+
+    for _ in range(2):
+        assert main(features(tmp_path / "out", "--format", form)) == 0
+
+    index = pandas.read_parquet("out/index.parquet")
+    assert list(index["image_id"]) == ["000.png", r"\udcff\udcfe.png"]
 
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
@@ -543,7 +595,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "own, size = nn.Linear(2, 2), 3\nmake = functools.partial(Linear, 2, 2)\n",
             "has no owm; it has own, make",
         ),
-        ("mine.py:own", "import nothing_of_this_name", "line 1, cannot be imported"),
+        ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
         ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),
         ("mine.py:own", "own = (", "line 1, cannot be imported"),
         (

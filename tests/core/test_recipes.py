@@ -11,7 +11,7 @@ import yaml
 
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config
-from ssl_bench.models.initialisers import in_full
+from ssl_bench.models.initialisers import fill_options
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 RECIPES = (
@@ -74,7 +74,7 @@ def value(cell: str) -> Any:
 def configuration(name: str) -> dict[str, Any]:
     found = compose_config("pretraining", [f"experiment={name}"])
     model = found["model"]
-    told = in_full(model["init"], model["init_options"])
+    told = fill_options(model["init"], model["init_options"])
     return found | {"model": model | {"init_options": told}}
 
 

@@ -18,6 +18,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 CONFIGS = Path(__file__).parents[2] / "configs/dataset"
 ROAD, SKY, VOID = (128, 64, 128), (70, 130, 180), (0, 0, 0)
 MASK = [[0, 1, 1], [255, 0, 1]]
+INDICES = [[0, 1, 1], [1, 0, 1]]
 NAMED: dict[str, Any] = {"class_names": ["road", "sky"]}
 
 
@@ -228,3 +229,48 @@ def test_masks_of_one_object_have_both_roles_where_there_are_two_splits(folders)
     assert "segmentation" in from_config("ecssd", folders, **halves).supports
     with pytest.raises(ConfigurationError, match="share images"):
         ImageMaskFolders(folders, train_split="a:0-60%", val_split="a:50-100%", one_object=True)
+
+
+def save_with_palette(path: Path, mask: Any, colours: list[tuple[int, int, int]]) -> None:
+    image = Image.fromarray(np.array(mask, np.uint8))
+    image.putpalette([level for colour in colours for level in colour])
+    image.save(path)
+
+
+def test_a_palette_in_another_order_than_the_others_is_refused(folders):
+    save_with_palette(folders / "masks/train/a.png", INDICES, [ROAD, SKY])
+    save_with_palette(folders / "masks/train/b.png", INDICES, [SKY, ROAD])
+    save_with_palette(folders / "masks/val/c.png", INDICES, [SKY, ROAD])
+    train = ImageMaskFolders(folders, **NAMED).train()
+
+    assert train[0].mask is not None
+    with pytest.raises(DataError, match=r"b\.png stores 0 for the colour \[70, 130, 180\]"):
+        train[1]
+    # All masks of a split have this order.
+    assert mask_of(ImageMaskFolders(folders, **NAMED)) == INDICES
+    by_colour = ImageMaskFolders(folders, colours=[ROAD, SKY], **NAMED)
+    assert mask_of(by_colour) == [[1, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_refused"), [((0, 2, 255), True), ((0, 255), False), ((0, 128, 255), False)]
+)
+def test_a_grey_mask_that_a_tool_gave_a_palette_is_refused(folders, levels, is_refused):
+    mask = [[*range(len(levels)), 0]]
+    save(folders, "images/val/c.jpg", [[(9, 8, 7)] * (len(levels) + 1)])
+    save_with_palette(folders / "masks/val/c.png", mask, [(level,) * 3 for level in levels])
+    dataset = ImageMaskFolders(folders, class_names=["road", "sky", "tree"])
+
+    if is_refused:
+        with pytest.raises(DataError, match=r"stores 1 for the colour \[2, 2, 2\], expected 2"):
+            mask_of(dataset)
+    else:
+        assert mask_of(dataset) == mask
+
+
+def test_masks_with_a_palette_may_lie_between_grey_ones(folders):
+    save_with_palette(folders / "masks/train/b.png", INDICES, [ROAD, SKY])
+
+    masks = [sample.mask for sample in ImageMaskFolders(folders, **NAMED).train()]
+
+    assert [mask.tolist() for mask in masks if mask is not None] == [MASK, INDICES]

@@ -1,6 +1,7 @@
 """Every file becomes RGB or a `DataError` that names it; a JPEG without all its pixels is none."""
 
 import io
+import itertools
 from typing import Any
 
 import cv2
@@ -75,6 +76,35 @@ def test_a_large_jpeg_is_refused_before_it_is_decoded(monkeypatch):
 
     with pytest.raises(DataError, match=r"big\.jpg has 65535 x 65535 pixels|big\.jpg is damaged"):
         decode_image(bytes(content), "big.jpg")
+
+
+def with_sampling(content: bytes, *factors: int) -> bytes:
+    """Replace the sampling factors of the three components of a baseline JPEG."""
+    changed = bytearray(content)
+    start = content.index(b"\xff\xc0") + 11
+    changed[start : start + 9 : 3] = bytes(factors)
+    return bytes(changed)
+
+
+def test_a_jpeg_of_any_sampling_factors_is_decoded_or_refused():
+    noise = jpeg("whole colours", 40, 33)
+    # Every block of a uniform image is coded alike, so the file is whole with fewer blocks too.
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), (128, 128, 128)).save(buffer, "JPEG", subsampling=0)
+    uniform = buffer.getvalue()
+    factors = [columns << 4 | rows for columns in (1, 2, 3, 4) for rows in (1, 2, 3, 4)]
+    decoded = []
+
+    for luma, chroma, content in itertools.product(factors, factors, (noise, uniform)):
+        changed = with_sampling(content, luma, chroma, chroma)
+        try:
+            pixels = decode_image(changed, "one.jpg")
+        except UnreadableImage:
+            continue
+        np.testing.assert_array_equal(pixels, pil_pixels(changed))
+        decoded.append((luma, chroma))
+    # 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1 and 4:4:1.
+    assert {(luma, 0x11) for luma in (0x11, 0x21, 0x22, 0x12, 0x41, 0x14)} <= set(decoded)
 
 
 def bits_start(content: bytes) -> int:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssl_bench.data.splits import Split, read_list, require_disjoint
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.data.splits import Split, require_disjoint
+from ssl_bench.errors import ConfigurationError
 
 IDS = [f"{number:02d}" for number in range(10)]
 
@@ -47,16 +47,3 @@ def test_training_and_validation_must_not_share_images():
     for train, val in [("all:0-76%", "all:75-100%"), ("all:50-100%", "all:0-60%")]:
         with pytest.raises(ConfigurationError, match="share images"):
             require_disjoint(train, val)
-
-
-def test_a_list_holds_ids_paths_or_columns_and_an_absent_one_names_the_others(tmp_path):
-    lines = ["0", "1  1", "/JPEGImages/2.jpg /Aug/2.png", "a/3.jpg", ""]
-    (tmp_path / "list.txt").write_text("\n".join(lines))
-    assert read_list(tmp_path / "list.txt") == ["0", "1", "2", "3"]
-    (tmp_path / "list.txt").unlink()
-    for name in ("bird_val", "boat_val", "cat_val", "cow_val", "dog_train", "train", "val"):
-        (tmp_path / f"{name}.txt").touch()
-    said = r"no split test, but val, train, .*train_split=train:0-75% "
-
-    with pytest.raises(DataError, match=said):
-        read_list(tmp_path / "test.txt")

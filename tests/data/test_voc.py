@@ -65,6 +65,27 @@ def test_boxes_become_half_open_and_parts_of_a_person_are_none(devkit):
     assert boxes_of(images[0])[0, 0] == 0.25
 
 
+@pytest.mark.parametrize("stored", ["gb2312", "shift_jis", "big5", "utf-16", "windows-1252"])
+@pytest.mark.parametrize("declares", [True, False])
+def test_annotations_are_read_in_the_encoding_of_their_tool(devkit, stored, declares):
+    declaration = f'<?xml version="1.0" encoding="{stored}"?>' if declares else ""
+    folder = "é" if stored == "windows-1252" else "山上"
+    xml = devkit / "VOCdevkit/VOC2012/Annotations/a.xml"
+    text = f"{declaration}<annotation><folder>{folder}</folder>{person()}</annotation>"
+    xml.write_bytes(text.encode(stored))
+
+    assert boxes_of(Voc(devkit).discovery()[0]).tolist() == [[0.0, 1.0, 4.0, 3.0]]
+
+
+@pytest.mark.parametrize("encoding", ["nonsense", "hex", "rot13", "undefined"])
+def test_an_annotation_in_no_encoding_is_named(devkit, encoding):
+    xml = devkit / "VOCdevkit/VOC2012/Annotations/a.xml"
+    xml.write_text(f'<?xml version="1.0" encoding="{encoding}"?><annotation/>')
+
+    with pytest.raises(DataError, match=r"a\.xml is not an annotation"):
+        Voc(devkit).discovery()[0]
+
+
 def test_difficult_and_truncated_boxes_count_unless_asked_otherwise(devkit):
     counts = [len(boxes_of(sample)) for sample in Voc(devkit).discovery()]
     easy = Voc(devkit, exclude_difficult=True).discovery()
@@ -85,6 +106,15 @@ def test_trainaug_takes_the_other_masks_and_val_keeps_the_original_ones(devkit):
     assert (mask_of(dataset.train()[0]) == mask_of(half.train()[0])).all()
     assert (mask_of(dataset.train()[0]) == 2).all()
     assert mask_of(dataset.val()[0]).tolist() == MASK
+
+
+def test_a_list_of_a_class_leaves_out_images_without_it(devkit):
+    lists = devkit / "VOCdevkit/VOC2012/ImageSets/Main"
+    (lists / "person_trainval.txt").write_text("a  1\nb  0\nc -1\n")
+
+    images = Voc(devkit, discovery_split="person_trainval").discovery()
+
+    assert (images.ids, images.name) == (("a", "b"), "voc2012-3")
 
 
 def test_the_palette_is_that_of_voc():

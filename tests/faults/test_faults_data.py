@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.fingerprints import ReadOptions, read_as
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.errors import DataError
@@ -33,7 +34,8 @@ SPOILT = {
     "empty": "is empty",
     "half": "is damaged or cut short",
     "last2": "is damaged or cut short",
-    "html": "is a text file, perhaps a web page",
+    "html": "is a web page",
+    "lfs": "is a Git LFS pointer",
 }
 
 
@@ -197,7 +199,7 @@ def test_fault_06_pictures_of_every_mode_become_rgb(tmp_path):
     }
     for name, (one, _) in modes.items():
         one.save(tmp_path / name)
-    images = ImageFolder(tmp_path).images()
+    images = read_as(ImageFolder(tmp_path).images(), ReadOptions(bits=16))
 
     for index, (name, (_, expected)) in enumerate(modes.items()):
         pixels = images[index].image
@@ -370,7 +372,7 @@ def test_fault_14_images_of_any_size_are_probed_and_boxes_lie_inside(place, task
         ("spair71k", "correspondence", "JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json"),
         ("paired_folders", "segmentation", "images/{train,val}/*.jpg and masks/{train,val}/*.png"),
         ("class_folders", "knn", "train/CLASS/PICTURE"),
-        ("folder", "pca", "picture"),
+        ("folder", "pca", "images"),
     ],
 )
 def test_fault_15_a_wrong_root_shows_the_tree_that_is_expected(place, capsys, dataset, task, tree):

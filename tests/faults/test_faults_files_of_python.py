@@ -32,6 +32,8 @@ SMALL = ["dataset.num_train=3", "dataset.num_val=2", "probe.panels=2", "probe.im
     ("line", "why"),
     [
         ("import nopackage", "ModuleNotFoundError: No module named 'nopackage'"),
+        ("import nopackage.part", "run: pip install nopackage"),
+        ("import torch.nopart", "No module named 'torch.nopart'"),
         ("from ssl_bench.errors import Nothing", "ImportError: cannot import name 'Nothing'"),
         ("def (", "SyntaxError: invalid syntax"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -48,6 +50,7 @@ def test_fault_76_a_broken_file_is_named_with_line_and_error(tmp_path, monkeypat
 
     assert f"{file}, line 3" in str(raised.value)
     assert why in str(raised.value)
+    assert ("pip install" in str(raised.value)) == ("nopackage" in line)
     with pytest.raises(ConfigurationError, match=r"probe\._target_"):
         component_class("probes.nothing_here.Norms", "probe._target_")
 

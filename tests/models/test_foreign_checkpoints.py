@@ -12,6 +12,7 @@ import timm
 import torch
 import torchvision
 
+from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from ssl_bench.models.loading import load
@@ -134,6 +135,97 @@ def test_ibots_student_may_hold_a_masked_embedding(tmp_path):
     encoder = same_features(saved(tmp_path / "s.pth", {"state_dict": weights}), model)
     assert encoder.contents.layout == "iBOT"
     assert encoder.contents.ignored.keys() == {"masked_embed"}
+
+
+# mmpretrain: https://github.com/open-mmlab/mmpretrain/blob/00030e3f/mmpretrain/models/backbones/
+# vision_transformer.py; LayerScale is in `attn.gamma1` and `ffn.gamma2`, and MAE has a `neck`.
+MM_NAMES = {
+    r"patch_embed\.proj": "patch_embed.projection",
+    r"blocks\.(\d+)\.norm([12])": r"layers.\1.ln\2",
+    r"blocks\.(\d+)\.attn": r"layers.\1.attn",
+    r"blocks\.(\d+)\.mlp\.fc1": r"layers.\1.ffn.layers.0.0",
+    r"blocks\.(\d+)\.mlp\.fc2": r"layers.\1.ffn.layers.1",
+    r"blocks\.(\d+)\.ls1\.gamma": r"layers.\1.attn.gamma1.weight",
+    r"blocks\.(\d+)\.ls2\.gamma": r"layers.\1.ffn.gamma2.weight",
+    r"^norm\.": "ln1.",
+}
+
+
+@pytest.mark.parametrize("init_values", [None, 0.5])
+def test_mmpretrain_as_it_is_saved(tmp_path, init_values):
+    model = timm_model(init_values=init_values)
+    content: Weights = {"head.layers.head.weight": torch.zeros(2), "neck.mask": torch.zeros(2)}
+    for name, value in model.state_dict().items():
+        for pattern, theirs in MM_NAMES.items():
+            name = re.sub(pattern, theirs, name)
+        content[f"backbone.{name}"] = value
+
+    path = saved(tmp_path / "epoch_300.pth", {"meta": {"epoch": 300}, "state_dict": content})
+    encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
+
+    assert encoder.contents.layout == "mmpretrain"
+    assert encoder.contents.ignored.keys() == {"head.layers.head.weight", "neck.mask"}
+
+
+# CLIP: https://github.com/openai/CLIP/blob/d05afc43, clip/model.py.
+CLIP_NAMES = {
+    r"patch_embed\.proj": "conv1",
+    r"norm_pre": "ln_pre",
+    r"^blocks\.(\d+)\.norm": r"transformer.resblocks.\1.ln_",
+    r"^blocks": "transformer.resblocks",
+    r"qkv\.": "in_proj_",
+    r"attn\.proj": "attn.out_proj",
+    r"mlp\.fc1": "mlp.c_fc",
+    r"mlp\.fc2": "mlp.c_proj",
+    r"^norm\.": "ln_post.",
+    r"cls_token": "class_embedding",
+    r"pos_embed": "positional_embedding",
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "visual.", "module.visual."])
+def test_the_image_encoder_of_a_clip_is_loaded_by_its_name_in_timm(tmp_path, prefix):
+    name = "vit_xsmall_patch16_clip_224"
+    model = timm.create_model(name, num_classes=0)
+    content: Weights = {f"{prefix}proj": torch.zeros(512, 384)}
+    for ours, value in model.state_dict().items():
+        for pattern, theirs in CLIP_NAMES.items():
+            ours = re.sub(pattern, theirs, ours)
+        squeezed = value.squeeze() if "embedding" in ours else value
+        content[f"{prefix}{ours}"] = squeezed
+    if prefix:
+        text = prefix.removesuffix("visual.")
+        content |= {f"{text}logit_scale": torch.ones(()), f"{text}text_projection": torch.ones(4)}
+        content[f"{text}transformer.resblocks.0.ln_1.weight"] = torch.ones(4)
+    path = saved(tmp_path / "clip.pt", content)
+
+    encoder = load_encoder(f"timm:{name}@{path}")
+
+    assert "proj" in encoder.contents.ignored
+    state = encoder.module.state_dict()
+    assert all(torch.equal(state[f"model.{n}"], value) for n, value in model.state_dict().items())
+    message = message_of(path)
+    assert "as CLIP has" in message
+    assert "ResNet" not in message
+
+
+def test_patches_embedded_by_a_linear_layer_are_loaded_in_python(tmp_path):
+    weights = timm_model().state_dict()
+    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"].flatten(1)
+
+    with pytest.raises(CheckpointError, match="128 x 192") as raised:
+        load_encoder(str(saved(tmp_path / "w.pth", weights)))
+
+    assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
+
+
+def test_names_of_no_known_layout_are_not_given_to_timm(tmp_path):
+    weights = {re.sub("blocks", "trunk", n): v for n, v in timm_model().state_dict().items()}
+
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(str(saved(tmp_path / "w.pth", weights)))
+
+    assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
 
 
 # MoCo-v3: https://github.com/facebookresearch/moco-v3/blob/1c6b717e, vits.py (12 heads in a ViT-S)

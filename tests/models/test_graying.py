@@ -18,7 +18,8 @@ from ssl_bench.models import (
     build_vit,
 )
 from ssl_bench.models.graying import TokenGraying, dct_matrix, gray_by_dct, gray_by_svd
-from ssl_bench.models.vit import Block, LinearAttention
+from ssl_bench.models.orthogonal import LinearAttention
+from ssl_bench.models.vit import Block
 from tests.support.matrices import normal as drawn
 
 DIM = 12

@@ -1,9 +1,12 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+import torch.distributed.checkpoint
 
 from ssl_bench import models
 from ssl_bench.errors import CheckpointError
@@ -17,6 +20,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import file_sha256
+from tests.support.faults import LFS_POINTER
 from tests.support.foreign_weights import message_of, timm_model
 
 TINY = ViTConfig(
@@ -84,11 +88,15 @@ def test_missing_files_name_what_can_be_given(tmp_path):
     assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
 
 
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors", "weights.onnx"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"<!DOCTYPE html><html><body>404</body></html>", "web page"), (LFS_POINTER, "git lfs pull")],
+)
+def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, problem):
     path = tmp_path / name
-    path.write_text("<!DOCTYPE html><html><body>404</body></html>")
-    assert "web page" in message_of(path)
+    path.write_bytes(content)
+    assert problem in message_of(path)
 
 
 OTHER_ARCHIVES = {
@@ -118,6 +126,31 @@ def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
 
     assert what in said
     assert_same_weights(load_encoder("weights.pth").module, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "address", ["parts", "parts/__0_0.distcp", "timm:vit_tiny_patch16_224@parts"]
+)
+def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=0).state_dict()
+    torch.distributed.checkpoint.save({"model": weights}, checkpoint_id="parts")
+
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(address)
+
+    _, file = raised.value.hint
+    command = str(raised.value).partition("run: python ")[2].partition("; use")[0]
+    subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
+    assert load_encoder(file).dim == 192
+
+
+def test_one_of_the_parts_of_a_model_is_named(tmp_path):
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    path.write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match="one of several parts"):
+        load_encoder(str(path))
 
 
 @pytest.mark.parametrize(

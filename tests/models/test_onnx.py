@@ -189,3 +189,51 @@ def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     said = capsys.readouterr()
     assert "cut or no ONNX file" in said.err
     assert "transformers" in said.out
+
+
+def _without_inputs(node: Any) -> None:
+    del node.input[:]
+
+
+def _without_outputs(node: Any) -> None:
+    del node.output[:]
+
+
+def _input_of_itself(node: Any) -> None:
+    node.op_type = "Concat"
+    node.input.extend(node.output)
+
+
+def _scopes_of(text: str) -> Callable[[Any], None]:
+    def damage(node: Any) -> None:
+        node.name = ""
+        entry = node.metadata_props.add()
+        entry.key, entry.value = "pkg.torch.onnx.name_scopes", text
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _without_inputs,
+        _without_outputs,
+        _input_of_itself,
+        *map(_scopes_of, ("][", "5", "(" * 100_000, "['', 3]")),
+    ],
+)
+def test_a_graph_with_any_damaged_node_is_a_checkpoint_error(tmp_path, damage):
+    torch.manual_seed(1)
+    export(transformers(vit_layer), tmp_path / "whole.onnx")
+    whole = onnx.load(tmp_path / "whole.onnx")
+    path, refused = tmp_path / "damaged.onnx", 0
+    for place in range(len(whole.graph.node)):
+        damaged = onnx.ModelProto()
+        damaged.CopyFrom(whole)
+        damage(damaged.graph.node[place])
+        onnx.save(damaged, path)
+        try:
+            load_encoder(str(path))
+        except CheckpointError:
+            refused += 1
+    assert refused

@@ -201,8 +201,8 @@ def test_what_a_layer_lacks_is_refused_in_one_line(kind, layer, facet, message):
         (ATTO, {"init": "mimetic"}, "init must be one of default, uniform, covariance"),
         (ATTO, {"heads": (1, 1, 1, 1)}, "model.heads of convnext_atto must have 0 entries"),
         # What only timm knows is refused when it is built.
-        (SWIN, {"graying": "svd", "graying_layers": (5,)}, r"must lie in 0\.\.4, got 5"),
-        (SWIN, {"graying_layers": ()}, r"must lie in 0\.\.4, got none"),
+        (SWIN, {"graying": "svd", "graying_layers": (5,)}, r"0\.\.4.*got 5"),
+        (SWIN, {"graying_layers": ()}, r"0\.\.4.*got none"),
         (SWIN, {"name": "swin_huge"}, "must be a model of timm .*, got 'swin_huge'"),
         (SWIN, {"image_size": 24}, "must be a multiple of 16, .* got 24; .*model.image_size=32"),
         (ATTO, {"name": "convnext_atto_ols"}, "another stem than patches"),

@@ -156,7 +156,7 @@ def test_a_dry_run_speaks_of_strings(tmp_path):
     [
         ({"data": DataOptions(limit=8)}, r"data\.\*"),
         ({"monitor": Monitor(knn_epochs=1)}, r"monitor\.\*"),
-        ({"objective": Supervised()}, "model.version=mamba2 reads tokens and no images"),
+        ({"objective": Supervised()}, "model state_space reads tokens"),
     ],
 )
 def test_images_and_strings_do_not_go_together(changes, message):

@@ -156,12 +156,17 @@ def save_mask(path: Path, indices: np.ndarray) -> None:
     image.save(path)
 
 
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 88283115\n"
+)
+
+
 def spoil(path: Path, how: str) -> None:
-    """Empty a file, cut it, or put a web page in its place."""
+    """Empty a file, cut it, or replace it by a web page or a Git LFS pointer."""
     content = path.read_bytes()
-    kept = {"empty": 0, "half": len(content) // 2, "99": len(content) * 99 // 100, "last2": -2}
-    page = b"<html><body>404 Not Found</body></html>"
-    path.write_bytes(page if how == "html" else content[: kept[how]])
+    lengths = {"empty": 0, "half": len(content) // 2, "99": len(content) * 99 // 100, "last2": -2}
+    substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
+    path.write_bytes(substitutes[how] if how in substitutes else content[: lengths[how]])
 
 
 def probing(

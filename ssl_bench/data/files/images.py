@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,24 +16,31 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
 from ssl_bench.errors import DataError, UnreadableImage
-from ssl_bench.system.files import read_regular
+from ssl_bench.system.files import describe_substitute, read_regular
 from ssl_bench.system.process import reraise_out_of_memory
 
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
 
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff", ".avif", ".heic", ".heif", ".hif"),
+)
+"""Suffixes of the files that `read_image` decodes, in lower case."""
+
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
-_COLOUR = frozenset({"RGB", "RGBA", "RGBX"})
-_FULL = 65535
+_16_BITS = 65535
 # Pillow opens forty more, among them some that start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 # What it calls a JPEG, and one with further pictures behind it.
 _JPEG = frozenset({"JPEG", "MPO"})
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})
-KINDS = {"pip install 'ssl-bench[heic]'": "HEIC", "pip install 'pillow>=11.3'": "AVIF"}
-"""What reads files that are whole, and what those are."""
+_DECODERS = (
+    ("HEIC", _HEIC, "pip install 'ssl-bench[heic]'"),
+    ("AVIF", _AVIF, "pip install 'pillow>=11.3'"),
+)
 _ORIENTATION = 0x0112
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
@@ -60,8 +68,8 @@ def read_image(
 
     Args:
         path: The file.
-        bits: How many of its 16 a picture uses, 12 for values up to 4095, where it does not say so
-            and no value needs all.
+        bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
+            required unless the header states the range of values.
         upright: Turn it as the camera notes in EXIF. Not where masks or boxes belong to it: those
             of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
 
@@ -98,7 +106,7 @@ def decode_image(
     """Decode the bytes of a file as `read_image` does. Error messages contain `name`."""
     pixels = _decode_usual_jpeg(data, name)
     if pixels is None:
-        pixels = _as_rgb(_decode(data, name), data, name, bits)
+        pixels = _to_rgb(_decode(data, name), data, name, bits)
     orientation = _orientation_of(data) if upright else 1
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
@@ -110,7 +118,7 @@ def decode_image(
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
     """Read a mask that has a colour for each class, refused where it was saved with loss."""
     data = _bytes_of(path)
-    return _as_rgb(_decode_mask(data, path), data, path, None)
+    return _to_rgb(_decode_mask(data, path), data, path, bits=16)
 
 
 def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "height width"]:
@@ -195,15 +203,11 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
     except UnidentifiedImageError as error:
         if _is_tiff(data) and (kind := _unknown_tiff(data)):
             raise _not_one_picture(name, kind) from error
-        for (remedy, kind), brands in zip(KINDS.items(), (_HEIC, _AVIF), strict=True):
+        for kind, brands, remedy in _DECODERS:
             if _brand(data) in brands and _formats(data) is _FORMATS:
-                raise UnreadableImage(f"{name} is {kind}, which {remedy} reads", remedy) from error
-        start, what = data[:64].lstrip(), "is not an image"
-        if not start:
-            what = "is empty"
-        elif start.startswith(b"<"):
-            what = "is a text file, perhaps a web page in place of the download"
-        raise UnreadableImage(f"{name} {what}; fetch it again") from error
+                raise UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy) from error
+        problem = describe_substitute(data[:64]) or "is not an image; download it again"
+        raise UnreadableImage(f"{name} {problem}") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
         reraise_out_of_memory(error)
@@ -246,7 +250,9 @@ def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "heig
     """
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    # It raises KeyError for chroma subsampling that it does not know, such as 4:4:1.
+    except Exception as error:
+        reraise_out_of_memory(error)
         return None
     if int(height) * int(width) > MAX_PIXELS:
         return None
@@ -274,81 +280,75 @@ def _not_one_picture(name: str | Path, what: str) -> UnreadableImage:
     )
 
 
-def _as_rgb(
+def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    if image.mode in _SIXTEEN_BIT or (image.mode in _COLOUR and _full_scale(image, data) > 255):
-        image = _squeezed_to_eight_bits(image, data, name, bits)
+    if _largest_sample(image, data) > 255:
+        image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _EIGHT_BIT:
-        raise DataError(f"{name} has the colour mode {image.mode}; save it as RGB")
+        raise UnreadableImage(f"{name} has the colour mode {image.mode}; save it as RGB")
     if image.mode == "P":
-        image = image.convert("RGBA")  # straight to RGB warns where the palette is transparent
+        # The direct conversion to RGB warns if the palette has transparent colours.
+        image = image.convert("RGBA")
     return np.array(image.convert("RGB"))
 
 
-def _squeezed_to_eight_bits(
+def _scale_to_8_bits(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> Image.Image:
-    """White is where the file says it is, else where `bits` does.
+    """Scale samples of 9 to 16 bits so that white becomes 255.
 
-    PNG's sBIT says nothing of it: values of fewer bits are shifted up to the whole range there.
-
-    Raises:
-        DataError: nobody says it, and the values may use less than 16 bits; or they use more than
-            `bits`, and not all 16.
+    White is the largest sample that the header allows. A header that only gives 16 bits does not
+    say whether all of them are used, so white is 2**bits - 1 there.
     """
-    full = _full_scale(image, data)
-    says_itself = full < _FULL
-    if image.format == "PPM" and full < _FULL:
-        # PIL has spread its values already.
-        return image if image.mode in _COLOUR else _divided(np.asarray(image), _FULL)
-    values = np.asarray(image)
-    if image.mode in _COLOUR:
-        # PIL has the upper eight bits alone.
-        stored = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-        if stored is None or stored.dtype != np.uint16 or stored.ndim < 3:
-            raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
-        values = stored[..., 2::-1]
-    lowest, most = int(values.min()), int(values.max())
-    if lowest < 0 or most > _FULL:
-        raise DataError(f"{name} holds values outside 0..65535; save it with 8 or 16 bits")
-    if not says_itself and 0 < most <= _FULL // 2:
-        remedy = f"data.bits={max(8, most.bit_length())}"
-        if bits is None:
-            raise UnreadableImage(
-                f"{name} has 16 bits and values up to {most} alone: is it dark, or does it use "
-                "fewer? The bits of its camera make the largest value white; with 16 bits it is "
-                "read as it is",
-                remedy,
-                hint=(remedy, "or", "data.bits=16"),
-            )
-        full = 2**bits - 1
-    if most > full:
-        num_bits = most.bit_length()
-        raise DataError(
-            f"{name} holds values up to {most}, more than the {full} that its header gives as the "
-            "largest; save it with 8 bits"
-            if says_itself
-            else f"{name} holds values up to {most}, more than data.bits={bits} has",
-            hint=() if says_itself else (f"data.bits={num_bits}",),
+    white: int | None = _largest_sample(image, data)
+    is_colour = len(image.getbands()) > 1
+    if image.format == "PPM" and white < _16_BITS:
+        # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
+        return image if is_colour else _divide(np.asarray(image), _16_BITS)
+    is_stated = white < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
+    if not is_stated:
+        white = None if bits is None else 2**bits - 1
+    if is_colour and white == _16_BITS:
+        # Pillow has dropped the lower 8 bits.
+        return image
+    samples = np.asarray(image)
+    if is_colour:
+        decoded = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if decoded is None or decoded.dtype != np.uint16 or decoded.ndim < 3:
+            raise UnreadableImage(f"{name} has colours of 16 bits in a rare form; save it as PNG")
+        samples = decoded[..., 2::-1]
+    lowest, largest = int(samples.min()), int(samples.max())
+    remedy = f"data.bits={min(16, max(8, largest.bit_length()))}"
+    if white is None:
+        raise UnreadableImage(
+            f"{name} is a 16-bit image with values up to {largest}, and its header does not say "
+            "which value is white",
+            remedy,
+            hint=(remedy, "or", "data.bits=16"),
+        )
+    if lowest < 0 or largest > white:
+        can_be_set = not is_stated and 0 <= lowest <= largest <= _16_BITS
+        raise UnreadableImage(
+            f"{name} has values from {lowest} to {largest}, expected 0 to {white}",
+            remedy if can_be_set else "",
+            hint=(remedy,) if can_be_set else (),
         )
     if _is_inverted(image):
-        values = full - values.astype(np.int64)
-    # PIL drops the lower eight bits of colours.
-    is_whole = image.mode in _COLOUR and full == _FULL
-    return image if is_whole else _divided(values, full)
+        samples = white - samples.astype(np.int64)
+    return _divide(samples, white)
 
 
-def _divided(values: Integer[np.ndarray, "..."], full: int) -> Image.Image:
-    return Image.fromarray((values.astype(np.int64) * 255 // full).astype(np.uint8))
+def _divide(samples: Integer[np.ndarray, "..."], white: int) -> Image.Image:
+    return Image.fromarray((samples.astype(np.int64) * 255 // white).astype(np.uint8))
 
 
-def _full_scale(image: Image.Image, data: bytes) -> int:
-    """The largest number that a sample of the file can be, as its header says."""
+def _largest_sample(image: Image.Image, data: bytes) -> int:
+    """Return the largest sample that the header of a file allows, at most 65,535."""
     if image.format == "PNG":
         return 2 ** data[24] - 1
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        return min(_FULL, _largest_of_tiff(image))
+        return min(_16_BITS, _largest_of_tiff(image))
     if image.format == "PPM" and image.mode != "1":
         return int(re.sub(rb"#[^\r\n]*", b"", data[:1000]).split(None, 4)[3])
     return 255
@@ -363,10 +363,29 @@ def _stored(
     values = np.array(image)
     if image.mode in ("1", "P"):
         return values.astype(np.uint8)
-    full, spread = _full_scale(image, data), 255 if image.mode == "L" else _FULL
+    full, spread = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
     if image.format == "PPM" or full < 255:
         return (values.astype(np.int64) * full + spread // 2) // spread
     return values
+
+
+def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
+    """Return the number of each colour that occurs once in a palette. Other files have none.
+
+    Only the header is decoded. A file without a header has no palette either.
+    """
+    try:
+        with Image.open(io.BytesIO(_bytes_of(path)), formats=_FORMATS) as image:
+            palette = image.palette.palette if image.mode == "P" and image.palette else b""
+    except DataError:
+        raise
+    # Damaged files make Pillow raise anything. `read_indices` reports them.
+    except Exception as error:
+        reraise_out_of_memory(error)
+        return {}
+    colours = [(*palette[i : i + 3],) for i in range(0, len(palette) - 2, 3)]
+    counts = Counter(colours)
+    return {(r, g, b): n for n, (r, g, b) in enumerate(colours) if counts[r, g, b] == 1}
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:

@@ -18,7 +18,6 @@ from ssl_bench.data.files.fingerprints import (
     in_threads,
     marks_of,
 )
-from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.output import say, show_progress
@@ -229,14 +228,9 @@ def said_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) 
     for remedy, ids in sorted(gone.items()):
         names = ", ".join(ids[:_SHOWN])
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-        verb = "is" if len(ids) == 1 else "are"
-        if not remedy:
-            kind = "cannot be read"
-        elif remedy in KINDS:
-            kind = f"{verb} {KINDS[remedy]}, which {remedy} reads"
-        else:
-            kind = f"of 16 bits left out, dark or of fewer bits ({remedy} reads them)"
-        parts.append(f"{len(ids)} {kind}: {names}{more}")
+        needs = "needs" if len(ids) == 1 else "need"
+        problem = f"{needs} {remedy}" if remedy else "cannot be read"
+        parts.append(f"{len(ids)} {problem}: {names}{more}")
     return parts
 
 

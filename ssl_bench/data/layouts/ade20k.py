@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
-from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
+from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
 from ssl_bench.data.samples import IGNORED, find_root
 from ssl_bench.data.splits import read_lines
 
@@ -41,7 +41,7 @@ class Ade20k(PairedFolders):
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root = self._root()
         files = Files(split_folder(root / "annotations", split), ".png")
-        return Masks(files, LABELS), class_names(root)
+        return IndexMasks(files, LABELS), class_names(root)
 
     def _counted(self) -> dict[str, Files]:
         folders = {"train": "images/training", "val": "images/validation"}

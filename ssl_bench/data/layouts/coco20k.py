@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -14,8 +13,9 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, checked_boxes, numbers
 from ssl_bench.data.files.fingerprints import digest_of
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import Layout, find_root, first_folder, name_of_images
-from ssl_bench.data.splits import Split, read_list
+from ssl_bench.data.splits import Split
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
 from ssl_bench.scores import index_coco
@@ -120,7 +120,8 @@ class Coco20k(Layout):
     def _set(self, boxes: CocoBoxes | None) -> FileImageSet:
         root, split = self._root(), Split.parse(self.discovery_split)
         source = self._list(root)
-        listed = read_list(source)
+        images = Files(first_folder([root / "images" / split.name, root / split.name]), ".jpg")
+        listed = find_image_ids(read_list(source), images)
         # A shorter list is another benchmark and must not pass for COCO20k.
         name = name_of_images(self.name, {"discovery": listed})
         if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
@@ -130,7 +131,7 @@ class Coco20k(Layout):
             split=self.discovery_split,
             source=source,
             ids=split.cut(listed),
-            images=Files(first_folder([root / "images" / split.name, root / split.name]), ".jpg"),
+            images=images,
             boxes=boxes,
         )
 
@@ -172,9 +173,8 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
     digest = digest_of(annotations)
     index = cache / f"coco-boxes-2-{digest[:16]}.npz"
-    # A damaged index is made again; where none can be written the JSON is parsed each time.
-    damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)
-    with suppress(*damage), np.load(index, allow_pickle=False) as stored:
+    # If the index is missing or damaged in any way, it is made again.
+    with suppress(Exception), np.load(index, allow_pickle=False) as stored:
         return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
     if digest_of(annotations) != digest:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
-from ssl_bench.data.layouts.image_mask_folders import PairedFolders, split_folder
+from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
 from ssl_bench.data.samples import IGNORED, find_root, first_folder
 from ssl_bench.data.splits import Split
 
@@ -66,7 +66,7 @@ class CocoStuff(PairedFolders):
             {**dict(zip(numbers, meanings, strict=True)), 255: IGNORED},
             hint=f"published masks are named ID.png, remapped ones must be named ID{REMAPPED}",
         )
-        return Masks(files, labels), names
+        return IndexMasks(files, labels), names
 
     def _counted(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}

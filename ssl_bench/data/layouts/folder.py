@@ -1,19 +1,19 @@
 """A folder of pictures, with whatever folders inside it."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.images import IMAGE_SUFFIXES
 from ssl_bench.data.samples import Layout, given_folder, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import list_files
+from ssl_bench.system.output import say_once
 
-SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".tif", ".tiff"),
-    *(".avif", ".heic", ".heif"),
-)
+_MAX_NAMED_SUFFIXES = 5
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,13 @@ class ImageFolder(Layout):
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = given_folder(self.root)
         if not root.is_dir():
-            raise DataError(f"{root} is not a folder; expected one with pictures in it")
-        ids = tuple(sorted(pictures_below(root)))
+            raise DataError(f"{root} is not a folder; expected a folder of images")
+        names = list(list_files(root))
+        ids = tuple(sorted(filter(_has_image_suffix, names)))
         if not ids:
-            raise DataError(f"{root} holds no picture; known are {', '.join(SUFFIXES)}")
+            raise DataError(f"{root} has no images; expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
+        if len(ids) < len(names):
+            say_once(_describe_left_out(root, set(names).difference(ids)))
         return FileImageSet(
             name=self.name,
             split="all",
@@ -62,5 +65,20 @@ class ImageFolder(Layout):
 
 
 def pictures_below(root: Path) -> Iterator[str]:
-    """Paths of the pictures below a folder, without those that this program wrote."""
-    return (name for name in list_files(root) if name.lower().endswith(SUFFIXES))
+    """Yield the relative paths of the images below a folder, as `list_files` finds them."""
+    return filter(_has_image_suffix, list_files(root))
+
+
+def _has_image_suffix(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _describe_left_out(root: Path, names: Collection[str]) -> str:
+    suffixes = Counter(PurePosixPath(name).suffix.lower() or "without suffix" for name in names)
+    counts = [f"{count} {suffix}" for suffix, count in suffixes.most_common(_MAX_NAMED_SUFFIXES)]
+    more = ", ..." if len(suffixes) > len(counts) else ""
+    files = "1 file does" if len(names) == 1 else f"{len(names)} files do"
+    return (
+        f"{files} not have the suffix of an image and are left out of {root}: "
+        f"{', '.join(counts)}{more}; for example {min(names)}"
+    )

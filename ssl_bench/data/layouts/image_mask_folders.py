@@ -1,9 +1,9 @@
 """Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ from jaxtyping import Int64, UInt8
 
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
-from ssl_bench.data.files.images import read_mask_colours
+from ssl_bench.data.files.images import read_mask_colours, read_palette
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import list_files
 
@@ -52,11 +53,14 @@ class PairedFolders(Layout):
     def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
         images = self._images(split)
         source, ids = self._listed(split, images, masks)
+        share = Split.parse(split).cut(ids)
+        if isinstance(masks, IndexMasks) and share:
+            masks = replace(masks, reference=masks.files.path(share[0]))
         return FileImageSet(
             name=self._images_name,
             split=split,
             source=source,
-            ids=Split.parse(split).cut(ids),
+            ids=share,
             images=images,
             class_names=class_names,
             masks=masks,
@@ -111,7 +115,51 @@ class NestedFiles(Files):
 
 
 @dataclass(frozen=True)
-class TwoClassMasks(Masks):
+class IndexMasks(Masks):
+    """Masks that store class numbers.
+
+    Attributes:
+        reference: A mask of the same split. Other masks must not store other numbers for the
+            colours in its palette, as after a tool has sorted each palette.
+    """
+
+    reference: Path | None = None
+
+    def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
+        """Return the classes of a mask.
+
+        Raises:
+            DataError: As for `Masks`, or a tool has changed the order of the palette.
+        """
+        path = self.files.path(image_id)
+        palette = read_palette(path)
+        if palette:
+            self._require_same_order(path, palette)
+        return super().read(image_id)
+
+    def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
+        expected, source = self._reference_palette, str(self.reference)
+        greys = {r for r, g, b in palette if r == g == b}
+        # A tool has stored a grey mask with a palette, so the grey value is the class number. Black
+        # and white are also usual colours of the numbers 0 and 1.
+        if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
+            expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
+        for colour, number in palette.items():
+            if expected.get(colour, number) != number:
+                raise DataError(
+                    f"{path} stores {number} for the colour {list(colour)}, expected "
+                    f"{expected[colour]} as in {source}. A tool has changed the order of the "
+                    "palette. Use the original masks, or list the colours of all classes in "
+                    "dataset.colours"
+                )
+
+    @cached_property
+    def _reference_palette(self) -> Mapping[Colour, int]:
+        return read_palette(self.reference) if self.reference else {}
+
+
+@dataclass(frozen=True)
+class TwoClassMasks(IndexMasks):
     """Masks of two classes where nobody said whether 255 is the second or does not count."""
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
@@ -249,9 +297,7 @@ class ImageMaskFolders(PairedFolders):
         if self.lists is None:
             return super()._listed(split, images, masks)
         source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
-        # A list may name an image by its file, with all that follows the common part.
-        ending = PurePosixPath(self.image_suffix).stem
-        return source, [name.removesuffix(ending) for name in read_list(source)]
+        return source, find_image_ids(read_list(source), images)
 
     def _counted(self) -> dict[str, Files]:
         root, folder = self._root(), self.image_folder
@@ -329,7 +375,7 @@ class ImageMaskFolders(PairedFolders):
         )
         labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
         is_unsaid = self.ignored is None and list(numbers) == [0, 1]
-        return (TwoClassMasks if is_unsaid else Masks)(files, labels), names
+        return (TwoClassMasks if is_unsaid else IndexMasks)(files, labels), names
 
     def _colour_masks(self, files: Files, count: int) -> ColourMasks:
         assert self.colours is not None

@@ -18,6 +18,7 @@ from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_imag
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
+from ssl_bench.system.process import reraise_out_of_memory
 
 CATEGORIES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -47,7 +48,8 @@ class SpairPairs(FileSet):
         file = self.annotations.path(pair_id)
         try:
             told = json.loads(read_regular(file))
-        except (OSError, ValueError, RecursionError) as error:
+        except Exception as error:
+            reraise_out_of_memory(error)
             raise _damaged(file, str(error)) from error
         if not isinstance(told, dict) or told.get("category") != category:
             raise _damaged(file, f"it is not of the category {category}")

@@ -18,10 +18,12 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     checked_boxes,
 )
+from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
-from ssl_bench.data.splits import Split, read_list, require_disjoint
+from ssl_bench.data.splits import Split, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
+from ssl_bench.system.process import reraise_out_of_memory
 
 # fmt: off
 CLASS_NAMES = (
@@ -31,6 +33,8 @@ CLASS_NAMES = (
 )
 # fmt: on
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_XML_ENCODING = re.compile(rb"""\s*<\?xml[^>]*\sencoding\s*=\s*["']([\w.:-]+)""", re.ASCII)
+_CLASS_FLAG = re.compile(r"\s(-1|0|1)$", re.ASCII)
 _LISTS = {
     "train": "Segmentation/train.txt",
     "val": "Segmentation/val.txt",
@@ -59,7 +63,7 @@ class VocBoxes(Boxes):
         """
         path = self.files.path(image_id)
         try:
-            root = ElementTree.fromstring(read_regular(path))
+            root = _parse_xml(read_regular(path))
             if root.tag != "annotation":
                 raise ValueError(f"it is about {root.tag}")
             objects = {
@@ -70,7 +74,8 @@ class VocBoxes(Boxes):
             corners = [_corners(one, count) for count, one in objects.items()]
             told = [root.findtext(f"size/{key}") for key in ("height", "width")]
             height, width = (0.0 if text is None else _number(text) for text in told)
-        except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
+        except Exception as error:
+            reraise_out_of_memory(error)
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         # A file need not say the size, or says 0.
         stated = (height, width) if height and width else None
@@ -79,6 +84,18 @@ class VocBoxes(Boxes):
     def meaning(self, image_id: str) -> str:
         del image_id
         return f"exclude_difficult={self.exclude_difficult}"
+
+
+def _parse_xml(data: bytes) -> ElementTree.Element:
+    """Parse XML in any encoding that Python knows. Undecodable characters are replaced."""
+    try:
+        return ElementTree.fromstring(data)
+    except (ElementTree.ParseError, ValueError):
+        # The parser does not support Chinese and Japanese encodings, which some tools write, even
+        # into files that declare UTF-8.
+        encoding = _XML_ENCODING.match(data)
+        text = data.decode(encoding[1].decode() if encoding else "utf-8", errors="replace")
+        return ElementTree.fromstring(text)
 
 
 def _corners(one: ElementTree.Element, count: int) -> list[float]:
@@ -150,12 +167,20 @@ class VocFolder:
             name=self.name,
             split=split,
             source=source,
-            ids=share.cut(read_list(source)),
+            ids=share.cut(_read_ids(source, self.path)),
             images=Files(self.path / "JPEGImages", ".jpg"),
             class_names=self.class_names,
             masks=masks,
             boxes=boxes,
         )
+
+
+def _read_ids(source: Path, folder: Path) -> list[str]:
+    """Read a list of images. Lists of a class, such as person_val.txt, mark other images by -1."""
+    lines = read_list(source)
+    if all(_CLASS_FLAG.search(line) for line in lines):
+        lines = [line for line in lines if not line.endswith("-1")]
+    return find_image_ids(lines, Files(folder / "JPEGImages", ".jpg"))
 
 
 @dataclass(frozen=True)
@@ -214,5 +239,5 @@ class Voc(Layout):
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
             raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
         lists = {role: path / "ImageSets" / file for role, file in _LISTS.items()}
-        found = {role: set(read_list(file)) for role, file in lists.items() if file.is_file()}
+        found = {role: set(_read_ids(file, path)) for role, file in lists.items() if file.is_file()}
         return VocFolder(path, name_of_images(self.name, found), CLASS_NAMES)

@@ -10,7 +10,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
-from ssl_bench.models.config import EncoderConfig, config_of
+from ssl_bench.models.config import EncoderConfig, config_from_dict
 from ssl_bench.models.encoder import (
     IMAGENET_COLOURS,
     Colours,
@@ -31,16 +31,17 @@ from ssl_bench.models.encoder import (
     Encoder,
     EncoderIdentity,
     configured,
-    empty_encoder,
     encoder_from_model,
     require_images,
 )
 from ssl_bench.models.loading.addresses import name_of
 from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.files import (
+    describe_substitute,
     file_sha256,
     open_regular,
     read_digests,
+    resolve_links,
     write_atomically,
     write_text_atomically,
 )
@@ -52,6 +53,8 @@ _VERSION = "1"
 # What a checkpoint holds that does not say it, as all did when there was one kind.
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
+# Hugging Face splits large models.
+_PART = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Of numbers in a config.json.
 _LARGEST = 1e9
 # Not those of 8 bits: the factors that they are stored with stand elsewhere.
@@ -134,7 +137,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
                 f"{path} has format version {metadata.get('version')}, this program reads "
                 f"{_VERSION}; install a newer ssl-bench"
             )
-        model = empty_encoder(_stated_config(path, metadata))
+        model = _stated_config(path, metadata).build_empty()
         load_weights(model, usable(read_weights(path), path), path)
     return model, digest
 
@@ -216,7 +219,7 @@ def _stated_colours(path: Path, metadata: Mapping[str, str]) -> Colours:
 def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
-        return config_of(kind, json.loads(metadata["config"]))
+        return config_from_dict(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} holds a model configuration that cannot be read ({error}); "
@@ -244,19 +247,38 @@ MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
 """What is typed once the advice of `IN_PYTHON`, or that of `with_model_args`, is taken."""
 
 
+def reject_parts(path: Path) -> None:
+    """Refuse a part, or a folder of parts, of a checkpoint that is stored in several files."""
+    folder = path if path.is_dir() else path.parent
+    is_given = path.suffix == ".distcp" or path.name == ".metadata"
+    if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
+        whole = resolve_links(folder)
+        joined = whole.with_name(f"{whole.name}.pth")
+        way = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+        raise CheckpointError(
+            f"{folder} is a checkpoint of torch.distributed in several parts, expected one file; "
+            f"run: {quote_command([*way, str(folder), str(joined)])}",
+            hint=("--checkpoint", escape_braces(str(joined))),
+        )
+    if _PART.fullmatch(path.name):
+        raise CheckpointError(
+            f"{path} is one of several parts of a model, expected one file; save them in one: "
+            "model.save_pretrained(FOLDER, max_shard_size='100GB')"
+        )
+
+
 def check_readable(path: Path) -> None:
     """Refuse what cannot be a weights file."""
+    reject_parts(path)
     try:
         with open_regular(path) as file:
-            start = file.read(256).lstrip()
+            substitute = describe_substitute(file.read(256))
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
         ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty; copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+    if substitute:
+        raise CheckpointError(f"{path} {substitute}")
 
 
 @contextmanager
@@ -343,6 +365,11 @@ def read_weights(path: Path) -> dict[str, Any]:
         culprit = re.search(r"GLOBAL (\S+)", str(error))
         if culprit is None:
             raise CheckpointError(_no_weights(path, "no pickle of torch")) from error
+        if culprit[1].startswith("torch.distributed"):
+            raise CheckpointError(
+                f"{path} holds {culprit[1]}: it is the part of one process of a distributed run; "
+                "gather the whole state_dict() in that run, and save it"
+            ) from error
         raise CheckpointError(
             f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where "
             "you trust it, load it and save only its tensors with safetensors.torch.save_file"
@@ -375,7 +402,9 @@ def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
+) -> None:
     """Copy `weights` into `model`; every name and shape must fit."""
     wanted = model.state_dict()
     wrong = {
@@ -392,8 +421,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
         raise CheckpointError(
             f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
-            f"{'; '.join(faults)}; of another architecture take timm's name",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
+            f"{'; '.join(faults)}",
+            hint=hint,
         )
     model.load_state_dict(dict(weights))
 

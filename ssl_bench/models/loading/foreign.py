@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces, join_alternatives
+from ssl_bench.errors import CheckpointError, ConfigurationError, escape_braces
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import (
     ASSUMED,
@@ -25,13 +25,13 @@ from ssl_bench.models.loading.checkpoint import (
     PYTHON_FILE,
     load_weights,
     read_weights,
+    shape_text,
     unreplaced,
     verified_sha256,
     with_model_args,
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    TORCHVISION,
     Backbone,
     Description,
     Layout,
@@ -40,6 +40,7 @@ from ssl_bench.models.loading.layouts import (
     recognised,
     refuse_strangers,
     renamed,
+    ways_to_load,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -95,7 +96,7 @@ def load_foreign(
         config, grid_size, assumed = _inferred_config(weights, layout, described, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
-        load_weights(model, weights, path)
+        load_weights(model, weights, path, hint=ways_to_load(backbone.weights, path))
     if described is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -181,9 +182,8 @@ def _inferred_config(
     rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
-        # timm reads all of these names but torchvision's.
         other = with_model_args(path, '"num_heads": N') + ", and type local-dir:FOLDER"
-        if layout is TORCHVISION:
+        if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
@@ -239,13 +239,17 @@ def _require_needed(
         came = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
-            f"{', '.join(missing)}, came {came}; rename its keys, take timm's name of its "
-            f"architecture, or {IN_PYTHON}",
-            hint=join_alternatives(
-                ("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"), PYTHON_FILE
-            ),
+            f"{', '.join(missing)}, came {came}; rename its keys, or {IN_PYTHON}",
+            hint=ways_to_load(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
+    if kernel.ndim == 2:
+        raise CheckpointError(
+            f"{path} embeds patches by a linear layer ({_NEEDED[2]} is {shape_text(kernel)}), and "
+            "nothing says in which order its pixels stand; reshape it to dim x 3 x rows x columns, "
+            f"or {IN_PYTHON}",
+            hint=PYTHON_FILE,
+        )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
         raise CheckpointError(
             f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "

@@ -41,6 +41,7 @@ class Layout:
         renames: Patterns of whole names and what takes their place; the first that fits counts.
         ignored: Pattern of whole names to the reason why they are left out.
         heads: Width to number of heads, where it is not a head for 64 channels.
+        is_read_by_timm: Whether timm's models load weights with these names.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=dict)
+    is_read_by_timm: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ TRANSFORMERS = Layout(
         (r"layernorm\.(\w+)", r"norm.\1"),
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
+    is_read_by_timm=False,
 )
 _TV_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
 TORCHVISION = Layout(
@@ -155,6 +158,7 @@ TORCHVISION = Layout(
     ),
     ignored={r"heads\..*": "a head, after the encoder"},
     heads=_WIDE_HEADS,
+    is_read_by_timm=False,
 )
 DINOV3_TRANSFORMERS = Layout(
     "DINOv3 of transformers",
@@ -175,41 +179,95 @@ DINOV3_TRANSFORMERS = Layout(
 )
 """The names of DINOv3's own files; its two linear layers differ with and without a gate."""
 
-LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
+_MM_LAYER = r"layers\.(\d+)\."
+MMPRETRAIN = Layout(
+    "mmpretrain",
+    "https://github.com/open-mmlab/mmpretrain/blob/00030e3f/mmpretrain/models/backbones/"
+    "vision_transformer.py",
+    marks=(rf"{_MM_LAYER}ffn\.layers\.0\.0\.weight",),
+    renames=(
+        (r"patch_embed\.projection\.(\w+)", r"patch_embed.proj.\1"),
+        (rf"{_MM_LAYER}ln([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (rf"{_MM_LAYER}attn\.(qkv|proj)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_MM_LAYER}ffn\.layers\.0\.0\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_MM_LAYER}ffn\.layers\.1\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (rf"{_MM_LAYER}(?:attn|ffn)\.gamma([12])\.weight", r"blocks.\1.ls\2.gamma"),
+        # With global pooling there is only ln2, which is applied to the mean patch.
+        (r"ln[12]\.(\w+)", r"norm.\1"),
+    ),
+    ignored={r"mask_token": _MASKED},
+    heads=_WIDE_HEADS,
+    is_read_by_timm=False,
+)
+CLIP = Layout(
+    "CLIP",
+    "https://github.com/openai/CLIP/blob/d05afc43/clip/model.py",
+    marks=(r"transformer\.resblocks\.\d+\.attn\.in_proj_weight",),
+    renames=(
+        (r"class_embedding", r"cls_token"),
+        (r"positional_embedding", r"pos_embed"),
+        (r"conv1\.(\w+)", r"patch_embed.proj.\1"),
+        (r"ln_pre\.(\w+)", r"norm_pre.\1"),
+        (r"ln_post\.(\w+)", r"norm.\1"),
+        (r"transformer\.resblocks\.(\d+)\.ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"transformer\.resblocks\.(\d+)\.ls_([12])\.gamma", r"blocks.\1.ls\2.gamma"),
+    ),
+    ignored={r"proj": "a head, after the encoder"},
+)
+"""The image encoder of a CLIP, under the names of timm, which has the norm before its blocks."""
+
+LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """In the order in which they are tried; the last takes what nothing else marks."""
 
-# What tells an encoder that our ViT is not, and the architecture of timm that is, of its width.
-_STRANGERS = (
+# Tensors that the ViT of this suite does not have, and the architectures of timm that have them.
+_UNSUPPORTED_VIT = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
-    (r"dist_token", "a distillation token", "deit_{}_distilled_patch16_224"),
-    (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", "NAME"),
-    (r"norm_pre\.\w+", "a norm before the first block", "vit_{}_patch16_clip_224"),
-    (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", "NAME"),
-    (r"reg_token", "registers as timm stores them", "vit_{}_patch14_reg4_dinov2"),
-    (r"attn_pool\..*", "attention pooling", "vit_{}_patch16_siglip_224"),
+    (r"dist_token", "a distillation token", "deit_{size}_distilled_patch16_224"),
+    (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", ""),
+    (
+        r"norm_pre\.\w+",
+        "a norm before the first block, as CLIP has (OpenAI's with QuickGELU)",
+        "vit_{size}_patch{patch}_clip_224 vit_{size}_patch{patch}_clip_quickgelu_224",
+    ),
+    (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", ""),
+    (r"reg_token", "registers as timm stores them", "vit_{size}_patch14_reg4_dinov2"),
+    (r"attn_pool\..*", "attention pooling", "vit_{size}_patch16_siglip_224"),
 )
-# Width to timm's word; of DINOv3 the ones with a gate in their MLP are its "plus".
+# timm's word for a width. DINOv3 with a gated MLP has "plus" in its name.
 _SIZES = MappingProxyType(
     {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 )
+_USUAL_PATCH = 16
 _BY_NAME = "take timm's name of its architecture"
-_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r}, patch_size=16)"
-# Other networks, and who takes them.
-_OTHERS = (
-    (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+_BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
+# Networks that are no plain Vision Transformer, and how they are loaded.
+_NOT_VIT = (
+    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+    (
+        r"stages\.\d+\.(?:\d+\.depthwise_conv|blocks\.\d+\.(?:attn\.w_msa|ffn))\..*",
+        "stages of mmpretrain",
+        IN_PYTHON,
+    ),
     (r"stages\.\d+\..*|downsample_layers\..*", "stages, such as a ConvNeXt's", _BY_NAME),
     (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
-    (r"features\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
+    (r"features\.5\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
+    (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
     (r".*relative_position_bias_table", "relative positions, such as a BEiT's", IN_PYTHON),
 )
+# Names of blocks for which timm's name of the architecture may help.
+_TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 
 
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
-    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj|embeddings\.patch_embeddings"
-    r"(?:\.projection)?|conv_proj|stem\.0|downsample_layers\.0\.0)\.)weight"
+    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj(?:ection)?|embeddings\.patch_embeddings"
+    r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
 _BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _PART = re.compile(r"[./]")
@@ -219,6 +277,7 @@ _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher",
 _TRAINED = {"current", "momentum", "online", "student"}
 # By the first part of a name, seen from where the encoder is.
 _BESIDE = {
+    r"neck|target_generator": "a head of pretraining",
     r"student": "the student; the teacher leads",
     r"teacher": "a teacher that is no such encoder",
     r"momentum_encoder": "momentum encoder of MoCo-v3, scored on its base encoder",
@@ -248,29 +307,42 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 def refuse_strangers(weights: Mapping[str, Tensor], path: Path) -> None:
     """Refuse encoders of another kind, with who takes them."""
-    for pattern, what, way in _OTHERS:
+    for pattern, what, way in _NOT_VIT:
         if (found := _fitting(weights, pattern)) is not None:
             raise CheckpointError(
                 f"{path} holds {what} ({found}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists; {way}",
                 hint=TIMM_NAME if way == _BY_NAME else PYTHON_FILE,
             )
-    for pattern, what, architecture in _STRANGERS:
+    for pattern, what, architectures in _UNSUPPORTED_VIT:
         if (found := _fitting(weights, pattern)) is not None:
             # timm takes seconds to import.
             import timm
 
             kernel = weights.get("patch_embed.proj.weight")
-            width = len(kernel) if kernel is not None and kernel.ndim else 0
-            timm_name = architecture.format(_SIZES.get(width))
-            by_name = ("--checkpoint", f"timm:{timm_name}@{escape_braces(str(path))}")
+            width, patch = (0, 0) if kernel is None or kernel.ndim != 4 else kernel.shape[::3]
+            names = [
+                architecture.format(size=_SIZES.get(width), patch=side)
+                for architecture in architectures.split()
+                for side in (patch, _USUAL_PATCH)
+            ]
+            known = [
+                ("--checkpoint", f"timm:{timm_name}@{escape_braces(str(path))}")
+                for timm_name in dict.fromkeys(names)
+                if timm.is_model(timm_name)
+            ]
             raise CheckpointError(
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
                 f"{_BY_NAME}, or, if it differs from that, {with_model_args(path, '...')}",
-                hint=join_alternatives(
-                    by_name if timm.is_model(timm_name) else TIMM_NAME, MODEL_FOLDER
-                ),
+                hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
+
+
+def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
+    """The hint for a file that is in no layout of ours: Python, and timm if names are like its."""
+    by_name = ("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}")
+    is_like_timm = _fitting(weights, _TIMM_BLOCK) is not None
+    return join_alternatives(by_name if is_like_timm else (), PYTHON_FILE)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
@@ -386,6 +458,12 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
             unknown.append(key)
     inside = ((_without("module", name.removeprefix(root)), own[name]) for name in own)
     weights = _once(inside, path)
+    if _fitting(weights, CLIP.marks[0]) is not None:
+        weights, projection = renamed(CLIP, weights, path)
+        ignored |= projection
+        for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
+            if name in weights and weights[name].ndim == ndim:
+                weights[name] = weights[name].reshape(1, -1, weights[name].shape[-1])
     if unknown:
         if not encoders:
             refuse_strangers(weights, path)

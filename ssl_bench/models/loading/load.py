@@ -35,6 +35,7 @@ from ssl_bench.models.loading.checkpoint import (
     is_ours,
     load_own_encoder,
     read_metadata,
+    reject_parts,
     stated_encoder,
 )
 from ssl_bench.system.files import expand_path, resolve_links
@@ -194,6 +195,7 @@ def _from_path(uri: str) -> Encoder:
             f"{folder} is a folder of Hugging Face",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
+    reject_parts(path)
     if not path.is_file():
         names: list[str] = []
         with suppress(OSError):

@@ -1,8 +1,7 @@
 """ONNX files of ViTs, DINOv2 and DeiT of transformers, as weights under their names."""
 
-import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models.loading.checkpoint import check_readable, named
 from ssl_bench.models.loading.layouts import Description
+from ssl_bench.system.process import reraise_out_of_memory
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
@@ -36,16 +36,24 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         ) from error
     check_readable(path)
     try:
-        graph = onnx.load(str(path)).graph
-        constants = {item.name: numpy_helper.to_array(item) for item in graph.initializer}
-    except Exception as error:  # A damaged file makes its reader fail in any way.
+        return _read_graph(onnx.load(str(path)).graph, numpy_helper.to_array, path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # A damaged file makes its reader, and the walk below, fail anyhow.
+        reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is cut or no ONNX file ({reason[:120]}); copy or download it again"
         ) from error
+
+
+def _read_graph(
+    graph: Any, to_array: Callable[[Any], np.ndarray], path: Path
+) -> tuple[dict[str, Tensor], Description]:
+    constants = {item.name: to_array(item) for item in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
-            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+            constants[node.output[0]] = to_array(node.attribute[0].t)
     weights = _named(graph, constants)
     prefix = next((n.removesuffix(_EMBEDDINGS) for n in weights if n.endswith(_EMBEDDINGS)), None)
     if prefix is None:
@@ -90,8 +98,9 @@ def _scope(node: Any) -> str:
     """The module that a node was traced in, as PyTorch names it; empty where nothing says so."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
-    said = next((item.value for item in node.metadata_props if item.key == _SCOPES), "[]")
-    scopes = [scope for scope in ast.literal_eval(said) if scope]
+    said = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
+    # The text of a list of Python: ['', 'embeddings', 'embeddings.norm', 'layer_norm_1'].
+    scopes = re.findall(r"""["']([^"']+)["']""", said)
     # The last is the node's own name.
     return scopes[-2] if len(scopes) > 1 else ""
 
@@ -140,12 +149,13 @@ def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
     """A shape, with None for what is known only when the graph runs."""
-    if name in constants:
-        return constants[name].reshape(-1).tolist()
     maker = makers.get(name)
-    if maker is None or maker.op_type != "Concat":
-        return [None]
-    return [number for part in maker.input for number in _numbers(part, constants, makers)]
+    is_joined = name not in constants and maker is not None and maker.op_type == "Concat"
+    return [
+        number
+        for part in (maker.input if is_joined else [name])
+        for number in (constants[part].reshape(-1).tolist() if part in constants else [None])
+    ]
 
 
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
