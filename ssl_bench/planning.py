@@ -400,7 +400,10 @@ def _build_pair(
     key = config_to_yaml(config["dataset"])
     if key not in datasets:
         built = build(config, "dataset")
-        datasets[key] = ListedOnce(built.with_sets(request.sets) if request.sets else built)
+        built = built.with_sets(request.sets) if request.sets else built
+        # This line opens a dataset whose roles depend on its content, and reports its errors.
+        _ = built.supports
+        datasets[key] = ListedOnce(built)
     full = datasets[key]
     dataset = full.dataset
     typed = {override.partition("=")[0] for override in overrides}

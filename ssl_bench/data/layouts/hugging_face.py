@@ -18,6 +18,7 @@ from typing import Any
 
 import huggingface_hub
 import numpy as np
+from jaxtyping import Integer
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.images import decode_image, decode_indices
@@ -108,9 +109,7 @@ class TableItems(Items):
         # Masks and boxes belong to the pixels as they are stored.
         upright = not (columns.mask or columns.boxes)
         image = decode_image(_bytes_of(row[columns.image], place), place, bits, upright=upright)
-        mask = boxes = None
-        if columns.mask:
-            mask = decode_indices(_bytes_of(row[columns.mask], place), f"the mask of {place}")
+        mask, boxes = self.read_mask(index) if columns.mask else None, None
         if columns.boxes and self._box_format:
             try:
                 boxes = to_corners(_boxes_of(row, columns.boxes), self._box_format)
@@ -128,10 +127,9 @@ class TableItems(Items):
         described = repr((label, boxes, self._box_format)).encode()
         return Facts(digest_of_parts(described, *parts), label)
 
-    def largest_number(self, index: int, ignored: Sequence[int]) -> int:
+    def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
         data = _bytes_of(self._table[index][self.columns.mask], self.place(index))
-        mask = decode_indices(data, f"the mask of {self.place(index)}")
-        return int(mask[~np.isin(mask, ignored)].max(initial=-1))
+        return decode_indices(data, f"the mask of {self.place(index)}")
 
     @cached_property
     def labels(self) -> list[int]:

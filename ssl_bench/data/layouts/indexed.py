@@ -86,8 +86,15 @@ class Items:
 
     def largest_number(self, index: int, ignored: Sequence[int]) -> int:
         """Return the largest number of an item's mask that is not ignored, -1 without any."""
+        mask = self.read_mask(index)
+        counted = mask[~np.isin(mask, ignored)]
+        return int(counted.max()) if counted.size else -1
+
+    def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
+        """Return the stored mask of an item whose annotations include "mask"."""
         mask = self.read(index).mask
-        return -1 if mask is None else int(mask[~np.isin(mask, ignored)].max(initial=-1))
+        assert mask is not None
+        return mask
 
     def place(self, index: int) -> str:
         """Return the name of an item in messages."""
