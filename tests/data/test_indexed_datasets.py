@@ -22,6 +22,7 @@ from ssl_bench.errors import ConfigurationError, DataError, MachineError, Unread
 
 CLASSES = ("light red", "green", "blue")
 TO_FLOATS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+tv_boxes: Any = tv_tensors.BoundingBoxes
 BOXES = np.array([[8, 8, 24, 24]])
 
 
@@ -95,7 +96,7 @@ def test_targets_are_recognised_by_the_first_item():
     [
         BOXES,
         BOXES.tolist(),
-        tv_tensors.BoundingBoxes([[8, 8, 16, 16]], format="XYWH", canvas_size=(32, 40)),
+        tv_boxes([[8, 8, 16, 16]], format="XYWH", canvas_size=(32, 40)),
         {"boxes": torch.tensor(BOXES), "labels": torch.tensor([1])},
         [{"bbox": [8, 8, 16, 16], "iscrowd": 0}, {"bbox": [0, 0, 1, 1], "iscrowd": 1}],
         {
@@ -211,7 +212,7 @@ def test_class_names_come_from_the_dataset_the_user_or_the_labels():
 
 
 def test_a_limit_reads_only_the_images_that_remain():
-    images = open_sets(val=Items(0, 30)).val()
+    images: Any = open_sets(val=Items(0, 30)).val()
 
     few = limited(images, 5)
     assert few.name == "Items-30-limit5"
@@ -230,7 +231,18 @@ def test_masks_of_0_and_255_need_a_meaning():
     assert error.value.hint == ("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]")
     dataset = PythonDataset(one_object=True, numbers=[0, 255]).with_sets(sets)
     assert dataset.supports == {"saliency", "images"}
-    assert np.unique(dataset.val()[0].mask).tolist() == [0, 1]
+    mask_of_first: Any = dataset.val()[0].mask
+    assert np.unique(mask_of_first).tolist() == [0, 1]
+
+
+def test_images_that_are_fitted_and_scored_are_refused_unless_allowed(tmp_path):
+    inputs = {"train": Items(0, 12), "val": Items(9, 6), "out": tmp_path}
+    with pytest.raises(DataError) as error:
+        probe("knn", **inputs)
+    assert error.value.hint == ("data.allow_overlap=true",)
+    settings: dict[str, Any] = {"data.allow_overlap": True}
+    found = ssl_bench.probe("demo:skip", task="knn", layer=0, device="cpu", **inputs, **settings)
+    assert {record.settings["fitted_and_scored"] for record in found} == {3}
 
 
 def test_a_name_of_a_published_dataset_is_refused():

@@ -249,7 +249,7 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """How many scored images are a file of a fitted one, by a link or a copy of whatever name.
 
     Of sets whose files are known by size and time alone, files of one size and time are read.
-    What lies in no file of its own, and sets of other packages, are not looked at.
+    Sets without files are compared by the digests of their images, if they know them.
 
     Cost: that of both fingerprints.
 
@@ -258,7 +258,7 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """
     one, other = files_behind(fitted), files_behind(scored)
     if one is None or other is None:
-        return 0
+        return _shared_contents(fitted, scored, allowed=allowed)
     (fitted_set, fitted_places), (scored_set, scored_places) = one, other
     train, val = fitted_set.marks()[fitted_places], scored_set.marks()[scored_places]
     first = None
@@ -279,6 +279,34 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
             hint=("data.allow_overlap=true",),
         )
     return count
+
+
+def _shared_contents(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+    """Return how many scored images are equal to a fitted image, for images without files."""
+    fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
+    if fitted_digests is None or scored_digests is None:
+        return 0
+    known = set(fitted_digests)
+    shared = [i for i, one in zip(scored.ids, scored_digests, strict=True) if one in known]
+    if shared and not allowed:
+        raise DataError(
+            f"{len(shared)} of {len(scored)} scored images of {_title(scored)} are also training "
+            f"images, the first is {shared[0]}. Remove them from one of the splits, or score them "
+            "anyway",
+            hint=("data.allow_overlap=true",),
+        )
+    return len(shared)
+
+
+def image_digests(images: ImageSet) -> list[str] | None:
+    """Return a digest of each original image, None for sets that do not know it."""
+    if own := getattr(images, "image_digests", None):
+        return own()
+    inner = getattr(images, "images", None)
+    digests = image_digests(inner) if isinstance(inner, ImageSet) else None
+    if digests is not None and isinstance(images, RemainingImages):
+        return [digests[index] for index in images.kept]
+    return digests
 
 
 def _title(images: ImageSet) -> str:

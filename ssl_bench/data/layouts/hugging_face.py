@@ -119,13 +119,12 @@ class TableItems(Items):
 
     def find_facts(self, index: int) -> Facts:
         row, place, columns = self._table[index], self.place(index), self.columns
-        parts = [_bytes_of(row[columns.image], place)]
-        if columns.mask:
-            parts.append(_bytes_of(row[columns.mask], place))
+        image_digest = digest_of_parts(_bytes_of(row[columns.image], place))
+        parts = [_bytes_of(row[columns.mask], place)] if columns.mask else []
         label = self._label_of(row, place)
         boxes = repr(_boxes_of(row, columns.boxes)) if columns.boxes else None
-        described = repr((label, boxes, self._box_format)).encode()
-        return Facts(digest_of_parts(described, *parts), label)
+        described = repr((image_digest, label, boxes, self._box_format)).encode()
+        return Facts(digest_of_parts(described, *parts), image_digest, label)
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
         data = _bytes_of(self._table[index][self.columns.mask], self.place(index))

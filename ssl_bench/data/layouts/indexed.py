@@ -44,9 +44,16 @@ class Item:
 
 
 class Facts(NamedTuple):
-    """Digest of an item's content, in hexadecimal digits, and its label."""
+    """Identity of an item.
+
+    Attributes:
+        digest: SHA-256 of image and annotations, in hexadecimal digits.
+        image_digest: SHA-256 of the image.
+        label: Class of the whole image.
+    """
 
     digest: str
+    image_digest: str
     label: int | None
 
 
@@ -107,7 +114,7 @@ class Items:
             try:
                 return self.find_facts(index)
             except UnreadableImage:
-                return Facts(_UNREADABLE, None)
+                return Facts(_UNREADABLE, f"{_UNREADABLE} {self.place(index)}", None)
 
         missing = [index for index in indices if index not in self._facts]
         shown = show_progress(missing, f"sha256 of {self.title}", len(missing))
@@ -231,6 +238,10 @@ class IndexedImages:
     def entries(self) -> list[str]:
         """Return the digest of each item."""
         return [facts.digest for facts in self.items.facts(self.indices)]
+
+    def image_digests(self) -> list[str]:
+        """Return the digest of each image without its annotations."""
+        return [facts.image_digest for facts in self.items.facts(self.indices)]
 
     def read_as(self, options: ReadOptions) -> "IndexedImages":
         """Return the same images, read with other options. They are identified by their content."""

@@ -111,7 +111,9 @@ class PythonItems(Items):
         arrays = [item.image, *(array for array in (item.mask, item.boxes) if array is not None)]
         described = [str((array.shape, array.dtype.str, item.label)).encode() for array in arrays]
         contents = [np.ascontiguousarray(array).tobytes() for array in arrays]
-        return item, Facts(digest_of_parts(*described, *contents), item.label)
+        image_digest = digest_of_parts(str(image.shape).encode(), contents[0])
+        digest = digest_of_parts(image_digest.encode(), *described, *contents[1:])
+        return item, Facts(digest, image_digest, item.label)
 
     def _read_raw(self, index: int) -> tuple[UInt8[np.ndarray, "height width 3"], Target]:
         try:
