@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ssl_bench.data.files.readable import with_a_way_out
+from ssl_bench.data.files.readable import suggest_skipping
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.endings import STOP_SIGNALS
@@ -55,7 +55,7 @@ def in_memory(images: Samples, *, skip: bool = False) -> list[Sample]:
     try:
         return [replace(sample, mask=None, boxes=None) for sample in decoded]
     except UnreadableImage as error:
-        raise with_a_way_out(error) from error
+        raise suggest_skipping(error) from error
 
 
 class Remaining(NamedTuple):
@@ -115,7 +115,7 @@ class Batches(Dataset[Any]):
         try:
             found = {index: opened(self.images, index, skip=skip) for index in indices}
         except UnreadableImage as error:
-            return with_a_way_out(error)
+            return suggest_skipping(error)
         except DataError as error:
             return error
         samples = [found[index] for _, index, _ in keys]

@@ -20,11 +20,6 @@ from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.files import expand_path, resolve_links
 
 START, SHA256 = "init_from", "init_from_sha256"
-# They say how weights are drawn and trained, or are changed on the way.
-_MAY_DIFFER = (
-    *("image_size", "drop_path", "frozen_filters"),
-    *("init", "init_options", "truncated_tokens", "mlp_mean", "mlp_input_std"),
-)
 
 
 def init_from(
@@ -103,10 +98,10 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
             f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
             f"{type(module).__name__}; give its weights as a file, or take another model"
         )
-    may_differ = _MAY_DIFFER
-    if isinstance(config, ViTConfig) and config.position_embedding == "learned":
-        # Positions that are trained begin as those of the checkpoint, its scale among them.
-        may_differ = (*_MAY_DIFFER, "position_scale")
+    may_differ = {"image_size", *config.training_fields}
+    if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
+        # Fixed positions are not copied from the checkpoint.
+        may_differ.remove("position_scale")
     names = [item.name for item in fields(config) if item.name not in may_differ]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
     # Positions that were fixed may be trained from now on, but not the other way round.

@@ -30,9 +30,10 @@ from ssl_bench.composition.fields import (
     Temperature,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.readable import counts_and_first, shared_files, some_of
+from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.readable import count_shared_files, select_images, summarize_left_out
 from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import central_square
@@ -56,8 +57,8 @@ class Monitor:
     """What is measured, how often and on which images. Nothing by default.
 
     Attributes:
-        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, or of `CLASS/PICTURE`;
-            `data.root` without it.
+        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, of `CLASS/PICTURE`, or of
+            `train/*.tar` and `val/*.tar`. The default is `data.root`.
         train_split: Without it `train`.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
@@ -121,9 +122,10 @@ class Monitor:
             raise ConfigurationError(
                 "expected a folder with train/CLASS/PICTURE in it", hint=("monitor.root={folder}",)
             )
-        folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
+        layout = WebDataset if is_webdataset(root) else ClassFolders
+        dataset = layout(root, self.train_split, self.val_split, self.known_only)
         try:
-            observer = Observer(self, folders, learner, timeline, data.colours)
+            observer = Observer(self, dataset, learner, timeline, data.colours)
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(
@@ -135,7 +137,7 @@ class Monitor:
         if self.knn_epochs is not None:
             fitted.append(observer.train)
         observer.fitted_and_scored = max(
-            (shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
+            (count_shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
             default=0,
         )
         if self.accuracy_epochs is None:
@@ -165,16 +167,16 @@ class Observer(Measuring):
     def __init__(
         self,
         options: Monitor,
-        folders: ClassFolders,
+        dataset: ClassFolders | WebDataset,
         learner: Learner,
         timeline: Timeline,
         colours: Colours,
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
-        self.colours, self.all_val = colours, folders.val()
-        self.root = expand_path(folders.root or Path()).absolute()
+        self.colours, self.all_val = colours, dataset.val()
+        self.root = expand_path(dataset.root or Path()).absolute()
         self.val = drawn(self.all_val, options.val_images)
-        self.train = drawn(folders.train(), options.train_images)
+        self.train = drawn(dataset.train(), options.train_images)
         self.fitted_and_scored = 0
         most = len(self.train)
         if options.knn_epochs is not None and options.neighbours > most:
@@ -256,7 +258,7 @@ class Observer(Measuring):
         encoder, count = identify_encoder(str(weights)), self.fitted_and_scored
         fingerprint = self.all_val.fingerprint()
         if len(self.val) < len(self.all_val):
-            fingerprint = extended(fingerprint, self.val.ids)
+            fingerprint = extend_fingerprint(fingerprint, self.val.ids)
         gone = {trained_on.split: left_out}
         for most, right in found.items():
             hits = right.cpu().numpy()
@@ -289,7 +291,7 @@ class Observer(Measuring):
                 details={
                     "training": recipe_of(description, self.timeline),
                     "configuration": {k: v for k, v in description.items() if k not in _PLACES},
-                    **({"left_out": counts_and_first(gone)} if left_out else {}),
+                    **({"left_out": summarize_left_out(gone)} if left_out else {}),
                 },
                 **provenance_fields(
                     describe_device(next(self.learner.parameters()).device), seconds
@@ -327,7 +329,7 @@ class Observer(Measuring):
 def drawn(images: ImageSet, at_most: int) -> ImageSet:
     """Some images of a set, the same in every run."""
     order = np.random.default_rng(0).permutation(len(images))
-    return some_of(images, images.name, sorted(order[:at_most].tolist()))
+    return select_images(images, images.name, sorted(order[:at_most].tolist()))
 
 
 def class_ranks(

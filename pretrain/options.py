@@ -23,11 +23,12 @@ from ssl_bench.composition.fields import (
     Workers,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, read_as
-from ssl_bench.data.files.readable import faults_of, said_unreadable
+from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, with_read_options
+from ssl_bench.data.files.readable import describe_unreadable, find_unreadable
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limited
 from ssl_bench.errors import ConfigurationError
@@ -46,14 +47,17 @@ class DataOptions:
     """The images to learn from.
 
     Attributes:
-        root: Folder of images, those in its folders included; the toy scenes without it.
+        root: Folder of images, including its subfolders. Or tar files in the format of WebDataset:
+            one file, a folder of them, or a pattern such as `shards/{000..099}.tar`. Without a
+            root, the images are the toy scenes.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
         on_bad_image: "skip" takes for an image that cannot be read the next one that can, and says
             which were left out.
-        labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then, or
-            `CLASS/PICTURE`. Without a word, as the objective needs them.
+        labels: Whether images have classes. A folder then holds `train/CLASS/PICTURE` or
+            `CLASS/PICTURE`, and tar files hold class numbers in `KEY.cls`. The default depends on
+            the objective.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
         bits: Those that pictures of 16 bits use, where a file does not say it.
@@ -99,19 +103,22 @@ class DataOptions:
                 "data.labels=true, as objective=supervised has it, needs images with classes",
                 hint=("data.root={folder}",),
             )
-        if self.labels:
+        if self.root is not None and is_webdataset(self.root):
+            shards = WebDataset(self.root)
+            images = shards.to_learn_from() if self.labels else shards.images()
+        elif self.labels:
             images = ClassFolders(self.root).to_learn_from()
         else:
             images = (Toy() if self.root is None else ImageFolder(self.root)).images()
-        images = read_as(images, ReadOptions(self.fingerprint, self.bits))
+        images = with_read_options(images, ReadOptions(self.fingerprint, self.bits))
         return limited(images, self.limit) if self.limit else images
 
     def unreadable(self, images: ImageSet) -> str:
         """Which images of a small set a run will not learn from, in a line; empty for none."""
         if self.root is None or len(images) > _FEW:
             return ""
-        faults = faults_of(images, {})
-        broken = said_unreadable(images, faults)
+        faults = find_unreadable(images, {})
+        broken = describe_unreadable(images, faults)
         if not broken:
             return ""
         outcome = "others come in their place"

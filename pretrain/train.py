@@ -40,7 +40,7 @@ from pretrain.resources import Needs, fitted_batch, flops_and_kept_bytes, kept_b
 from pretrain.schedules import warmup_steps
 from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.fields import check_fields
-from ssl_bench.data.files.fingerprints import marks_of
+from ssl_bench.data.files.fingerprints import file_hashes
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import (
     ConfigurationError,
@@ -499,7 +499,7 @@ class Run:
         """Sha256 over what those images hold that so many steps have learned from."""
         learned = self.batches.seen(step)
         learned[[*unlearned]] = False
-        return hashlib.sha256(marks_of(self.images)[learned].tobytes()).hexdigest()
+        return hashlib.sha256(file_hashes(self.images)[learned].tobytes()).hexdigest()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Leave what was asked for, how often it was extended and which images it lacks."""

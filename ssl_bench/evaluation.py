@@ -20,8 +20,13 @@ import torch
 import ssl_bench
 from ssl_bench.composition.compose import changed_settings, load_protocol_values
 from ssl_bench.composition.fields import check_fields, require_type
-from ssl_bench.data.corruptions import as_settings, corruption_of
-from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, shared_files, summary
+from ssl_bench.data.corruptions import corruption_settings, find_corruption
+from ssl_bench.data.files.readable import (
+    ReadableDataset,
+    count_shared_files,
+    left_out_label,
+    summarize_left_out,
+)
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
@@ -464,7 +469,7 @@ class Evaluation:
         self, features: FeatureCache | None, images: ImageSet, key: ResultKey
     ) -> FeatureCache:
         features = FeatureCache() if features is None else features
-        corruption = corruption_of(images)
+        corruption = find_corruption(images)
         fingerprint = key.settings[CORRUPTED]["fingerprint"] if corruption else images.fingerprint()
         name = str(corruption) if corruption else None
         features.select(self.encoder, self.probe.role, fingerprint, name)
@@ -505,7 +510,7 @@ class Evaluation:
             details["image_size"] = self.probe.resize.square_side(size, stride)
         details |= position_details(self.probe, self.encoder, key.layer)
         if unreadable:
-            details["left_out"] = counts_and_first(unreadable)
+            details["left_out"] = summarize_left_out(unreadable)
         if self.encoder.contents.epoch is not None:
             details["epoch"] = self.encoder.contents.epoch
         return key.record(
@@ -662,8 +667,8 @@ def result_settings(
             a DataError.
     """
     training, scored = probe.training_images(dataset), probe.split(dataset)
-    corrupted, unreadable = as_settings(scored), unreadable_ids(dataset)
-    shared = shared_files(training, scored, allowed=allow_overlap) if training else 0
+    corrupted, unreadable = corruption_settings(scored), unreadable_ids(dataset)
+    shared = count_shared_files(training, scored, allowed=allow_overlap) if training else 0
     return {
         **probe.settings(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -671,7 +676,7 @@ def result_settings(
         **({CORRUPTED: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
         # Left-out images are a setting, so that no table mixes such results with complete ones.
-        **({"left_out": summary(unreadable)} if unreadable else {}),
+        **({"left_out": left_out_label(unreadable)} if unreadable else {}),
     }
 
 

@@ -22,13 +22,13 @@ from ssl_bench.composition.compose import (
     load_protocol_file,
 )
 from ssl_bench.composition.fields import format_value
-from ssl_bench.data.corruptions import asked_corruptions
+from ssl_bench.data.corruptions import parse_corruptions
 from ssl_bench.data.files.readable import (
-    Looked,
+    ReadabilityCache,
     ReadableDataset,
-    as_readable,
-    shared_files,
-    with_a_way_out,
+    count_shared_files,
+    leave_out_unreadable,
+    suggest_skipping,
 )
 from ssl_bench.data.samples import OFFERED, Dataset, datasets_with
 from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
@@ -86,7 +86,7 @@ class PlannedProbe:
         """Open the probe's splits. Raise DataError if one is incomplete or if they overlap."""
         scored, fitted = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
         if fitted is not None:
-            shared_files(fitted, scored, allowed=self.allow_overlap)
+            count_shared_files(fitted, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return the probe with facets and image sizes that fit the encoder and the images.
@@ -159,10 +159,11 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
         DataError: No dataset supports any task. For example, tokencut needs boxes.
     """
-    corruptions, overrides = asked_corruptions(request.overrides)
+    corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
     settings, ignored_by = _distribute(overrides, pairs)
-    datasets, views, checked_images = dict[str, ListedOnce](), dict[str, Dataset](), Looked()
+    datasets, views = dict[str, ListedOnce](), dict[str, Dataset]()
+    checked_images = ReadabilityCache()
     plan = [
         _build_pair(pair, [*settings[pair], *corruption], request, datasets, views, checked_images)
         for corruption in corruptions
@@ -259,7 +260,7 @@ def evaluate(
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
             if isinstance(planned.dataset, ReadableDataset):
                 raise
-            raise with_a_way_out(error) from error
+            raise suggest_skipping(error) from error
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if not skip_unfit:
                 raise
@@ -383,7 +384,7 @@ def _build_pair(
     request: ProbeRequest,
     datasets: dict[str, ListedOnce],
     views: dict[str, Dataset],
-    checked_images: Looked,
+    checked_images: ReadabilityCache,
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
@@ -419,7 +420,7 @@ def _build_pair(
     requested = views.setdefault(f"{key} {values}", as_asked(full, values))
     return PlannedProbe(
         probe=build(config, "probe"),
-        dataset=as_readable(requested, dataset, request.on_bad_image, checked_images),
+        dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=pair,

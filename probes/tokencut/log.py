@@ -96,7 +96,7 @@ class DiscoveryLog:
     Args:
         journal: Journal of the results. Each entry contains the objects of one image for some
             blocks and facets.
-        identities: Identity of each image file by image id, see `entries_of`. Entries of other
+        identities: Identity of each image file by image id, see `sample_hashes`. Entries of other
             image files are ignored.
 
     Attributes:

@@ -43,7 +43,7 @@ from probes.tokencut.scores import (
 from ssl_bench import __version__
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels
-from ssl_bench.data.files.fingerprints import entries_of
+from ssl_bench.data.files.fingerprints import sample_hashes
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.data.splits import sampled
 from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, with_hint
@@ -292,7 +292,7 @@ class _Search:
         if context.overwrite and journal.path not in started_files:
             journal.remove()
         started_files.add(journal.path)
-        identities = dict(zip(images.ids, entries_of(images), strict=True))
+        identities = dict(zip(images.ids, sample_hashes(images), strict=True))
         self.log = DiscoveryLog(journal, identities)
         # Figures of a result store are in TASK/DATASET/ENCODER.
         task_folder = artifacts.parent.parent

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.data.files.file_sets import first_of
-from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, in_threads
-from ssl_bench.data.files.readable import faults_of, require_readable
+from ssl_bench.data.files.file_sets import join_names
+from ssl_bench.data.files.fingerprints import ReadOptions, dataset_with_read_options, map_in_threads
+from ssl_bench.data.files.readable import find_unreadable, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
@@ -286,7 +286,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     root = own_root if source.is_generated or own_root else str(_require_root(options))
     unread, read_options = _build_dataset(source.name, root, overrides)
-    dataset = dataset_read_as(unread, read_options)
+    dataset = dataset_with_read_options(unread, read_options)
     if getattr(unread, "leaves_out_unreadable", False):
         return _check_photographs(source.name, dataset.images(), as_json=options.json)
     counts = {} if options.subset else source.counts
@@ -310,7 +310,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
     """Decode every image of a folder of photographs and list the unreadable images."""
-    faults = faults_of(images, {})
+    faults = find_unreadable(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
         unreadable = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
@@ -365,7 +365,7 @@ def _format_classes(
         return f"classes    {len(names)}: {', '.join(names)}"
     if "classification" in dataset.supports and not any(state["problems"] for state in states):
         names = dataset.train().class_names
-        return f"classes    {len(names)}: {first_of(names)}"
+        return f"classes    {len(names)}: {join_names(names)}"
     return ""
 
 
@@ -422,12 +422,12 @@ def _verify(options: argparse.Namespace) -> int:
         lists = {"changed": changed, "missing": missing, "added": added}
         print(dump_json({"manifest": str(manifest), **lists}))
     if added:
-        say(f"{len(added)} files are not listed in {manifest}: {first_of(added)}")
+        say(f"{len(added)} files are not listed in {manifest}: {join_names(added)}")
     # Added files are not an error.
     if changed or missing:
         raise DataError(
             f"{root} differs from {manifest}: {len(changed)} changed and {len(missing)} missing "
-            f"files ({first_of([*changed, *missing])}). Restore them, or write the list again",
+            f"files ({join_names([*changed, *missing])}). Restore them, or write the list again",
             hint=("--update",),
         )
     say(f"{root} agrees with {manifest}")
@@ -493,4 +493,4 @@ def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
         except OSError as error:
             raise DataError(f"cannot read {root / name} ({error.strerror})") from error
 
-    return in_threads(digest, show_progress(names, f"reading {root.name}"))
+    return map_in_threads(digest, show_progress(names, f"reading {root.name}"))

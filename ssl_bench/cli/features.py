@@ -15,11 +15,11 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.composition.fields import Count, require_type
 from ssl_bench.data.files.readable import (
-    Looked,
     OnBadImage,
-    as_readable,
-    counts_and_first,
-    with_a_way_out,
+    ReadabilityCache,
+    leave_out_unreadable,
+    suggest_skipping,
+    summarize_left_out,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.splits import as_asked, shared_values
@@ -93,7 +93,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dataset": {
             "name": dataset.name,
             "splits": {name: images.fingerprint() for name, images in splits.items()},
-            "left_out": counts_and_first(unreadable_ids(dataset)),
+            "left_out": summarize_left_out(unreadable_ids(dataset)),
             "bits": bits,
         },
         "layers": list(extractor.layers),
@@ -128,7 +128,8 @@ def _open_dataset(
     values = shared_values(config)
     dataset: Dataset = build(config, "dataset")
     view = as_asked(dataset, values)
-    return as_readable(view, dataset, on_bad_image, Looked()), values["data.bits"]
+    readable = leave_out_unreadable(view, dataset, on_bad_image, ReadabilityCache())
+    return readable, values["data.bits"]
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
@@ -226,7 +227,7 @@ def _extract(
                 for sample in map(images.__getitem__, indices[start : start + batch_size])
             ]
         except UnreadableImage as error:
-            raise with_a_way_out(error) from error
+            raise suggest_skipping(error) from error
         pixels = torch.stack([image for image, _, _ in batch])
         names = [name for _, name, _ in batch]
         for layer, by_facet in extractor(pixels, names).items():

@@ -177,6 +177,9 @@ def _parse_value(override: str, text: str) -> Any:
     # RecursionError.
     except (HydraException, ValueError, RecursionError):
         pass
+    # The grammar reserves braces, brackets and "~", but a path may contain them.
+    if override.partition("=")[0].rpartition(".")[2] == "root":
+        return text
     raise ConfigurationError(
         f"cannot read {format_value(override)} (write a list as [1,2], and text with spaces or "
         "commas as KEY=\"'a b'\")"

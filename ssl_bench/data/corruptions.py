@@ -17,8 +17,8 @@ from PIL import Image
 
 from ssl_bench.composition.choices import unknown_name_error
 from ssl_bench.composition.fields import format_value
-from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import ConfigurationError, MachineError, escape_braces
 
@@ -68,7 +68,7 @@ class Corruption:
         return f"{self.name}:{self.severity}"
 
     @classmethod
-    def of(cls, text: str) -> "Corruption":
+    def parse(cls, text: str) -> "Corruption":
         """The one that a text like "snow:3" names, which must not name several."""
         found = _of_part(text)
         if len(found) != 1:
@@ -78,7 +78,7 @@ class Corruption:
         return found[0]
 
 
-def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
+def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
     """An image after a corruption, the same whenever and wherever it is asked for.
 
     Args:
@@ -104,7 +104,7 @@ def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
     return np.array(found).astype(np.uint8)
 
 
-def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """An override for each corruption, none for the images as they are, and all other overrides.
 
     Raises:
@@ -178,16 +178,18 @@ class CorruptedImages(ImageView):
         image_id, pair = sample.image_id, sample.pair
         if pair is not None:
             image_id, other_id = pair.image_ids
-            pair = replace(pair, image=corrupted(pair.image, self.corruption, other_id))
-        image = corrupted(sample.image, self.corruption, image_id)
+            pair = replace(pair, image=corrupt_image(pair.image, self.corruption, other_id))
+        image = corrupt_image(sample.image, self.corruption, image_id)
         return replace(sample, image=image, pair=pair)
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), ("corrupted", _VERSION, str(self.corruption)))
+        return extend_fingerprint(
+            self.images.fingerprint(), ("corrupted", _VERSION, str(self.corruption))
+        )
 
 
-def corrupted_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
+def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
     """A dataset of which all that is scored is corrupted, and training images are not."""
     return DatasetView(
         dataset,
@@ -196,19 +198,19 @@ def corrupted_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
     )
 
 
-def corruption_of(images: ImageSet) -> Corruption | None:
+def find_corruption(images: ImageSet) -> Corruption | None:
     """What a set of images went through, if anything."""
-    if isinstance(images, RemainingImages):
-        return corruption_of(images.images)
+    if isinstance(images, ImageSubset):
+        return find_corruption(images.images)
     return images.corruption if isinstance(images, CorruptedImages) else None
 
 
-def as_settings(images: ImageSet) -> Mapping[str, Any] | None:
+def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     """What a record says of the corruption of its images, and of what images they are.
 
     Cost: that of a fingerprint.
     """
-    corruption = corruption_of(images)
+    corruption = find_corruption(images)
     if corruption is None:
         return None
     clean = _clean(images)
@@ -221,7 +223,7 @@ def as_settings(images: ImageSet) -> Mapping[str, Any] | None:
 
 
 def _clean(images: ImageSet) -> ImageSet:
-    if isinstance(images, RemainingImages):
+    if isinstance(images, ImageSubset):
         return replace(images, images=_clean(images.images))
     return images.images if isinstance(images, CorruptedImages) else images
 

@@ -271,6 +271,13 @@ _OWN = (
         "90528d7ca1a48142e341f4ef8d21d0de)",
     ),
     Source(
+        name="webdataset",
+        title="images of your own in tar files of WebDataset",
+        tree=("{train,val}/*.tar", "  KEY.jpg", "  KEY.cls"),
+        by_hand="a tar file holds KEY.jpg, .jpeg, .png or .webp and, for classification, a class "
+        "number in KEY.cls",
+    ),
+    Source(
         name="paired_folders",
         title="images and masks of your own",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),

@@ -15,9 +15,13 @@ from typing import Any, Literal
 
 from ssl_bench.composition.fields import Bits, Count, OptionalPath, Seed, require_type
 from ssl_bench.data.corruptions import KEY as CORRUPT
-from ssl_bench.data.corruptions import Corruption, corrupted_dataset
-from ssl_bench.data.files.fingerprints import FingerprintKind, ReadOptions, dataset_read_as
-from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.corruptions import Corruption, corrupt_dataset
+from ssl_bench.data.files.fingerprints import (
+    FingerprintKind,
+    ReadOptions,
+    dataset_with_read_options,
+)
+from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
 from ssl_bench.system.files import read_regular
@@ -165,13 +169,13 @@ def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
             "split; set one of the two to null, such as data.limit=null",
             hint=("data.limit=null",),
         )
-    found: Dataset = dataset_read_as(
+    found: Dataset = dataset_with_read_options(
         dataset, ReadOptions(values["data.fingerprint"], values["data.bits"])
     )
     if first or limit:
         found = limited_dataset(found, first or limit, first=bool(first))
     corrupt = values.get(CORRUPT)
-    return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
+    return corrupt_dataset(found, Corruption.parse(corrupt)) if corrupt else found
 
 
 class OpenedOnce(DatasetView):
@@ -226,7 +230,7 @@ def limited(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
     """
     count = min(limit, len(images))
     kept = [index if first else index * len(images) // count for index in range(count)]
-    return some_of(images, _limited_name(images.name, limit, first), kept)
+    return select_images(images, _limited_name(images.name, limit, first), kept)
 
 
 def _limited_name(name: str, limit: int, first: bool) -> str:

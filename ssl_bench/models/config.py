@@ -42,6 +42,8 @@ class EncoderConfig(ABC):
 
     Attributes:
         kind: Name of the class in checkpoints.
+        training_fields: Names of the fields that affect training but not the forward pass. They are
+            not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
         patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
@@ -53,6 +55,7 @@ class EncoderConfig(ABC):
     """
 
     kind: ClassVar[str]
+    training_fields: ClassVar[frozenset[str]] = frozenset({"init", "init_options"})
     # Tells type checkers that all subclasses are dataclasses.
     __dataclass_fields__: ClassVar[dict[str, Any]]
     image_size: int
@@ -154,6 +157,13 @@ class ViTConfig(EncoderConfig):
     """
 
     kind = "vit"
+    training_fields = frozenset(
+        {
+            *("init", "init_options", "mlp_mean", "mlp_input_std"),
+            # The stored positions contain their scale.
+            *("truncated_tokens", "position_scale", "drop_path"),
+        }
+    )
 
     image_size: Pixels = 224
     patch_size: Pixels = 16

@@ -40,6 +40,7 @@ class ConvMixerConfig(EncoderConfig):
     """
 
     kind = "conv_mixer"
+    training_fields = frozenset({"init", "init_options", "frozen_filters"})
 
     image_size: Pixels = 32
     patch_size: Pixels = 2
@@ -89,6 +90,9 @@ class ConvNeXtConfig(EncoderConfig):
     """
 
     kind = "convnext"
+    training_fields = frozenset(
+        {"init", "init_options", "frozen_filters", "mlp_mean", "mlp_input_std"}
+    )
 
     image_size: Pixels = 32
     patch_size: Pixels = 2

@@ -27,14 +27,6 @@ ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
 """Layout of files whose tensors are named as here."""
 NORM_EPS = 1e-6
-# They decide how the weights came about, not what is done with them.
-OF_TRAINING = frozenset(
-    {
-        *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
-        # Positions are weights: their scale is in them.
-        *("position_scale", "mlp_mean", "mlp_input_std"),
-    }
-)
 # The same sums on another path: timm decides it by the machine.
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
@@ -611,7 +603,7 @@ def configured(
     described = {
         name: value
         for name, value in config.to_dict().items()
-        if name not in OF_TRAINING and (type(value) is int or value != plain[name])
+        if name not in config.training_fields and (type(value) is int or value != plain[name])
     }
     eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
     said = {"strides": strides} if strides else {}
@@ -648,12 +640,13 @@ def encoder_from_model(
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    # Norms of others may have another epsilon than those of this suite.
-    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
-    (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
-    described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())
+    described = configured(config, strides=shape.strides if shape else ())
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
+        # Norms in checkpoints of other libraries may have another epsilon.
+        epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+        (eps,) = epsilons or {NORM_EPS}
+        described = configured(config, norm_eps=eps)
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
         if rows != cols:

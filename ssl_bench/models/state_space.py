@@ -1,33 +1,33 @@
-"""Mamba 1 and 2 that name the next token, and how they start.
+"""Mamba 1 and 2, which predict the next token of a sequence, and their initialisation.
 
-A block mixes tokens by a short convolution, then a state space. They start as their authors let
-them, and, if asked, with the four pieces of mimetic initialisation, which make a layer similar to
-linear attention whose queries are its keys:
-
-1. decay: A = -a^-8 instead of -a, so that next to nothing is forgotten. Where a is 1, which is one
-   state of N in Mamba 1 and heads near it in Mamba 2, A stays at -1; `state_decay=constant` has
-   A = -exp(-8) everywhere.
-2. step: Delta = softplus(b) = 1 with b = log(e - 1), and weights of a hundredth.
-3. correlation: W_C becomes the mean of W_C and W_B.
-4. convolution: the last tap is 1, all others and the bias 0. The first tap would delay by three.
-
-Source: section 3.3.2 of Trockman's thesis (2025), c = 8. Guesses: the thesis writes
-A = -exp(-c A_log), which could stay so while A_log is trained; here A_log is changed once. "W_Delta
-near 0" is a hundredth of what was drawn, in Mamba 1 of the factor next to Delta alone, since two
-factors of zero would never be trained.
-
-The scans at the end are selective state spaces as a product with a T x T matrix, as a recurrence,
-and between the two.
-For a channel with decay A < 0 and steps Delta, keys B and queries C of every token:
+A block mixes tokens by a short convolution and a state space. For a channel with decay A < 0 and
+with the steps Delta, keys B and queries C of each token, the state h and the output y are
 
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
-Unrolled, y = M x with M_ij = Delta_j sum_n C_in B_jn exp(A_n (Delta_(j+1) + ... + Delta_i)) for
-j <= i, and 0 for later j.
+Equivalently, y = M x with M_ij = Delta_j sum_n C_in B_jn exp(A_n (Delta_(j+1) + ... + Delta_i)) for
+j <= i, and M_ij = 0 for j > i. The scans at the end of the file compute y by the recurrence, by the
+matrix M, or by a combination of them.
 
-Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. Equations 3.27 and
-3.28 of Trockman's thesis delay the output by one token, and the mask of 3.34, 1{i <= j}, is that of
-the transpose; an output here sees its own token and those before it.
+Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. In equations 3.27 and
+3.28 of Trockman's thesis (2025), the output is delayed by one token, and the mask 1{i <= j} of
+equation 3.34 is that of the transpose. Here an output depends on its own token and earlier tokens.
+
+The initial weights are those of the authors. Mimetic initialisation then changes up to four parts
+of a layer, so that it resembles linear attention whose queries equal its keys:
+
+1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1,
+   as for one of the N states in Mamba 1, and approximately for some heads in Mamba 2. With
+   `state_decay=constant`, A is -exp(-8) everywhere.
+2. "step": Delta = softplus(b) = 1 with b = log(e - 1), and weights divided by 100.
+3. "correlation": W_C becomes the mean of W_C and W_B.
+4. "convolution": the last tap is 1, and all other taps and the bias are 0. With the first tap
+   instead, the convolution would delay its input by three tokens.
+
+Source: section 3.3.2 of Trockman's thesis, with c = 8. The thesis writes A = -exp(-c A_log), which
+could also be a permanent formula. Here A_log is changed once, before training. The thesis does not
+define "W_Delta near 0". Here it is 1/100 of the drawn weights. In Mamba 1 it applies only to the
+second factor of W_Delta, because two factors of zero would never be trained.
 """
 
 import math
@@ -48,23 +48,23 @@ from ssl_bench.models.vit import EncoderModule
 from ssl_bench.system.device import disable_autocast
 
 Version = Literal["mamba1", "mamba2"]
-Piece = Literal["decay", "step", "correlation", "convolution"]
+Part = Literal["decay", "step", "correlation", "convolution"]
 StateDecay = Literal["power", "constant"]
 
 NORM_EPS = 1e-5
-# Width of a mixer over that of the model.
+# Width of a mixer divided by the width of the model.
 _EXPANSION = 2
 _TAPS = 4
 _CHUNK = 64
-_DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Piece)
+_DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Part)
 _EXPONENT = 8.0
 _EMBEDDING_STD = 0.02
-# Of what is drawn for the weights of the steps.
+# Factor of the weights of the steps with the part "step".
 _STEP_SHARE = 0.01
-# softplus of it is 1.
+# The softplus of this number is 1.
 _UNIT_STEP_BIAS = math.log(math.e - 1)
 _LEAST_STEP, _LARGEST_STEP = 0.001, 0.1
-# Heads of Mamba 2 have decays from 1 to this.
+# Upper bound of the initial decays of the heads of Mamba 2. The lower bound is 1.
 _LARGEST_DECAY = 16.0
 
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -75,20 +75,23 @@ PerHead = Float[Tensor, "batch tokens heads"]
 
 @dataclass(frozen=True)
 class StateSpaceConfig(EncoderConfig):
-    """Architecture and initialisation of a Mamba, which reads tokens and names the next one.
+    """Architecture and initialisation of a Mamba, which predicts the next token of a sequence.
 
-    Args:
-        version: "mamba1" has a state and a step a channel, "mamba2" a step and a decay a head.
-        num_states: Numbers that a channel keeps of the past. Mamba 1 takes 32 in the thesis.
-        head_width: Channels of a head of Mamba 2; Mamba 1 has no heads.
-        num_tokens: Different ones, those that are no letters included.
-        mimetic: Pieces of mimetic initialisation, see above; none is the
-            architecture's own start.
-        mimetic_layers: That have them, from 0; None stands for all.
-        state_decay: What piece "decay" starts from: "power" raises the drawn decay to the power
-            -8, which leaves a decay of 1 as it is; "constant" is exp(-8) everywhere.
+    Attributes:
+        version: "mamba1" has a step for each channel, and a decay for each number in its state.
+            "mamba2" has one step and one decay for each head.
+        dim: Width of the tokens.
+        depth: Number of blocks.
+        num_states: Size of the state of a channel. The thesis uses 32 for Mamba 1.
+        head_width: Channels of a head of Mamba 2.
+        num_tokens: Size of the vocabulary, including marks that are not letters.
+        mimetic: Parts of mimetic initialisation. An empty list means the initialisation of the
+            authors.
+        mimetic_layers: Blocks with mimetic initialisation, counted from 0. None means all blocks.
+        state_decay: Value of the part "decay". "power" is the drawn decay to the power of -8, and
+            "constant" is exp(-8).
 
-    Source: chapter 3.3 of Trockman's thesis (2025); sizes there in section 3.3.4.
+    Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
     """
 
     kind = "state_space"
@@ -99,19 +102,19 @@ class StateSpaceConfig(EncoderConfig):
     num_states: Count = 128
     head_width: Width = 64
     num_tokens: Count = 28
-    mimetic: Annotated[Sequence[Piece], ListLength(0, 4)] = ()
+    mimetic: Annotated[Sequence[Part], ListLength(0, 4)] = ()
     mimetic_layers: Sequence[CountOrZero] | None = None
     state_decay: StateDecay = "power"
 
-    # There are no images.
+    # The model reads no images.
     image_size = 0
     patch_size = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # In whatever order they are given, equal configurations shall be equal.
-        pieces = tuple(piece for piece in get_args(Piece) if piece in self.mimetic)
-        object.__setattr__(self, "mimetic", pieces)
+        # Sorted, so that configurations with the same parts are equal.
+        parts = tuple(part for part in get_args(Part) if part in self.mimetic)
+        object.__setattr__(self, "mimetic", parts)
         if self.version == "mamba2" and self.inner_dim % self.head_width:
             head_width = math.gcd(self.inner_dim, self.head_width)
             raise ConfigurationError(
@@ -149,16 +152,16 @@ class StateSpaceConfig(EncoderConfig):
         return _EXPANSION * self.dim
 
 
-def convolved(values: Tokens, taps: nn.Conv1d) -> Tokens:
-    """Each channel of a token from its own last values; the last tap is for the token itself."""
+def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
+    """Convolve each channel with the preceding tokens. The last tap belongs to the token itself."""
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
 
 class Mamba1Mixer(nn.Module):
-    """W3 (S(x) silu(z)) with (x, z) = W1 u; S has a convolution, silu, and a scan over channels.
+    """W3 (S(x) silu(z)) with (x, z) = W1 u, where S is a convolution, silu and a scan.
 
-    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of the thesis leaves out the skip `D x`
-    of the scan, which is here, and writes the norm of the block nowhere.
+    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of the thesis omits the skip connection
+    D x of the scan and the norm of the block, which are included here.
     """
 
     def __init__(self, config: StateSpaceConfig) -> None:
@@ -169,14 +172,14 @@ class Mamba1Mixer(nn.Module):
         self.conv = nn.Conv1d(channels, channels, _TAPS, groups=channels)
         self.selection = nn.Linear(channels, self.rank + 2 * states, bias=False)
         self.step = nn.Linear(self.rank, channels)
-        # One vector, so that no optimizer decays it: zeros would stand for a decay of -1.
+        # A vector, because optimizers do not decay vectors. A value of 0 would mean A = -1.
         self.log_decay = nn.Parameter(torch.empty(channels * states))
         self.scan_skip = nn.Parameter(torch.empty(channels))
         self.out_proj = nn.Linear(channels, config.dim, bias=False)
 
     @property
     def step_weight(self) -> Tensor:
-        """From the `rank` numbers of a token to the steps of its channels."""
+        """Return the matrix from `rank` numbers of a token to the steps of its channels."""
         return self.step.weight
 
     @property
@@ -185,23 +188,23 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def keys_weight(self) -> Float[Tensor, "states channels"]:
-        """W_B; a view."""
+        """Return a view of W_B."""
         return self.selection.weight[self.rank : self.rank + self.states]
 
     @property
     def queries_weight(self) -> Float[Tensor, "states channels"]:
-        """W_C; a view."""
+        """Return a view of W_C."""
         return self.selection.weight[self.rank + self.states :]
 
     def forward(self, tokens: Tokens) -> Tokens:
         values, gate = self.in_proj(tokens).chunk(2, -1)
-        values = F.silu(convolved(values, self.conv))
+        values = F.silu(causal_convolution(values, self.conv))
         selected = self.selection(values).split((self.rank, self.states, self.states), -1)
         return self.out_proj(self._scan(values, *selected) * F.silu(gate))
 
     def _scan(self, values: Tokens, low: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
         steps = F.softplus(self.step(low).float())
-        # Sums over hundreds of tokens want more than bfloat16.
+        # In bfloat16, sums over hundreds of tokens would be inexact.
         with disable_autocast(values.device):
             values = values.float()
             decay = -self.log_decay.view(-1, self.states).exp()
@@ -210,7 +213,7 @@ class Mamba1Mixer(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u; x, B and C pass the convolution.
+    """W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u, where x, B and C are convolved.
 
     Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
     """
@@ -222,8 +225,8 @@ class Mamba2Mixer(nn.Module):
         self.heads, self.states = heads, states
         self.in_sizes = (channels, channels + 2 * states, heads)
         self.in_proj = nn.Linear(config.dim, sum(self.in_sizes), bias=False)
-        passing = channels + 2 * states
-        self.conv = nn.Conv1d(passing, passing, _TAPS, groups=passing)
+        convolved = channels + 2 * states
+        self.conv = nn.Conv1d(convolved, convolved, _TAPS, groups=convolved)
         self.step_bias = nn.Parameter(torch.empty(heads))
         self.log_decay = nn.Parameter(torch.empty(heads))
         self.scan_skip = nn.Parameter(torch.empty(heads))
@@ -232,24 +235,24 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Float[Tensor, "heads dim"]:
-        """A view."""
+        """Return a view of the weights of the steps."""
         return self.in_proj.weight[-self.heads :]
 
     @property
     def keys_weight(self) -> Float[Tensor, "states dim"]:
-        """W_B; a view."""
+        """Return a view of W_B."""
         return self.in_proj.weight[-self.heads - 2 * self.states : -self.heads - self.states]
 
     @property
     def queries_weight(self) -> Float[Tensor, "states dim"]:
-        """W_C; a view."""
+        """Return a view of W_C."""
         return self.in_proj.weight[-self.heads - self.states : -self.heads]
 
     def forward(self, tokens: Tokens) -> Tokens:
-        gate, inside, steps = self.in_proj(tokens).split(self.in_sizes, -1)
-        inside = F.silu(convolved(inside, self.conv))
-        channels = inside.shape[-1] - 2 * self.states
-        values, keys, queries = inside.split((channels, self.states, self.states), -1)
+        gate, inputs, steps = self.in_proj(tokens).split(self.in_sizes, -1)
+        inputs = F.silu(causal_convolution(inputs, self.conv))
+        channels = inputs.shape[-1] - 2 * self.states
+        values, keys, queries = inputs.split((channels, self.states, self.states), -1)
         mixed = self._scan(values, steps, keys, queries)
         return self.out_proj(self.norm(mixed * F.silu(gate)))
 
@@ -266,20 +269,20 @@ Mixer = Mamba1Mixer | Mamba2Mixer
 
 
 class StateSpaceBlock(nn.Module):
-    """x + mixer(RMSNorm x)."""
+    """A mixer with a norm before it and a skip connection: x + mixer(RMSNorm(x))."""
 
     def __init__(self, config: StateSpaceConfig) -> None:
         super().__init__()
-        kind = Mamba1Mixer if config.version == "mamba1" else Mamba2Mixer
+        mixer_class = Mamba1Mixer if config.version == "mamba1" else Mamba2Mixer
         self.norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
-        self.mixer: Mixer = kind(config)
+        self.mixer: Mixer = mixer_class(config)
 
     def forward(self, tokens: Tokens) -> Tokens:
         return tokens + self.mixer(self.norm(tokens))
 
 
 class StateSpaceModel(EncoderModule):
-    """Mamba 1 or 2; `build_encoder` makes one with initialised weights."""
+    """Mamba 1 or 2. `build_encoder` draws its weights."""
 
     config: StateSpaceConfig
 
@@ -293,7 +296,7 @@ class StateSpaceModel(EncoderModule):
     def forward(
         self, tokens: Int64[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens choices"]:
-        """Logits of the token after each; none sees a later one."""
+        """Return the logits of the next token at each position. They ignore later tokens."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -301,14 +304,14 @@ class StateSpaceModel(EncoderModule):
 
 
 def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
-    """The start of the architectures' authors; what writes into the skip shrinks with depth."""
+    """Draw the initial weights of the authors. Output weights decrease with the model's depth."""
     draw_uniform(mixer.in_proj, generator)
     draw_uniform(mixer.out_proj, generator)
     mixer.out_proj.weight.div_(math.sqrt(depth))
     draw_uniform(mixer.conv, generator)
     if isinstance(mixer, Mamba1Mixer):
         draw_uniform(mixer.selection, generator)
-        # Without its bias, which has a range of its own.
+        # The bias is drawn below.
         nn.init.uniform_(
             mixer.step.weight, -(mixer.rank**-0.5), mixer.rank**-0.5, generator=generator
         )
@@ -323,6 +326,7 @@ def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
 
 
 def _mimic(mixer: Mixer, config: StateSpaceConfig) -> None:
+    """Apply the parts of mimetic initialisation that the configuration contains."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
@@ -347,22 +351,27 @@ def scan_channels(
     *,
     chunk: int,
 ) -> PerChannel:
-    """Mamba 1: every channel has steps of its own, and every number of its state a decay.
+    """Compute the output of Mamba 1 by the recurrence.
 
-    It is the recurrence, which takes a tenth of the time of matrices that no two channels share.
+    Matrices would take ten times as long, because each channel has its own.
 
-    `steps` are above 0, `decay` below, where 0 forgets nothing; of `chunk` tokens, at least 1, all
-    states are in memory at a time.
+    Args:
+        inputs: Values x of each token.
+        steps: Positive steps Delta of each token and channel.
+        decay: Numbers A <= 0 of each channel and state.
+        keys: Keys B of each token.
+        queries: Queries C of each token.
+        chunk: Number of tokens whose states are in memory at the same time, at least 1.
     """
     outputs = []
     state = inputs.new_zeros(len(inputs), *decay.shape)
     parts = (value.split(chunk, 1) for value in (inputs, steps, keys, queries))
     for values, step, key, query in zip(*parts, strict=True):
-        kept = (step[..., None] * decay).exp()
-        added = (step * values)[..., None] * key[:, :, None]
+        remaining = (step[..., None] * decay).exp()
+        updates = (step * values)[..., None] * key[:, :, None]
         states = []
-        for share, news in zip(kept.unbind(1), added.unbind(1), strict=True):
-            state = torch.addcmul(news, share, state)
+        for share, update in zip(remaining.unbind(1), updates.unbind(1), strict=True):
+            state = torch.addcmul(update, share, state)
             states.append(state)
         outputs.append(torch.einsum("btcn,btn->btc", torch.stack(states, 1), query))
     return torch.cat(outputs, 1)
@@ -371,7 +380,7 @@ def scan_channels(
 def channel_mixing(
     steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch channels tokens tokens"]:
-    """M of every channel of Mamba 1; rows are outputs."""
+    """Return the matrix M of each channel of Mamba 1, whose rows belong to outputs."""
     logs = (steps[..., None] * decay).cumsum(1)
     between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
     products = torch.einsum("bin,bjn,bijcn->bcij", queries, keys, between)
@@ -387,11 +396,18 @@ def scan_heads(
     *,
     chunk: int,
 ) -> Float[Tensor, "batch tokens heads width"]:
-    """Mamba 2: the channels of a head have its steps, and all numbers of their states its decay.
+    """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
 
-    Inside of `chunk` tokens it is the matrix, whose memory grows with their square, from one chunk
-    to the next the state: a chunk of all tokens is the matrix form, chunks of one token are the
-    recurrence. Steps and decay as of `scan_channels`.
+    The memory grows with the square of the chunk size. A single chunk is the matrix form, and
+    chunks of one token are the recurrence.
+
+    Args:
+        inputs: Values x of each token and head.
+        steps: Positive steps Delta of each token and head.
+        decay: Numbers A <= 0 of each head.
+        keys: Keys B of each token.
+        queries: Queries C of each token.
+        chunk: Number of tokens in a chunk, at least 1.
     """
     outputs = []
     batch, _, heads, width = inputs.shape
@@ -402,8 +418,8 @@ def scan_heads(
         inside = torch.einsum("bhij,bjhp->bihp", head_mixing(step, decay, key, query), values)
         carried = torch.einsum("bin,bhpn->bihp", query, state) * logs.exp()[..., None]
         outputs.append(inside + carried)
-        kept = (logs[:, -1:] - logs).exp() * step
-        update = torch.einsum("bjhp,bjn->bhpn", kept[..., None] * values, key)
+        shares = (logs[:, -1:] - logs).exp() * step
+        update = torch.einsum("bjhp,bjn->bhpn", shares[..., None] * values, key)
         state = logs[:, -1].exp()[..., None, None] * state + update
     return torch.cat(outputs, 1)
 
@@ -411,7 +427,7 @@ def scan_heads(
 def head_mixing(
     steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch heads tokens tokens"]:
-    """M of every head of Mamba 2; rows are outputs."""
+    """Return the matrix M of each head of Mamba 2, whose rows belong to outputs."""
     logs = (steps * decay).cumsum(1)
     between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads
     products = torch.einsum("bin,bjn->bij", queries, keys)[..., None] * between
@@ -419,9 +435,12 @@ def head_mixing(
 
 
 def _causal(logs: Tensor) -> Tensor:
-    """What is left of each input, (batch, outputs, inputs, ...), at each output; 0 before it."""
+    """Return exp(logs), with 0 for inputs after an output.
+
+    The shape of `logs` is (batch, outputs, inputs) with further dimensions.
+    """
     tokens = logs.shape[1]
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).triu(1)
-    # Before exp: a growth over the tokens that are left out may be too large for a float.
-    later = later.view(1, tokens, tokens, *[1] * (logs.ndim - 3))
-    return logs.masked_fill(later, -math.inf).exp()
+    is_later = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).triu(1)
+    # Mask before exp, which could overflow for inputs after an output.
+    is_later = is_later.view(1, tokens, tokens, *[1] * (logs.ndim - 3))
+    return logs.masked_fill(is_later, -math.inf).exp()

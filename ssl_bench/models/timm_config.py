@@ -107,6 +107,7 @@ class TimmConfig(EncoderConfig):
     """
 
     kind = "timm"
+    training_fields = frozenset({"init", "init_options", "drop_path", "frozen_filters"})
 
     name: str = "swin_small_patch4_window7_224"
     image_size: Pixels = 224

@@ -19,7 +19,6 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import check_layers
-from ssl_bench.models.encoder import OF_TRAINING
 from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
@@ -192,7 +191,8 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
 
 def shape_of(config: TimmConfig) -> Shape:
     """What timm makes of a configuration, without its weights."""
-    described = {key: value for key, value in config.to_dict().items() if key not in OF_TRAINING}
+    fields = config.to_dict()
+    described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
 
 

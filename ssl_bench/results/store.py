@@ -558,9 +558,8 @@ def _error_of_run(folder: Path) -> DataError | None:
     try:
         text = (folder / "config.yaml").read_text(encoding="utf-8")
         config = yaml.load(text, yaml.CSafeLoader)
-        objective, model = (
-            str(config[name]["_target_"]).rpartition(".")[2] for name in ("objective", "model")
-        )
+        objective = str(config["objective"]["_target_"]).rpartition(".")[2]
+        reads_images = "patch_size" in config["model"]
         lines = log.read_text(encoding="utf-8").splitlines()
         first, last = json.loads(lines[0]), json.loads(lines[-1])
         names = ["loss", *(name for name in last if name not in first and name != "loss")]
@@ -573,7 +572,7 @@ def _error_of_run(folder: Path) -> DataError | None:
         f"{folder} is a training run ({objective}, {progress}) without records. Its training log "
         f"is {log}"
     )
-    if model == "StateSpaceConfig":
+    if not reads_images:
         return DataError(f"{message}. Probes do not support its model")
     command = ("ssl-bench", "probe", "--task", "all", "--checkpoint", escape_braces(str(folder)))
     return DataError(message, hint=(*command, "--out", "{folder}"))

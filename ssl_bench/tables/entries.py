@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ssl_bench.data.files.fingerprints import kind_of, shortened
+from ssl_bench.data.files.fingerprints import abbreviate_fingerprint, fingerprint_kind
 from ssl_bench.results import (
     CORRUPTED,
     ENCODER_FIELDS,
@@ -100,7 +100,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     others = [r for r in rivals if r.dataset_fingerprint != record.dataset_fingerprint]
     if others:
         is_older = any(other.created > record.created for other in others)
-        data = f"data {shortened(record.dataset_fingerprint)}"
+        data = f"data {abbreviate_fingerprint(record.dataset_fingerprint)}"
         differing.append(f"older {data}" if is_older else data)
     return differing
 
@@ -525,7 +525,7 @@ def _unreadable_note(records: Sequence[Record]) -> str:
 
 
 def trusted_note(records: Iterable[Record]) -> str:
-    is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
+    is_trusted = any(fingerprint_kind(record.dataset_fingerprint) == "stat" for record in records)
     return ", files identified by size and time only" if is_trusted else ""
 
 

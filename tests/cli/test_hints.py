@@ -31,7 +31,7 @@ from ssl_bench.composition.compose import (
     list_keys,
     list_protocols,
 )
-from ssl_bench.data.corruptions import asked_corruptions
+from ssl_bench.data.corruptions import parse_corruptions
 from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import (
     CheckpointError,
@@ -308,7 +308,7 @@ def is_legal(root: str, base: Sequence[str], settings: Sequence[str]) -> bool:
     keys = {setting.partition("=")[0] for setting in settings}
     chosen = [choice for choice in base if choice.partition("=")[0] not in keys]
     try:
-        corruptions, others = asked_corruptions(settings)
+        corruptions, others = parse_corruptions(settings)
         for corruption in corruptions:
             config = compose_config(root, [*chosen, *others, *corruption])
             if root == "probing":

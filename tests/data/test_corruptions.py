@@ -10,12 +10,12 @@ from ssl_bench.data.corruptions import (
     NAMES,
     CorruptedImages,
     Corruption,
-    as_settings,
-    asked_corruptions,
-    corrupted,
-    corrupted_dataset,
+    corrupt_dataset,
+    corrupt_image,
+    corruption_settings,
+    parse_corruptions,
 )
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.errors import ConfigurationError
@@ -41,7 +41,9 @@ def test_pixels_are_those_of_earlier_records():
     for name in NAMES:
         if name != "motion_blur":
             for severity in range(1, 6):
-                found.update(corrupted(picture(), Corruption(name, severity), "a.jpg").tobytes())
+                found.update(
+                    corrupt_image(picture(), Corruption(name, severity), "a.jpg").tobytes()
+                )
 
     assert found.hexdigest() == PIXELS
 
@@ -52,7 +54,7 @@ def test_shape_and_kind_stay_and_the_global_generator_is_not_asked(name):
     for shape in [(33, 70, 3), (70, 33, 3), (28, 28, 3)]:
         image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         untouched = image.copy()
-        found = corrupted(image, Corruption(name, 3), "a.jpg")
+        found = corrupt_image(image, Corruption(name, 3), "a.jpg")
         assert (found.shape, found.dtype) == (shape, np.uint8)
         assert np.array_equal(image, untouched)
     assert np.random.rand() == np.random.RandomState(3).rand()
@@ -60,7 +62,7 @@ def test_shape_and_kind_stay_and_the_global_generator_is_not_asked(name):
 
 def test_draws_are_of_the_image_alone(folders):
     for name in ("gaussian_noise", "glass_blur", "fog"):
-        one, again, other = (corrupted(picture(), Corruption(name, 1), i) for i in "aab")
+        one, again, other = (corrupt_image(picture(), Corruption(name, 1), i) for i in "aab")
         assert np.array_equal(one, again)
         assert not np.array_equal(one, other)
     images = CorruptedImages(folders.val(), Corruption("glass_blur", 2))
@@ -78,19 +80,21 @@ def folders(tmp_path) -> ClassFolders:
 
 
 def test_what_is_scored_is_corrupted_and_what_is_fitted_to_is_not(folders):
-    found = corrupted_dataset(folders, Corruption("snow", 3))
+    found = corrupt_dataset(folders, Corruption("snow", 3))
 
     assert found.train() == folders.train()
     assert found.name == found.val().name == found.images().name == "class_folders+snow-3"
     clean, one = folders.val()[1], found.val()[1]
     assert (one.image_id, one.label) == (clean.image_id, clean.label)
-    assert np.array_equal(one.image, corrupted(clean.image, Corruption("snow", 3), clean.image_id))
+    assert np.array_equal(
+        one.image, corrupt_image(clean.image, Corruption("snow", 3), clean.image_id)
+    )
 
 
 def test_both_images_of_a_pair_are_corrupted_as_they_are_wherever_they_come(tmp_path):
     dataset = Spair71k(spair(tmp_path))
     noise = Corruption("gaussian_noise", 2)
-    clean, found = dataset.val()[0], corrupted_dataset(dataset, noise).val()[0]
+    clean, found = dataset.val()[0], corrupt_dataset(dataset, noise).val()[0]
     assert clean.pair is not None
     assert found.pair is not None
 
@@ -100,21 +104,21 @@ def test_both_images_of_a_pair_are_corrupted_as_they_are_wherever_they_come(tmp_
         clean.pair.image_ids,
         strict=True,
     ):
-        assert np.array_equal(one, corrupted(image, noise, image_id))
+        assert np.array_equal(one, corrupt_image(image, noise, image_id))
     assert np.array_equal(found.pair.target, clean.pair.target)
 
 
 def test_fingerprints_and_settings_tell_corruptions_apart(folders):
     clean = folders.val()
-    sets = [CorruptedImages(clean, Corruption.of(one)) for one in ("snow:3", "snow:4", "fog:3")]
+    sets = [CorruptedImages(clean, Corruption.parse(one)) for one in ("snow:3", "snow:4", "fog:3")]
 
     assert len({clean.fingerprint(), *(one.fingerprint() for one in sets)}) == 4
-    assert as_settings(clean) is None
+    assert corruption_settings(clean) is None
     told = {"name": "snow", "severity": 3, "dataset": "class_folders"}
-    assert as_settings(sets[0]) == {**told, "fingerprint": clean.fingerprint()}
+    assert corruption_settings(sets[0]) == {**told, "fingerprint": clean.fingerprint()}
     # Of what is left of them as of what is left of the images as they are.
-    rest = RemainingImages(clean, (0, 2)).fingerprint()
-    assert as_settings(RemainingImages(sets[0], (0, 2))) == {**told, "fingerprint": rest}
+    rest = ImageSubset(clean, (0, 2)).fingerprint()
+    assert corruption_settings(ImageSubset(sets[0], (0, 2))) == {**told, "fingerprint": rest}
 
 
 @pytest.mark.parametrize(
@@ -127,13 +131,13 @@ def test_fingerprints_and_settings_tell_corruptions_apart(folders):
     ],
 )
 def test_corruptions_are_asked_for_by_name_and_severity(text, found):
-    asked, others = asked_corruptions(["probe.tau=1", f"corrupt={text}", "seed=2"])
+    asked, others = parse_corruptions(["probe.tau=1", f"corrupt={text}", "seed=2"])
 
     assert asked == [[] if one == "clean" else [f"corrupt={one}"] for one in found]
     assert others == ["probe.tau=1", "seed=2"]
-    assert asked_corruptions(others) == ([[]], others)
+    assert parse_corruptions(others) == ([[]], others)
     with pytest.raises(ConfigurationError, match=f"corrupt={text},fog:2"):
-        asked_corruptions([f"corrupt={text}", "corrupt=fog:2"])
+        parse_corruptions([f"corrupt={text}", "corrupt=fog:2"])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_corruptions_are_asked_for_by_name_and_severity(text, found):
 )
 def test_what_is_no_corruption_is_refused_with_what_is(text, why):
     with pytest.raises(ConfigurationError) as error:
-        asked_corruptions([f"corrupt={text}"])
+        parse_corruptions([f"corrupt={text}"])
 
     assert why in str(error.value)
     assert "\n" not in str(error.value)

@@ -21,7 +21,7 @@ def images(tmp_path: Path) -> FileImageSet:
 
 def test_an_image_that_is_named_twice_is_refused(images):
     with pytest.raises(DataError, match="names an image twice"):
-        replace(images, ids=("a", "b", "a")).checked()
+        replace(images, ids=("a", "b", "a")).validate()
 
 
 def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images):

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.fingerprints import ReadOptions, dataset_read_as, read_as
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    dataset_with_read_options,
+    with_read_options,
+)
+from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -158,7 +162,7 @@ def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_rea
     root = photo_folder(tmp_path / "photos")
 
     def found() -> str:
-        return read_as(ImageFolder(root).images(), BY_STAT).fingerprint()
+        return with_read_options(ImageFolder(root).images(), BY_STAT).fingerprint()
 
     first = found()
     repaint(root / "1.jpg")
@@ -170,11 +174,11 @@ def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_rea
 
 def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
     sets: list[Any] = [
-        read_as(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
-        dataset_read_as(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
-        dataset_read_as(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
+        with_read_options(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
+        dataset_with_read_options(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
+        dataset_with_read_options(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
     ]
-    sets += [RemainingImages(images, (1, 2)) for images in sets]
+    sets += [ImageSubset(images, (1, 2)) for images in sets]
 
     found = [images.fingerprint() for images in sets]
     assert all(fingerprint.startswith("stat-") for fingerprint in found)

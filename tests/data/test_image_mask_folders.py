@@ -77,11 +77,34 @@ def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscap
     assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
     assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"numbers": None, "ignored": [255]}])
+def test_training_ids_of_cityscapes_are_read_under_their_own_name(cityscapes, changes):
     suffix = "_gtFine_labelTrainIds.png"
-    remapped = from_config(
-        "cityscapes", cityscapes, mask_suffix=suffix, numbers=None, ignored=[255]
-    )
-    assert mask_of(remapped) == mask_of(dataset)
+
+    remapped = from_config("cityscapes", cityscapes, mask_suffix=suffix, **changes)
+
+    assert mask_of(remapped) == [[0, 1, 18], [255, 255, 16]]
+
+
+def test_training_ids_of_cityscapes_are_refused_under_the_name_of_ids(cityscapes):
+    for path in cityscapes.rglob("*_labelTrainIds.png"):
+        path.rename(path.with_name(path.name.replace("labelTrainIds", "labelIds")))
+
+    with pytest.raises(DataError, match=r"labelIds\.png holds 255") as caught:
+        from_config("cityscapes", cityscapes).val()
+
+    assert caught.value.hint == ("dataset.numbers=null", "dataset.ignored=[255]")
+    renamed = from_config("cityscapes", cityscapes, numbers=None, ignored=[255])
+    assert mask_of(renamed) == [[0, 1, 18], [255, 255, 16]]
+
+
+def test_the_fingerprint_of_cityscapes_counts_the_same_numbers_as_before(cityscapes):
+    masks = from_config("cityscapes", cityscapes).val().masks
+
+    assert masks is not None
+    assert sorted(masks.labels.classes) == [*range(34), 255]
 
 
 def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):

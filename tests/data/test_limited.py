@@ -8,7 +8,7 @@ from pretrain.description import describe, differences
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.splits import as_asked, limited, limited_dataset, shared_values
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import ResultStore
@@ -33,7 +33,7 @@ def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
 def test_fewer_images_have_another_fingerprint_and_know_their_own(tmp_path):
     root = photo_folder(tmp_path / "photos")
     whole = dataset("folder", root).images()
-    for images in (whole, RemainingImages(whole, (0, 1, 2, 3))):
+    for images in (whole, ImageSubset(whole, (0, 1, 2, 3))):
         few = limited(images, 2)
         assert (few.ids, few.name, len(few)) == (("0.jpg", "2.jpg"), "folder-limit2", 2)
         assert [few[i].image_id for i in range(2)] == ["0.jpg", "2.jpg"]

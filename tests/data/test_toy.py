@@ -120,6 +120,31 @@ def test_scenes_are_written_once_where_xdg_says_and_others_elsewhere(
     assert len(list(folder.parent.glob("toy-*"))) == 2
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_bytes(path.read_bytes()[::-1]),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["JPEGImages/val_00000.jpg", "Annotations/train_00000.xml", "files.json"]
+)
+def test_damaged_scenes_are_drawn_again(tmp_path, capsys, few_photographs, name, damage):
+    dataset = Toy(num_train=1, num_val=1, cache=tmp_path)
+    fingerprint = dataset.val().fingerprint()
+    (folder,) = tmp_path.iterdir()
+    damage(folder / name)
+
+    assert dataset.val()[0].image.shape[2] == 3
+    assert dataset.val().fingerprint() == fingerprint
+    assert dataset.discovery().fingerprint()
+    assert list(tmp_path.iterdir()) == [folder]
+    is_new = name != "files.json" or damage is not Path.unlink
+    assert ("generated again" in capsys.readouterr().err) == is_new
+
+
 def test_neither_an_interrupt_nor_a_quicker_writer_leaves_half_written_scenes(
     tmp_path, monkeypatch, few_photographs
 ):

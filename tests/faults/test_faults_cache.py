@@ -207,7 +207,7 @@ def test_kept_digests_that_others_put_there_are_ignored(tmp_path, monkeypatch, o
 
     def recalled(digest: bytes) -> bytes:
         cache = DigestCache(tmp_path)
-        found = cache.recall("image", [file], lambda: digest)
+        found = cache.get_or_compute("image", [file], lambda: digest)
         cache.save()
         return found
 

@@ -280,7 +280,7 @@ def test_fault_72_an_image_is_not_called_damaged_without_memory(place, capsys, m
         raise MemoryError
 
     monkeypatch.setattr("PIL.Image.Image.load", fault)
-    monkeypatch.setattr("ssl_bench.data.files.images._decode_usual_jpeg", lambda *_: None)
+    monkeypatch.setattr("ssl_bench.data.files.images._decode_jpeg", lambda *_: None)
 
     fails(capsys, [*PCA, "--on-bad-image", "skip"], 5)
 

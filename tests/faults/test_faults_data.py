@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.fingerprints import ReadOptions, read_as
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.errors import DataError
@@ -199,7 +199,7 @@ def test_fault_06_pictures_of_every_mode_become_rgb(tmp_path):
     }
     for name, (one, _) in modes.items():
         one.save(tmp_path / name)
-    images = read_as(ImageFolder(tmp_path).images(), ReadOptions(bits=16))
+    images = with_read_options(ImageFolder(tmp_path).images(), ReadOptions(bits=16))
 
     for index, (name, (_, expected)) in enumerate(modes.items()):
         pixels = images[index].image
@@ -232,7 +232,7 @@ def test_fault_08_a_palette_mask_is_read_as_the_numbers_it_stores(place, capsys)
     colours.save(base / "SegmentationClass/t0.png")
 
     said = fails(capsys, probing("segmentation", "voc2012", place), 3)
-    assert "SegmentationClass/t0.png holds colours" in said
+    assert "SegmentationClass/t0.png stores colours" in said
 
 
 @pytest.mark.parametrize("split", ["t0", "v0"])

@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.fingerprints import ReadOptions, read_as
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
 from ssl_bench.data.files.images import read_image, read_indices, voc_colours
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -176,6 +176,8 @@ def test_fault_80_what_a_file_states_is_taken(place):
     for content in (tif(deep, extratags=tag), tif(deep, extratags=others), pnm(deep, 4095)):
         for bits in (None, 10, 16):
             assert np.array_equal(read_image(put(content), bits), grey)
+    commented = pnm(deep, 4095).replace(b"# 9 9 9", b"#" + b" 9" * 1000)
+    assert np.array_equal(read_image(put(commented)), grey)
     coloured = tif(stretched(COLOURS, 12), photometric="rgb", extratags=in_three)
     assert np.array_equal(read_image(put(coloured)), COLOURS)
     # Such values are shifted up, as PNG says.
@@ -214,7 +216,8 @@ def test_fault_80_the_range_is_part_of_every_fingerprint(tmp_path):
 
     for images in sets:
         plain, ten, twelve, whole = (
-            read_as(images, ReadOptions(bits=bits)).fingerprint() for bits in (None, 10, 12, 16)
+            with_read_options(images, ReadOptions(bits=bits)).fingerprint()
+            for bits in (None, 10, 12, 16)
         )
         assert plain == whole == images.fingerprint()
         assert len({plain, ten, twelve}) == 3
@@ -255,7 +258,7 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "floating": (tif(GREY.astype("float64")), "floating-point numbers of 64 bits"),
     "signed": (tif(GREY.astype("int8") - 9), "signed numbers of 8 bits"),
     "deep planes": (tif(stretched(COLOURS, 16).transpose(2, 0, 1).copy(), photometric="rgb",
-                        planarconfig="separate"), "16 bits with its 3 bands apart"),
+                        planarconfig="separate"), "16 bits with its 3 bands in separate"),
 }  # fmt: skip
 
 
@@ -316,7 +319,7 @@ def masks_of_every_layout(root: Path, content: bytes) -> list[Any]:
 LOSSY: dict[str, tuple[str, dict[str, Any]]] = {
     "JPEG": ("JPEG", {}),
     "lossy WebP": ("WEBP", {}),
-    "TIFF of lossy parts": ("TIFF", {"compression": "jpeg"}),
+    "lossy TIFF": ("TIFF", {"compression": "jpeg"}),
 }
 
 
@@ -329,7 +332,7 @@ def test_fault_81_masks_of_every_layout_are_lossless(tmp_path, called, mode):
 
     for dataset in masks_of_every_layout(tmp_path, buffer.getvalue()):
         for images in (dataset.train(), dataset.val()):
-            with pytest.raises(DataError, match=rf"\.png is a {called}, which changes"):
+            with pytest.raises(DataError, match=rf"\.png is a {called}\b"):
                 images[0]
 
 
@@ -354,32 +357,32 @@ def test_fault_81_a_palette_in_another_order_is_seen(place, capsys, rims, order)
     said = fails(capsys, probing("segmentation", "voc2012", place), 3)
 
     assert "SegmentationClass/t2.png stores" in said
-    assert "palette in another order" in said
+    assert "palette is in another order" in said
 
 
 def test_fault_81_elsewhere_the_colour_of_rims_tells_such_palettes(tmp_path):
     path = tmp_path / "mask.png"
     reordered(mask(), [0, 8, 255]).save(path)
-    with pytest.raises(DataError, match="palette in another order"):
+    with pytest.raises(DataError, match="palette is in another order"):
         read_indices(path)
 
 
-@pytest.mark.parametrize("of_voc", [True, False])
-def test_fault_81_palettes_of_others_are_read_as_numbers(tmp_path, of_voc):
+@pytest.mark.parametrize("has_voc_palette", [True, False])
+def test_fault_81_palettes_of_others_are_read_as_numbers(tmp_path, has_voc_palette):
     path = tmp_path / "mask.png"
     whole = Image.fromarray(mask())
     ramp = np.arange(256).repeat(3).reshape(256, 3)
     random = np.random.default_rng(0).integers(1, 255, (256, 3))
     palettes = [voc_colours(), ramp, random, np.zeros((256, 3), int)]
-    if not of_voc:
+    if not has_voc_palette:
         # Maroon and green, which are VOC's first and second class.
         palettes.append(np.where(np.arange(256)[:, None] == 8, [0, 128, 0], random))
     for palette in palettes:
         whole.putpalette(palette.ravel().tolist())
         whole.save(path)
-        assert np.array_equal(read_indices(path, of_voc=of_voc), mask())
+        assert np.array_equal(read_indices(path, has_voc_palette=has_voc_palette), mask())
     save_mask(path, mask())
-    assert np.array_equal(read_indices(path, of_voc=of_voc), mask())
+    assert np.array_equal(read_indices(path, has_voc_palette=has_voc_palette), mask())
 
 
 @pytest.mark.parametrize(
@@ -398,7 +401,7 @@ def test_fault_81_masks_of_few_bits_hold_the_numbers_they_store(place, encode):
 
 
 def test_fault_81_masks_with_zero_for_white_are_refused(place):
-    with pytest.raises(DataError, match="zero for white"):
+    with pytest.raises(DataError, match="zero is white"):
         read_indices(put(tif(GREY % 3, photometric="miniswhite")))
 
 

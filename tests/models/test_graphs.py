@@ -17,7 +17,7 @@ import torch
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit
 from ssl_bench.models.orthogonal import phi_without_waiting
 from ssl_bench.models.orthogonal import cholesky_basis
-from ssl_bench.models.graying import raised
+from ssl_bench.models.graying import gray_by_cholesky
 
 VIT = ViTConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2)
 MIXER = ConvMixerConfig(image_size=16, patch_size=8, dim=8, depth=1, kernel_size=3)
@@ -49,7 +49,7 @@ for name, make in ENCODERS.items():
 # What runs on a GPU in the place of decompositions.
 X = torch.randn(2, 9, 6, requires_grad=True)
 FUNCTIONS = {
-    "raised": lambda: raised(X, 0.7),
+    "gray_by_cholesky": lambda: raised(X, 0.7),
     "basis": lambda: cholesky_basis(X),
     "phi": lambda: phi_without_waiting((X.mT @ X).tril(-1) - (X.mT @ X).triu(1)),
 }

@@ -24,8 +24,8 @@ from ssl_bench.models.state_space import (
     Mamba2Mixer,
     Mixer,
     StateSpaceBlock,
+    causal_convolution,
     channel_mixing,
-    convolved,
     head_mixing,
     scan_channels,
     scan_heads,
@@ -244,7 +244,7 @@ def test_the_fourth_piece_passes_every_token_as_it_is(version):
     mixer = mixer_of(built(version, "convolution"))
     values = torch.randn(2, 5, 16 if version == "mamba1" else 22)
 
-    assert torch.equal(convolved(values, mixer.conv), values)
+    assert torch.equal(causal_convolution(values, mixer.conv), values)
 
 
 def test_layers_that_are_not_chosen_start_as_without():

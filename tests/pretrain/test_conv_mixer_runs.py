@@ -8,6 +8,7 @@ import torch
 
 from pretrain.checkpoints import ENCODER
 from pretrain.crops.single import SingleCrop
+from pretrain.description import describe, in_full
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
@@ -18,7 +19,7 @@ from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
+from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, load_encoder
 from ssl_bench.results import ResultStore
 from tests.pretrain import plans
 from tests.pretrain.plans import CPU
@@ -45,6 +46,13 @@ def test_norms_are_never_decayed_and_frozen_filters_never_trained():
 def test_a_teacher_of_running_averages_is_refused_in_one_line():
     with pytest.raises(ConfigurationError, match=r"=dino expects a Vision Tr.*=supervised"):
         Dino().build(TINY, Timeline(10, 5), seed=0)
+
+
+def test_a_run_of_a_version_with_the_class_elsewhere_can_be_resumed():
+    older = {**describe(TINY), "_target_": "ssl_bench.models.config.ConvMixerConfig"}
+
+    assert in_full(older, TINY) == describe(TINY)
+    assert in_full(older, ViTConfig()) == older
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torchvision import transforms
 import ssl_bench
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.corruptions import Corruption, corrupted_dataset
+from ssl_bench.data.corruptions import Corruption, corrupt_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, display_name
@@ -133,7 +133,7 @@ def test_a_protocol_shows_the_squares_of_its_authors(root, encoder, tmp_path, ta
 
 
 def corrupted(root: Path, *corruptions: str) -> list[Dataset]:
-    return [corrupted_dataset(ClassFolders(root), Corruption.of(one)) for one in corruptions]
+    return [corrupt_dataset(ClassFolders(root), Corruption.parse(one)) for one in corruptions]
 
 
 def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, tmp_path):

@@ -122,7 +122,7 @@ def test_heads_of_shots_are_those_of_a_dataset_of_these_images(root):
         alone = classification(**quick, holdout=0.0, facet="patch_mean")
         one = scores(alone, of_images(root, fitted))
         chosen = of_images(root, fitted)
-        rest = ClassFolders(root).train().some("class_folders", choosing)
+        rest = ClassFolders(root).train().select("class_folders", choosing)
         object.__setattr__(chosen, "val", lambda rest=rest: rest)
         choice = scores(alone, chosen)
         for layer in (0, 1):

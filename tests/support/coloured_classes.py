@@ -34,7 +34,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
     """The dataset with these training images alone."""
     dataset = ClassFolders(root)
-    some = dataset.train().some("class_folders", list(kept))
+    some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
     return dataset
 

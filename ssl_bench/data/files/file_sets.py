@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.fingerprints import Part, ReadOptions, extended, identities
+from ssl_bench.data.files.fingerprints import Part, ReadOptions, extend_fingerprint, identify_parts
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -28,12 +28,12 @@ class Files:
     """One file for each id: the folder, the id, the suffix.
 
     Attributes:
-        other_suffix: Files that end so are of another kind, though they also end in `suffix`.
+        excluded_suffix: Files that end so are of another kind, though they also end in `suffix`.
     """
 
     folder: Path
     suffix: str
-    other_suffix: str | None = None
+    excluded_suffix: str | None = None
 
     def path(self, image_id: str) -> Path:
         return self.folder / f"{image_id}{self.suffix}"
@@ -65,7 +65,7 @@ class Files:
         return lacking
 
     def _is_one(self, name: str) -> bool:
-        other = self.other_suffix is not None and name.endswith(self.other_suffix)
+        other = self.excluded_suffix is not None and name.endswith(self.excluded_suffix)
         return name.endswith(self.suffix) and not other and not name.startswith(".")
 
 
@@ -111,17 +111,17 @@ class Masks:
     """Mask files and what their numbers mean.
 
     Attributes:
-        of_voc: Colours of their palettes are VOC's.
+        has_voc_palette: Colours of their palettes are VOC's.
     """
 
     files: Files
     labels: LabelMap
-    of_voc: bool = False
+    has_voc_palette: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
         """Classes of one mask; errors are those of `read_indices` and `LabelMap.apply`."""
         path = self.files.path(image_id)
-        return self.labels.apply(read_indices(path, of_voc=self.of_voc), path)
+        return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
         """Changes when the same file would give other classes."""
@@ -140,7 +140,7 @@ class Boxes:
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Those of an image of this height and width, as `checked_boxes` lets them pass."""
+        """Those of an image of this height and width, as `validate_boxes` lets them pass."""
         raise NotImplementedError
 
     def missing(self, ids: Sequence[str]) -> list[str]:
@@ -152,7 +152,7 @@ class Boxes:
         raise NotImplementedError
 
 
-def numbers(value: object, count: int) -> list[float]:
+def parse_numbers(value: object, count: int) -> list[float]:
     """So many numbers of JSON, all finite; a `ValueError` for texts, booleans, null and others."""
     if not (
         isinstance(value, (list, tuple))
@@ -163,7 +163,7 @@ def numbers(value: object, count: int) -> list[float]:
     return [float(one) for one in value]
 
 
-def checked_boxes(
+def validate_boxes(
     corners: Sequence[object] | np.ndarray,
     file: str | Path,
     names: Sequence[object],
@@ -199,7 +199,7 @@ def checked_boxes(
     found = []
     for name, row in zip(names, rows, strict=True):
         try:
-            box = numbers(row, 4)
+            box = parse_numbers(row, 4)
             for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
                 if low > high or (low == high and not may_be_flat):
                     raise ValueError(
@@ -237,18 +237,20 @@ class FileSet:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read_as(self, options: ReadOptions) -> "FileSet":
+    def with_read_options(self, options: ReadOptions) -> "FileSet":
         """The same images, their files read in another way."""
         return replace(self, options=options)
 
-    def some(self, name: str, kept: Sequence[int]) -> "FileSet":
+    def select(self, name: str, kept: Sequence[int]) -> "FileSet":
         """The images of these indices, called so."""
         return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
 
-    def identified(self, parts: Iterable[Part], total: int) -> closing[Generator[str, None, None]]:
-        """What each of so many parts of its files is known by, as `identities` says."""
+    def identify_parts(
+        self, parts: Iterable[Part], total: int
+    ) -> closing[Generator[str, None, None]]:
+        """What each of so many parts of its files is known by, as `identify_parts` says."""
         return closing(
-            identities(
+            identify_parts(
                 parts,
                 self.options.fingerprint,
                 title=f"{self.name} {self.split}",
@@ -271,11 +273,11 @@ class FileSet:
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
                 f"{len(missing)} of {len(ids)} {what} of the split {self.split} are missing in "
-                f"{folder}: {first_of(missing)}; the ids come from {self.source}"
+                f"{folder}: {join_names(missing)}; the ids come from {self.source}"
             )
 
 
-def first_of(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """The first five of some names, for messages."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
@@ -321,11 +323,11 @@ class FileImageSet(FileSet):
         """
         return self._known[0]
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
         """Of each image a number, another one where what its file holds is."""
         return self._known[1]
 
-    def entries(self) -> list[str]:
+    def sample_hashes(self) -> list[str]:
         """What each image is known by, with its mask or boxes, whatever else is in the set."""
         return [f"{entry:016x}" for entry in self._known[2].tolist()]
 
@@ -361,13 +363,13 @@ class FileImageSet(FileSet):
 
         # What the numbers in masks stand for; nothing for pictures alone.
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
-        with self.identified(parts(), (in_a_row + turned) * len(self)) as found:
-            fingerprint, marks, entries = self.options.known_by(meaning, rows(found))
+        with self.identify_parts(parts(), (in_a_row + turned) * len(self)) as found:
+            fingerprint, marks, entries = self.options.hash_rows(meaning, rows(found))
         if self.upright and not turned:
-            fingerprint = extended(fingerprint, ["upright"])
+            fingerprint = extend_fingerprint(fingerprint, ["upright"])
         return fingerprint, marks, entries
 
-    def checked(self) -> "FileImageSet":
+    def validate(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.
 
         Raises:

@@ -59,18 +59,18 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
     return (_STAT if kind == "stat" else "") + digest.hexdigest()
 
 
-def extended(fingerprint: str, *more: Sequence[object]) -> str:
+def extend_fingerprint(fingerprint: str, *more: Sequence[object]) -> str:
     """The fingerprint of what adds something to the data of another; of the same kind."""
-    return fingerprint_of([[fingerprint], *more], kind_of(fingerprint))
+    return fingerprint_of([[fingerprint], *more], fingerprint_kind(fingerprint))
 
 
-def kind_of(fingerprint: str) -> FingerprintKind:
+def fingerprint_kind(fingerprint: str) -> FingerprintKind:
     return "stat" if fingerprint.startswith(_STAT) else "content"
 
 
-def shortened(fingerprint: str) -> str:
+def abbreviate_fingerprint(fingerprint: str) -> str:
     """Its first six digits, and its mark."""
-    mark = _STAT if kind_of(fingerprint) == "stat" else ""
+    mark = _STAT if fingerprint_kind(fingerprint) == "stat" else ""
     return fingerprint[: len(mark) + 6]
 
 
@@ -91,9 +91,9 @@ class ReadOptions:
         """The fingerprint of a set; another one where the same files are seen in another range."""
         found = fingerprint_of(rows, self.fingerprint)
         # With 16 all that can be read without it is read as without it.
-        return found if self.bits in (None, 16) else extended(found, ["bits", self.bits])
+        return found if self.bits in (None, 16) else extend_fingerprint(found, ["bits", self.bits])
 
-    def known_by(
+    def hash_rows(
         self, first: Sequence[object], rows: Iterable[tuple[str, ...]]
     ) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
         """By what a set is known again, of a first row and one for each image: id, file, what else.
@@ -116,30 +116,30 @@ class ReadOptions:
         return found, np.array(marks, np.uint64), np.array(entries, np.uint64)
 
 
-def read_as(images: ImageSet, options: ReadOptions) -> ImageSet:
+def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
     """The same images, their files read so; what lies in no file stays as it is."""
-    own = getattr(images, "read_as", None)
+    own = getattr(images, "with_read_options", None)
     return own(options) if own else images
 
 
-def dataset_read_as(dataset: Dataset, options: ReadOptions) -> DatasetView:
+def dataset_with_read_options(dataset: Dataset, options: ReadOptions) -> DatasetView:
     """A dataset whose files are read as it is asked for."""
-    return DatasetView(dataset, lambda _, images: read_as(images, options))
+    return DatasetView(dataset, lambda _, images: with_read_options(images, options))
 
 
-def entries_of(images: ImageSet) -> list[str]:
+def sample_hashes(images: ImageSet) -> list[str]:
     """What each image is known by; where a set cannot say, its fingerprint and the id."""
     fingerprint = images.fingerprint()
     # Of times and sizes nothing is sure but for a set as a whole.
-    entries = getattr(images, "entries", None)
-    if entries and kind_of(fingerprint) == "content":
+    entries = getattr(images, "sample_hashes", None)
+    if entries and fingerprint_kind(fingerprint) == "content":
         return entries()
     return [f"{fingerprint} {image_id}" for image_id in images.ids]
 
 
-def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:
+def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
     """Of each image its mark; where a set has none, that of the whole set."""
-    marks = getattr(images, "marks", None)
+    marks = getattr(images, "file_hashes", None)
     return marks() if marks else np.full(len(images), _mark(images.fingerprint()), np.uint64)
 
 
@@ -160,7 +160,7 @@ class Part(NamedTuple):
     read: Callable[[], bytes] | None = None
 
 
-def identities(
+def identify_parts(
     parts: Iterable[Part], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
     """Of each part its sha256, or, where these are trusted, size and time of its file.
@@ -174,7 +174,7 @@ def identities(
     # Few enough for a thread in one go that none is left with all the large ones.
     together = min(_MOST_TOGETHER, 1 + total // 256)
     if kind == "stat":
-        states = in_threads(lambda part: file_state(part.file), parts, together=together)
+        states = map_in_threads(lambda part: file_state(part.file), parts, together=together)
         yield from (f"{size} {mtime_ns}" for _, (size, mtime_ns, *_) in states)
         return
     cache, start = DigestCache(folder), time.monotonic()
@@ -182,11 +182,11 @@ def identities(
 
     def digest(part: Part) -> bytes:
         name = f"{part.file.absolute()}\0{part.place}"
-        return cache.recall(name, [part.file], partial(_read, part))
+        return cache.get_or_compute(name, [part.file], partial(_read, part))
 
     try:
         # Closed before the cache is saved, which then has what its threads were reading.
-        with closing(in_threads(digest, parts, together=together)) as found:
+        with closing(map_in_threads(digest, parts, together=together)) as found:
             for _, one in show_progress(found, f"sha256 of {title}", total):
                 now = time.monotonic()
                 if not is_told and now - start > _PATIENCE_SECONDS:
@@ -204,9 +204,9 @@ def identities(
         cache.save()
 
 
-def digest_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file; errors are those of `identities`."""
-    return next(identities([Part(path)], "content", title=path.name, folder=path, total=1))
+def cached_sha256(path: Path) -> str:
+    """Hexadecimal sha256 of a file; errors are those of `identify_parts`."""
+    return next(identify_parts([Part(path)], "content", title=path.name, folder=path, total=1))
 
 
 def _read(part: Part) -> bytes:
@@ -265,7 +265,7 @@ class DigestCache:
         self._new: dict[bytes, bytes] = {}
         self._lock = Lock()
 
-    def recall(self, name: str, files: Sequence[Path], find: Callable[[], bytes]) -> bytes:
+    def get_or_compute(self, name: str, files: Sequence[Path], find: Callable[[], bytes]) -> bytes:
         """The digest that `find` gives of files, or gave when they were as they are.
 
         Raises:
@@ -327,7 +327,7 @@ def _complain(reason: str) -> None:
     )
 
 
-def in_threads(
+def map_in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], *, together: int = 1
 ) -> Generator[tuple[Item, Result], None, None]:
     """Each item with what `work` makes of it, in order; items are taken as they are needed.

@@ -1,10 +1,10 @@
-"""Files of pixels: photographs as RGB, masks as the numbers they store."""
+"""Read image files as 8-bit RGB, and mask files as the numbers that they store."""
 
 import io
 import re
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ import numpy as np
 import simplejpeg
 from jaxtyping import Integer, UInt8
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError, features
+from PIL.ExifTags import Base as Tag
 from PIL.TiffImagePlugin import ImageFileDirectory_v2 as Directory
 
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import describe_substitute, read_regular
 from ssl_bench.system.process import reraise_out_of_memory
-
-MAX_PIXELS = 89_478_485
-"""Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib"),
@@ -28,196 +26,228 @@ IMAGE_SUFFIXES = (
 )
 """Suffixes of the files that `read_image` decodes, in lower case."""
 
-_EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
-_SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
+_MAX_PIXELS = 89_478_485
 _16_BITS = 65535
-# Pillow opens forty more, among them some that start other programs.
+_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
+_MASK_MODES = frozenset({"1", "L", "P", "I;16", "I;16L", "I;16B", "I;16N", "I"})
+# Pillow supports forty more formats, some of which start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-# What it calls a JPEG, and one with further pictures behind it.
+# Pillow calls a JPEG with further images, such as a depth map, an MPO.
 _JPEG = frozenset({"JPEG", "MPO"})
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})
-_DECODERS = (
+_OPTIONAL_FORMATS = (
     ("HEIC", _HEIC, "pip install 'ssl-bench[heic]'"),
     ("AVIF", _AVIF, "pip install 'pillow>=11.3'"),
 )
-_ORIENTATION = 0x0112
+# Chunks of a PNG that may state an orientation.
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
-_INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
-_LOSSY_IN_TIFF = frozenset({"jpeg", "tiff_jpeg", "webp"})
+_LOSSY_COMPRESSIONS = frozenset({"jpeg", "tiff_jpeg", "webp"})
 _VOC_CLASSES = (*range(21), 255)
-# Of two byte orders PIL knows 16 bits with zero for white in one alone; it turns neither.
-TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
-# Tags of a TIFF; a page of these parts is a smaller copy of another one, or a mask of it.
-_PARTS = 0b101
-_KIND, _BITS, _PHOTOMETRIC, _BANDS, _PLANES = 254, 258, 262, 277, 284
-_EXTRA, _NUMBERS, _LARGEST, _LARGEST_OF_ANY = 338, 339, 281, 341
-_WHITE_IS_ZERO = 0
-_COLOURS = {_WHITE_IS_ZERO: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
-_ALPHA = ((1,), (2,))
-_STRIPS, _TILES, _BIG_MOTOROLA = 273, 324, b"MM\0+"
-_SIGNED, _FLOATING, _APART = 2, (3, 5, 6), 2
 
 
 def read_image(
     path: Path, bits: int | None = None, *, upright: bool = False
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a photograph as 8-bit RGB, whatever its colour space.
-
-    Transparency is dropped.
+    """Read an image file as 8-bit RGB. Transparency is dropped.
 
     Args:
-        path: The file.
+        path: The image file.
         bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
             required unless the header states the range of values.
-        upright: Turn it as the camera notes in EXIF. Not where masks or boxes belong to it: those
-            of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
+        upright: Apply the EXIF orientation. Leave this out if masks or boxes belong to the image:
+            those of VOC, ADE20K and COCO refer to the pixels as they are stored.
 
     Raises:
-        DataError: the file is missing, empty, cut short, no image, several, or too large, or its
-            values leave open what is white.
+        DataError: The file is missing.
+        UnreadableImage: The file is empty, truncated, too large or not a single image, or the range
+            of its values is unknown.
     """
-    return decode_image(_bytes_of(path), path, bits, upright=upright)
+    data = _read_bytes(path)
+    return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
+
+
+def decode_upright(
+    data: bytes, name: str | Path, bits: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Decode an image like `decode_image`, and apply its EXIF orientation."""
+    pixels = decode_image(data, name, bits)
+    orientation = _read_orientation(data)
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    row_step = -1 if orientation in (3, 4, 7, 8) else 1
+    column_step = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::row_step, ::column_step])
 
 
 def file_orientation(path: Path) -> bytes:
-    """How the pixels of a file are to be turned, as EXIF's digit."""
-    return b"%d" % _orientation_of(_bytes_of(path))
+    """Return the EXIF orientation of an image file as one ASCII digit, 1 to 8."""
+    return b"%d" % _read_orientation(_read_bytes(path))
 
 
-def _orientation_of(data: bytes) -> int:
-    """EXIF's number, 2 to 8, where pixels as they are decoded are not upright; else 1."""
-    # A TIFF is decoded upright; of a PNG all pixels would be decoded to look for it.
-    if _is_tiff(data) or (data[1:4] == b"PNG" and not any(mark in data for mark in _PNG_EXIF)):
+def _read_orientation(data: bytes) -> int:
+    # Pillow turns a TIFF itself. For a PNG, it would decode all pixels to find the orientation.
+    if _is_tiff(data) or (data[1:4] == b"PNG" and not any(chunk in data for chunk in _PNG_EXIF)):
         return 1
     try:
-        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-            found = image.getexif().get(_ORIENTATION, 1)
-    # What damaged files make Pillow raise is anything; whoever decodes them says so.
+        with Image.open(io.BytesIO(data), formats=_possible_formats(data)) as image:
+            orientation = image.getexif().get(Tag.Orientation, 1)
+    # A damaged file is reported when its pixels are decoded.
     except Exception as error:
         reraise_out_of_memory(error)
         return 1
-    return found if found in range(2, 9) else 1
+    return orientation if orientation in range(2, 9) else 1
 
 
 def decode_image(
-    data: bytes, name: str | Path, bits: int | None = None, *, upright: bool = False
+    data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode the bytes of a file as `read_image` does. Error messages contain `name`."""
-    pixels = _decode_usual_jpeg(data, name)
-    if pixels is None:
-        pixels = _to_rgb(_decode(data, name), data, name, bits)
-    orientation = _orientation_of(data) if upright else 1
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    down = -1 if orientation in (3, 4, 7, 8) else 1
-    right = -1 if orientation in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(pixels[::down, ::right])
+    """Decode the content of an image file as `read_image` does. Errors contain `name`."""
+    with _errors_with_name(name):
+        pixels = _decode_jpeg(data)
+        return _to_rgb(_open(data, name), data, name, bits) if pixels is None else pixels
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a mask that has a colour for each class, refused where it was saved with loss."""
-    data = _bytes_of(path)
-    return _to_rgb(_decode_mask(data, path), data, path, bits=16)
-
-
-def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "height width"]:
-    """Read the numbers that a mask stores; a palette is never turned into colours.
-
-    Args:
-        path: The file.
-        of_voc: A colour of VOC in its palette means VOC's class. Elsewhere it does so only beside
-            the colour of VOC's rims, which nobody else has.
+    """Read a mask that has one colour per class.
 
     Raises:
-        DataError: as `read_image`, for a mask that was not saved without loss, one that holds
-            colours instead of class numbers, and a palette in another order than VOC's.
+        DataError: As for `read_image`, or the file was saved with a lossy compression.
     """
-    return decode_indices(_bytes_of(path), path, of_voc=of_voc)
+    data = _read_bytes(path)
+    with _errors_with_name(path):
+        return _to_rgb(_open_mask(data, path), data, path, bits=16)
+
+
+def read_indices(
+    path: Path, *, has_voc_palette: bool = False
+) -> Integer[np.ndarray, "height width"]:
+    """Read the numbers that a mask stores. A palette is not applied.
+
+    Args:
+        path: The mask file.
+        has_voc_palette: Compare the palette with VOC's. For other masks, it is only compared if it
+            contains the colour of VOC's object borders, which no other dataset uses.
+
+    Raises:
+        DataError: As for `read_image`, or the file was saved with a lossy compression, stores
+            colours instead of numbers, or has VOC's palette in another order.
+    """
+    return decode_indices(_read_bytes(path), path, has_voc_palette=has_voc_palette)
 
 
 def decode_indices(
-    data: bytes, name: str | Path, *, of_voc: bool = False
+    data: bytes, name: str | Path, *, has_voc_palette: bool = False
 ) -> Integer[np.ndarray, "height width"]:
-    """Decode the bytes of a mask as `read_indices` does. Error messages contain `name`."""
-    image = _decode_mask(data, name)
-    if image.mode not in _INDEXED:
-        raise DataError(
-            f"{name} holds colours ({image.mode}) instead of one class number a pixel; "
-            "take the masks as they were published"
-        )
-    if image.mode == "P":
-        _require_order_of_voc(image, name, of_voc=of_voc)
-    return _stored(image, data, name)
+    """Decode the content of a mask file as `read_indices` does. Errors contain `name`."""
+    with _errors_with_name(name):
+        image = _open_mask(data, name)
+        if image.mode not in _MASK_MODES:
+            raise DataError(
+                f"{name} stores colours ({image.mode}), expected one class number per pixel; use "
+                "the masks as published"
+            )
+        if image.mode == "P":
+            _check_voc_palette(image, name, has_voc_palette=has_voc_palette)
+        return _stored_numbers(image, data, name)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return read_regular(path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; see docs/data.md for the layout") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
 
 
-def _decode_mask(data: bytes, name: str | Path) -> Image.Image:
-    """The one way in of all masks."""
-    image = _decode(data, name)
-    kind = str(image.format)
-    is_lossy = kind in _JPEG or (kind == "WEBP" and not _is_lossless_webp(data))
-    if is_lossy or image.info.get("compression") in _LOSSY_IN_TIFF:
-        kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "TIFF of lossy parts"}.get(kind, kind)
-        raise DataError(
-            f"{name} is a {kind}, which changes numbers and colours at every edge; take the masks "
-            "as they were published, or save them without loss, as PNG"
-        )
-    return image
+@contextmanager
+def _errors_with_name(name: str | Path) -> Generator[None]:
+    """Turn every exception of a decoder into an `UnreadableImage` that names the file.
 
-
-def _is_lossless_webp(data: bytes) -> bool:
-    place = 12
-    while (kind := data[place : place + 4]) not in (b"VP8 ", b"VP8L", b"ANMF", b""):
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        place += 8 + size + size % 2
-    return kind == b"VP8L"
-
-
-def _decode(data: bytes, name: str | Path) -> Image.Image:
+    Damaged files make decoders raise OSError, ValueError, SyntaxError, struct.error and others.
+    """
     try:
-        if _is_tiff(data) and (other := _other_tiff(data)):
-            raise _not_one_picture(name, other)
-        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise UnreadableImage(
-                    f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; "
-                    "shrink it"
-                )
-            # Of a TIFF they were pages; a JPEG of a telephone has a small copy or a depth behind.
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
-                raise _not_one_picture(name, f"a {image.format} of {frames} frames")
-            image.load()
-            return image
+        yield
     except DataError:
         raise
-    except UnidentifiedImageError as error:
-        if _is_tiff(data) and (kind := _unknown_tiff(data)):
-            raise _not_one_picture(name, kind) from error
-        for kind, brands, remedy in _DECODERS:
-            if _brand(data) in brands and _formats(data) is _FORMATS:
-                raise UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy) from error
-        problem = describe_substitute(data[:64]) or "is not an image; download it again"
-        raise UnreadableImage(f"{name} {problem}") from error
-    # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
         reraise_out_of_memory(error)
         raise UnreadableImage(
-            f"{name} is damaged or cut short ({error}); fetch it again"
+            f"{name} is damaged or cut short ({error}); copy or download it again"
         ) from error
 
 
-def _formats(data: bytes) -> tuple[str, ...]:
-    """Of Pillow's formats those that a file may have; HEIC and AVIF where they can be read."""
+def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
+    """Decode a grey or colour JPEG with the same pixels as Pillow, or return None for other files.
+
+    Raises:
+        ValueError: Pixels are missing. Pillow and OpenCV would invent them.
+    """
+    try:
+        height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
+    # It raises KeyError for chroma subsampling that it does not know, such as 4:4:1.
+    except Exception as error:
+        reraise_out_of_memory(error)
+        return None
+    if int(height) * int(width) > _MAX_PIXELS:
+        return None
+    is_cmyk = colour_space in ("CMYK", "YCCK")
+    mode = "CMYK" if is_cmyk else "RGB"
+    try:
+        pixels = simplejpeg.decode_jpeg(data, mode, strict=True)
+    except ValueError as error:
+        # Cameras and websites leave bytes after the last pixel.
+        if "extraneous bytes before marker 0xd9" not in str(error):
+            raise
+        pixels = simplejpeg.decode_jpeg(data, mode, strict=False)
+    # simplejpeg has only checked that a CMYK image is complete. Pillow converts its colours.
+    return None if is_cmyk else pixels
+
+
+def _open(data: bytes, name: str | Path) -> Image.Image:
+    """Decode a file with Pillow."""
+    if _is_tiff(data) and (kind := _describe_unsupported_tiff(data)):
+        raise _not_one_image(name, kind)
+    try:
+        image = Image.open(io.BytesIO(data), formats=_possible_formats(data))
+    except UnidentifiedImageError as error:
+        raise _unidentified_image(data, name) from error
+    with image:
+        if image.width * image.height > _MAX_PIXELS:
+            raise UnreadableImage(
+                f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS};"
+                " shrink it"
+            )
+        # The frames of a TIFF are pages, which were checked. A JPEG or HEIC may contain a thumbnail
+        # or a depth map.
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
+            raise _not_one_image(name, f"a {image.format} of {frames} frames")
+        image.load()
+        return image
+
+
+def _unidentified_image(data: bytes, name: str | Path) -> UnreadableImage:
+    if _is_tiff(data) and {Tag.StripOffsets, Tag.TileOffsets} & set(page := _tiff_pages(data)[0]):
+        bits, bands = _bits_per_sample(page), page.get(Tag.SamplesPerPixel, 1)
+        return _not_one_image(name, f"a TIFF of {bits} bits and {bands} band(s)")
+    for kind, brands, remedy in _OPTIONAL_FORMATS:
+        if _brand(data) in brands and _possible_formats(data) is _FORMATS:
+            return UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy)
+    problem = describe_substitute(data[:64]) or "is not an image; download it again"
+    return UnreadableImage(f"{name} {problem}")
+
+
+def _not_one_image(name: str | Path, kind: str) -> UnreadableImage:
+    return UnreadableImage(
+        f"{name} is {kind}, expected one grey or RGB image with 8 or 16 bits per sample; convert "
+        "it, for example to PNG"
+    )
+
+
+def _possible_formats(data: bytes) -> tuple[str, ...]:
+    """Return the formats that Pillow may try: HEIC and AVIF by their brand, if supported."""
     brand = _brand(data)
     if brand in _HEIC and _has_heif():
         return ("HEIF",)
@@ -225,15 +255,15 @@ def _formats(data: bytes) -> tuple[str, ...]:
 
 
 def _brand(data: bytes) -> bytes:
-    """What a file of boxes, as HEIC and AVIF are, says it is."""
+    """Return the brand in the first box of a HEIC or AVIF file, or b"" for other files."""
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
-    # A general name; those that it is compatible with tell more.
+    # Two brands are general. The list of compatible brands after them is more specific.
     is_avif = brand in (b"mif1", b"msf1") and b"avif" in data[16:64]
     return b"avif" if is_avif else brand
 
 
 def _has_heif() -> bool:
-    """Whether pillow-heif is there, which adds the format."""
+    """Add HEIC to Pillow and return whether pillow-heif is installed."""
     with suppress(ImportError):
         import pillow_heif
 
@@ -242,50 +272,12 @@ def _has_heif() -> bool:
     return False
 
 
-def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "height width 3"] | None:
-    """Grey or colour JPEG, equal to PIL's in every bit; None for everything else.
-
-    Raises:
-        UnreadableImage: pixels of it are missing, which PIL and OpenCV make up.
-    """
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    # It raises KeyError for chroma subsampling that it does not know, such as 4:4:1.
-    except Exception as error:
-        reraise_out_of_memory(error)
-        return None
-    if int(height) * int(width) > MAX_PIXELS:
-        return None
-    for_print = colours in ("CMYK", "YCCK")
-    wanted = "CMYK" if for_print else "RGB"
-    try:
-        try:
-            pixels = simplejpeg.decode_jpeg(data, wanted, strict=True)
-        except ValueError as error:
-            # Cameras and websites leave bytes behind the last pixel.
-            if "extraneous bytes before marker 0xd9" not in str(error):
-                raise
-            pixels = simplejpeg.decode_jpeg(data, wanted, strict=False)
-    except ValueError as error:
-        raise UnreadableImage(
-            f"{name} is damaged or cut short ({error}); fetch it again"
-        ) from error
-    return None if for_print else pixels
-
-
-def _not_one_picture(name: str | Path, what: str) -> UnreadableImage:
-    return UnreadableImage(
-        f"{name} is {what}, expected one picture, grey or RGB, of 8 or 16 bits; save what is to be "
-        "seen of it so, as PNG"
-    )
-
-
 def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
     if _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
-    if image.mode not in _EIGHT_BIT:
+    if image.mode not in _MODES:
         raise UnreadableImage(f"{name} has the colour mode {image.mode}; save it as RGB")
     if image.mode == "P":
         # The direct conversion to RGB warns if the palette has transparent colours.
@@ -301,14 +293,12 @@ def _scale_to_8_bits(
     White is the largest sample that the header allows. A header that only gives 16 bits does not
     say whether all of them are used, so white is 2**bits - 1 there.
     """
-    white: int | None = _largest_sample(image, data)
-    is_colour = len(image.getbands()) > 1
-    if image.format == "PPM" and white < _16_BITS:
+    allowed, is_colour = _largest_sample(image, data), len(image.getbands()) > 1
+    if image.format == "PPM" and allowed < _16_BITS:
         # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
         return image if is_colour else _divide(np.asarray(image), _16_BITS)
-    is_stated = white < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
-    if not is_stated:
-        white = None if bits is None else 2**bits - 1
+    is_stated = allowed < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
+    white = allowed if is_stated else 2**bits - 1 if bits else None
     if is_colour and white == _16_BITS:
         # Pillow has dropped the lower 8 bits.
         return image
@@ -348,25 +338,49 @@ def _largest_sample(image: Image.Image, data: bytes) -> int:
     if image.format == "PNG":
         return 2 ** data[24] - 1
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        return min(_16_BITS, _largest_of_tiff(image))
+        return min(_16_BITS, _largest_tiff_sample(image.tag_v2))
     if image.format == "PPM" and image.mode != "1":
-        return int(re.sub(rb"#[^\r\n]*", b"", data[:1000]).split(None, 4)[3])
+        # Width, height and the largest sample follow, each after white space and comments.
+        match = re.match(rb"P[2356]" + 3 * rb"(?:\s|#[^\r\n]*+)++(\d+)", data)
+        assert match, "Pillow has decoded the image"
+        return int(match[3])
     return 255
 
 
-def _stored(
+def _open_mask(data: bytes, name: str | Path) -> Image.Image:
+    image = _open(data, name)
+    kind = str(image.format)
+    is_lossy_webp = kind == "WEBP" and not _is_lossless_webp(data)
+    has_lossy_parts = image.info.get("compression") in _LOSSY_COMPRESSIONS
+    if kind in _JPEG or is_lossy_webp or has_lossy_parts:
+        kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "lossy TIFF"}.get(kind, kind)
+        raise DataError(
+            f"{name} is a {kind}, whose compression changes numbers and colours at edges; use the "
+            "masks as published, or save them without loss, for example as PNG"
+        )
+    return image
+
+
+def _is_lossless_webp(data: bytes) -> bool:
+    start = 12
+    while (chunk := data[start : start + 4]) not in (b"VP8 ", b"VP8L", b"ANMF", b""):
+        size = int.from_bytes(data[start + 4 : start + 8], "little")
+        start += 8 + size + size % 2
+    return chunk == b"VP8L"
+
+
+def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
-    """The numbers of a mask as the file has them, which PIL spreads where they use few bits."""
-    if image.mode not in ("1", "P") and _is_inverted(image):
-        raise DataError(f"{name} is a TIFF with zero for white; save the mask as PNG")
-    values = np.array(image)
+    """Return the numbers in the file. Pillow has scaled them if they have few bits."""
     if image.mode in ("1", "P"):
-        return values.astype(np.uint8)
-    full, spread = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
-    if image.format == "PPM" or full < 255:
-        return (values.astype(np.int64) * full + spread // 2) // spread
-    return values
+        return np.array(image).astype(np.uint8)
+    if _is_inverted(image):
+        raise DataError(f"{name} is a TIFF in which zero is white; save the mask as PNG")
+    largest, scaled_to = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
+    if image.format == "PPM" or largest < 255:
+        return (np.asarray(image).astype(np.int64) * largest + scaled_to // 2) // scaled_to
+    return np.array(image)
 
 
 def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
@@ -375,7 +389,7 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
     Only the header is decoded. A file without a header has no palette either.
     """
     try:
-        with Image.open(io.BytesIO(_bytes_of(path)), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(_read_bytes(path)), formats=_FORMATS) as image:
             palette = image.palette.palette if image.mode == "P" and image.palette else b""
     except DataError:
         raise
@@ -389,104 +403,114 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
-    """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
+    """Return the RGB colours of VOC's palette for the numbers 0 to 255."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    # A row for each bit of a channel, of which a number of 8 bits fills two and two thirds.
+    # Bit k of a number is bit 7 - k // 3 of channel k % 3. So a number fills 8 of 3 x 8 bits, and
+    # each row of this array holds one bit of the three channels.
     rows = np.pad(bits, ((0, 0), (0, 16))).reshape(256, 8, 3)
     return np.packbits(rows, axis=1)[:, 0]
 
 
-def _require_order_of_voc(image: Image.Image, name: str | Path, *, of_voc: bool) -> None:
-    used = np.unique(np.asarray(image))
+def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
+    """Refuse a mask whose palette has VOC's colours at other numbers.
+
+    Image editors sort or compress palettes. The colours stay equal, but the numbers change.
+    """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
-    # Once: palettes are filled with black behind what they use.
-    first = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
-    colours = {int(number): palette[number] for number in used if number in first}
-    meant = {
-        number: named
-        for number, colour in colours.items()
-        for named in _VOC_CLASSES
-        if (colour == voc[named]).all()
+    # Palettes are filled with black after the colours in use, so count each colour only once.
+    first_entries = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
+    numbers = [n for n in np.unique(np.asarray(image)).tolist() if n in first_entries]
+    meanings = {
+        number: voc_class
+        for number in numbers
+        for voc_class in _VOC_CLASSES
+        if (palette[number] == voc[voc_class]).all()
     }
-    wrong = [number for number, named in meant.items() if number != named]
-    if wrong and (of_voc or 255 in meant.values()):
-        number = wrong[0]
+    moved = [number for number, voc_class in meanings.items() if number != voc_class]
+    if moved and (has_voc_palette or 255 in meanings.values()):
+        number = moved[0]
         raise DataError(
-            f"{name} stores {number} where its palette has VOC's colour of {meant[number]}, "
-            f"{colours[number].tolist()}: somebody put the palette in another order; take the "
-            "masks as they were published"
+            f"{name} stores {number} for the colour {palette[number].tolist()}, which is "
+            f"{meanings[number]} in VOC's palette. Its palette is in another order; use the masks "
+            "as published"
         )
+
+
+# TIFF files.
+
+# Pillow knows 16-bit samples with zero for white in only one of the two byte orders.
+TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
+_BIG_ENDIAN_BIGTIFF = b"MM\0+"
+# Bits of NewSubfileType: the page is a thumbnail or a transparency mask of another page.
+_SECONDARY_PAGE = 0b101
+_WHITE_IS_ZERO = 0
+_NUM_COLOURS = {_WHITE_IS_ZERO: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
+_ALPHA = ((1,), (2,))
+_SIGNED, _FLOATING, _SEPARATE_PLANES = 2, (3, 5, 6), 2
 
 
 def _is_tiff(data: bytes) -> bool:
     return data.startswith(tuple(TiffImagePlugin.PREFIXES))
 
 
-def _other_tiff(data: bytes) -> str | None:
-    """What a TIFF is that is no picture of one, three or four bands; None where it is.
+def _describe_unsupported_tiff(data: bytes) -> str | None:
+    """Say what a TIFF contains other than one image, or return None.
 
-    One more band than there are colours is transparency, and dropped as such.
+    If it has one more band than colours, that band is transparency, which is dropped.
     """
-    if data.startswith(_BIG_MOTOROLA):
-        return "a BigTIFF with high bytes first"
+    if data.startswith(_BIG_ENDIAN_BIGTIFF):
+        return "a BigTIFF with the high byte first"
     pages = _tiff_pages(data)
-    whole = [page for page in pages if not page.get(_KIND, 0) & _PARTS]
-    if len(whole) > 1:
-        return f"a TIFF of {len(whole)} pages"
-    page = (whole or pages)[0]
-    bands, bits, numbers = page.get(_BANDS, 1), _tiff_bits(page), page.get(_NUMBERS, (1,))
-    photometric = page.get(_PHOTOMETRIC, _WHITE_IS_ZERO)
-    if photometric not in _COLOURS:
+    images = [page for page in pages if not page.get(Tag.NewSubfileType, 0) & _SECONDARY_PAGE]
+    if len(images) > 1:
+        return f"a TIFF of {len(images)} pages"
+    page = (images or pages)[0]
+    bands, bits = page.get(Tag.SamplesPerPixel, 1), _bits_per_sample(page)
+    sample_formats = page.get(Tag.SampleFormat, (1,))
+    photometric = page.get(Tag.PhotometricInterpretation, _WHITE_IS_ZERO)
+    if photometric not in _NUM_COLOURS:
         return f"a TIFF of the photometric interpretation {photometric}"
-    if bands > _COLOURS[photometric] + 1 or (bands == 2 and page.get(_EXTRA) not in _ALPHA):
+    has_alpha = page.get(Tag.ExtraSamples) in _ALPHA
+    if bands > _NUM_COLOURS[photometric] + 1 or (bands == 2 and not has_alpha):
         return f"a TIFF of {bands} bands"
-    if any(number in _FLOATING for number in numbers):
+    if any(sample_format in _FLOATING for sample_format in sample_formats):
         return f"a TIFF of floating-point numbers of {bits} bits"
-    if _SIGNED in numbers and bits == 8:
+    if _SIGNED in sample_formats and bits == 8:
         return "a TIFF of signed numbers of 8 bits"
-    if bits == 16 and bands > 1 and page.get(_PLANES) == _APART:
-        return f"a TIFF of 16 bits with its {bands} bands apart"
+    if bits == 16 and bands > 1 and page.get(Tag.PlanarConfiguration) == _SEPARATE_PLANES:
+        return f"a TIFF of 16 bits with its {bands} bands in separate planes"
     return None
 
 
-def _unknown_tiff(data: bytes) -> str | None:
-    """What a TIFF is that is whole and cannot be decoded all the same."""
-    page = _tiff_pages(data)[0]
-    if not {_STRIPS, _TILES} & set(page):
-        return None
-    return f"a TIFF of {_tiff_bits(page)} bits and {page.get(_BANDS, 1)} band(s)"
-
-
-def _largest_of_tiff(image: TiffImagePlugin.TiffImageFile) -> int:
-    """The largest number that a sample can be, which tags may say to be less than fits its bits."""
-    page = image.tag_v2
-    stated = [page[tag] for tag in (_LARGEST, _LARGEST_OF_ANY) if tag in page]
-    found = {int(max(one if isinstance(one, tuple) else (one,))) for one in stated}
-    # Any other number is the largest that happens to be in the picture.
-    limits = [one for one in found if one > 255 and one & (one + 1) == 0]
-    return min([2 ** _tiff_bits(page) - 1, *limits])
+def _largest_tiff_sample(page: Mapping[int, Any]) -> int:
+    """Return the largest sample that the tags of a TIFF allow."""
+    tags = (Tag.MaxSampleValue, Tag.SMaxSampleValue)
+    values = [int(np.max(page[tag])) for tag in tags if tag in page]
+    # Any value other than 2^n - 1 is the largest one that occurs in the image.
+    limits = [value for value in values if value > 255 and value & (value + 1) == 0]
+    return min([2 ** _bits_per_sample(page) - 1, *limits])
 
 
 def _is_inverted(image: Image.Image) -> bool:
-    """Whether zero is white in a TIFF."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return False
-    return image.tag_v2.get(_PHOTOMETRIC, _WHITE_IS_ZERO) == _WHITE_IS_ZERO
+    """Return whether zero is white, which only a TIFF can state."""
+    return isinstance(image, TiffImagePlugin.TiffImageFile) and (
+        image.tag_v2.get(Tag.PhotometricInterpretation, _WHITE_IS_ZERO) == _WHITE_IS_ZERO
+    )
 
 
-def _tiff_bits(page: Mapping[int, Any]) -> int:
-    """Bits of a sample; the most of all bands."""
-    return max(page.get(_BITS, (1,)))
+def _bits_per_sample(page: Mapping[int, Any]) -> int:
+    return max(page.get(Tag.BitsPerSample, (1,)))
 
 
 def _tiff_pages(data: bytes) -> list[Directory]:
-    # 16 bytes where it is a BigTIFF.
+    """Return the tags of each page. Pillow only gives those of a page that it can decode."""
+    # The header of a BigTIFF has 16 bytes.
     file, header = io.BytesIO(data), data[: 16 if data[2] == 43 else 8]
-    pages, seen = [Directory(header)], set[int]()
-    while (place := pages[-1].next) and place not in seen:
-        seen.add(place)
-        file.seek(place)
+    pages, offsets = [Directory(header)], set[int]()
+    while (offset := pages[-1].next) and offset not in offsets:
+        offsets.add(offset)
+        file.seek(offset)
         pages.append(Directory(header))
         pages[-1].load(file)
     return pages[1:]

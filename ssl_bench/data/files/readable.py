@@ -12,11 +12,11 @@ from jaxtyping import Int64, UInt64
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
-    digest_of,
-    entries_of,
-    extended,
-    in_threads,
-    marks_of,
+    cached_sha256,
+    extend_fingerprint,
+    file_hashes,
+    map_in_threads,
+    sample_hashes,
 )
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
@@ -29,7 +29,7 @@ _Key = tuple[str, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class RemainingImages(ImageView):
+class ImageSubset(ImageView):
     """An `ImageSet` without some of its images.
 
     Attributes:
@@ -57,26 +57,26 @@ class RemainingImages(ImageView):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), self.ids)
+        return extend_fingerprint(self.images.fingerprint(), self.ids)
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
         """Those of the images that are left."""
-        return marks_of(self.images)[list(self.kept)]
+        return file_hashes(self.images)[list(self.kept)]
 
-    def entries(self) -> list[str]:
+    def sample_hashes(self) -> list[str]:
         """Those of the images that are left."""
-        entries = entries_of(self.images)
+        entries = sample_hashes(self.images)
         return [entries[index] for index in self.kept]
 
 
-def some_of(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
+def select_images(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
     """Some images of a set, under another name."""
-    own = getattr(images, "some", None)
-    return own(name, kept) if own else RemainingImages(images, tuple(kept), name)
+    own = getattr(images, "select", None)
+    return own(name, kept) if own else ImageSubset(images, tuple(kept), name)
 
 
 @dataclass
-class Looked:
+class ReadabilityCache:
     """What a command has found while it looked through its images, for all of its tasks.
 
     Attributes:
@@ -98,7 +98,7 @@ class ReadableDataset(DatasetView):
         fails: Refuse a set with such an image instead.
     """
 
-    def __init__(self, dataset: Dataset, looked: Looked, *, fails: bool = False) -> None:
+    def __init__(self, dataset: Dataset, looked: ReadabilityCache, *, fails: bool = False) -> None:
         super().__init__(dataset, self._readable)
         self._looked, self._fails = looked, fails
         self._left_out: dict[_Key, list[str]] = {}
@@ -112,7 +112,7 @@ class ReadableDataset(DatasetView):
         return gone
 
     def _readable(self, role: str, images: ImageSet) -> ImageSet:
-        faults = faults_of(images, self._looked.faults)
+        faults = find_unreadable(images, self._looked.faults)
         if self._fails:
             require_readable(images, faults)
         kept = tuple(index for index, fault in enumerate(faults) if fault is None)
@@ -124,11 +124,11 @@ class ReadableDataset(DatasetView):
             raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
         gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
         self._left_out[role, images.split, images.ids] = gone
-        return RemainingImages(images, kept) if gone else images
+        return ImageSubset(images, kept) if gone else images
 
 
-def as_readable(
-    view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, looked: Looked
+def leave_out_unreadable(
+    view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, looked: ReadabilityCache
 ) -> Dataset:
     """A view of a dataset without what cannot be read: of "skip", or where that is its own way.
 
@@ -148,7 +148,7 @@ def require_readable(images: ImageSet, faults: Sequence[UnreadableImage | None])
         raise UnreadableImage(f"{count}, {first}{broken[0]}")
 
 
-def summary(left_out: dict[str, list[str]]) -> str:
+def left_out_label(left_out: dict[str, list[str]]) -> str:
     """One line that differs for other images: `2 of train, 1 of val (3f9a01)`."""
     lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
@@ -156,7 +156,7 @@ def summary(left_out: dict[str, list[str]]) -> str:
     return f"{counts} ({digest[:6]})"
 
 
-def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
+def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
     """The same error, for a command that can do without the image."""
     found = UnreadableImage(
         f"{error}, or leave such images out",
@@ -166,16 +166,16 @@ def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
     return found
 
 
-def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
+def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
     """What a record says of them: how many of each split, and the first names."""
     return {split: {"count": len(i), "first": i[:_SHOWN]} for split, i in left_out.items()}
 
 
-def faults_of(
+def find_unreadable(
     images: ImageSet, known: dict[object, UnreadableImage | None]
 ) -> list[UnreadableImage | None]:
     """What is wrong with each image; pixels of files are decoded as they lie there."""
-    files, places = files_behind(images) or (None, np.arange(len(images)))
+    files, places = underlying_files(images) or (None, np.arange(len(images)))
     keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
     cache = None
     if files is not None:
@@ -194,7 +194,7 @@ def faults_of(
             else:
                 paths = files.files(place)
                 name = f"{paths[0].absolute()}\0readable {files.options.bits}"
-                cache.recall(name, paths, partial(decode, files, place))
+                cache.get_or_compute(name, paths, partial(decode, files, place))
         except UnreadableImage as error:
             return error
         return None
@@ -202,7 +202,7 @@ def faults_of(
     missing = [index for index, key in enumerate(keys) if key not in known]
     shown = show_progress(missing, f"looking through {_title(images)}", len(missing))
     try:
-        for index, found in in_threads(fault, shown):
+        for index, found in map_in_threads(fault, shown):
             known[keys[index]] = found
     finally:
         if cache:
@@ -215,10 +215,10 @@ def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
     where = images.name if images.split == "all" else _title(images)
     taken = faults.count(None)
     line = f"taken: {taken} photograph{'s' if taken != 1 else ''} of {where}"
-    return "; ".join([line, *said_unreadable(images, faults)])
+    return "; ".join([line, *describe_unreadable(images, faults)])
 
 
-def said_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> list[str]:
+def describe_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> list[str]:
     """How many images cannot be read, which, and what would read them, by the remedy."""
     gone: dict[str, list[str]] = {}
     for image_id, fault in zip(images.ids, faults, strict=True):
@@ -234,18 +234,18 @@ def said_unreadable(images: ImageSet, faults: Sequence[UnreadableImage | None]) 
     return parts
 
 
-def files_behind(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
+def underlying_files(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
     """The set of files that a set is made from, and which of them it has."""
     if isinstance(images, FileImageSet):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
-    found = files_behind(inner) if isinstance(inner, ImageSet) else None
-    if found is not None and isinstance(images, RemainingImages):
+    found = underlying_files(inner) if isinstance(inner, ImageSet) else None
+    if found is not None and isinstance(images, ImageSubset):
         return found[0], found[1][list(images.kept)]
     return found
 
 
-def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """How many scored images are a file of a fitted one, by a link or a copy of whatever name.
 
     Of sets whose files are known by size and time alone, files of one size and time are read.
@@ -256,18 +256,18 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     Raises:
         DataError: there are such images, and they are not `allowed`.
     """
-    one, other = files_behind(fitted), files_behind(scored)
+    one, other = underlying_files(fitted), underlying_files(scored)
     if one is None or other is None:
         return _shared_contents(fitted, scored, allowed=allowed)
     (fitted_set, fitted_places), (scored_set, scored_places) = one, other
-    train, val = fitted_set.marks()[fitted_places], scored_set.marks()[scored_places]
+    train, val = fitted_set.file_hashes()[fitted_places], scored_set.file_hashes()[scored_places]
     first = None
     count = 0
     for index in np.flatnonzero(np.isin(val, train)):
         path = scored_set.path(int(scored_places[index]))
         same = fitted_set.path(int(fitted_places[np.flatnonzero(train == val[index])[0]]))
         # Of names and times nothing is sure; of contents that were read it is.
-        if fitted_set.options.fingerprint == "stat" and digest_of(path) != digest_of(same):
+        if fitted_set.options.fingerprint == "stat" and cached_sha256(path) != cached_sha256(same):
             continue
         first = first or (same, path)
         count += 1
@@ -304,7 +304,7 @@ def image_digests(images: ImageSet) -> list[str] | None:
         return own()
     inner = getattr(images, "images", None)
     digests = image_digests(inner) if isinstance(inner, ImageSet) else None
-    if digests is not None and isinstance(images, RemainingImages):
+    if digests is not None and isinstance(images, ImageSubset):
         return [digests[index] for index in images.kept]
     return digests
 

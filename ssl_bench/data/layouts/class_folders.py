@@ -9,9 +9,14 @@ import numpy as np
 from jaxtyping import UInt64
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.file_sets import FileImageSet, Files, first_of
-from ssl_bench.data.files.fingerprints import ReadOptions, extended, marks_of, read_as
-from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.files.file_sets import FileImageSet, Files, join_names
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    extend_fingerprint,
+    file_hashes,
+    with_read_options,
+)
+from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.samples import ImageView, Layout, Sample, given_folder, require_own_name
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
@@ -44,20 +49,20 @@ class LabelledImages(ImageView):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return extended(self.images.fingerprint(), self.class_names, self.labels)
+        return extend_fingerprint(self.images.fingerprint(), self.class_names, self.labels)
 
-    def read_as(self, options: ReadOptions) -> "LabelledImages":
+    def with_read_options(self, options: ReadOptions) -> "LabelledImages":
         """The same images, their files read in another way."""
-        return replace(self, images=read_as(self.images, options))
+        return replace(self, images=with_read_options(self.images, options))
 
-    def marks(self) -> UInt64[np.ndarray, " images"]:
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
         """Of each image a number, another one where its file or its class is another."""
-        return marks_of(self.images) + np.array(self.labels, np.uint64) * _SPREAD
+        return file_hashes(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
-    def some(self, name: str, kept: Sequence[int]) -> "LabelledImages":
+    def select(self, name: str, kept: Sequence[int]) -> "LabelledImages":
         """The images of these indices, under another name."""
         labels = tuple(self.labels[index] for index in kept)
-        return replace(self, images=some_of(self.images, name, kept), labels=labels)
+        return replace(self, images=select_images(self.images, name, kept), labels=labels)
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ class ClassFolders(Layout):
             )
         if unknown := sorted(set(classes.values()).difference(known)):
             raise DataError(
-                f"{folder} has the class {first_of(unknown)}, which the {len(known)} training "
+                f"{folder} has the class {join_names(unknown)}, which the {len(known)} training "
                 "classes lack; leave such images out",
                 hint=("dataset.known_only=true",),
             )
@@ -234,7 +239,7 @@ class ClassFolders(Layout):
             ids=ids,
             images=Files(folder, ""),
             upright=True,
-        ).checked()
+        ).validate()
         numbers = {name: number for number, name in enumerate(known)}
         return LabelledImages(files, known, tuple(numbers[classes[i]] for i in ids))
 

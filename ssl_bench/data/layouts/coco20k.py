@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, checked_boxes, numbers
-from ssl_bench.data.files.fingerprints import digest_of
+from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
+from ssl_bench.data.files.fingerprints import cached_sha256
 from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import Layout, find_root, first_folder, name_of_images
 from ssl_bench.data.splits import Split
@@ -68,7 +68,7 @@ class CocoBoxes(Boxes):
         owner = _number(image_id)
         own = slice(*np.searchsorted(self.owners, [owner, owner + 1]))
         ((rows, columns),) = self.sizes[self.known == owner].tolist() or [(0, 0)]
-        return checked_boxes(
+        return validate_boxes(
             self.corners[own],
             self.file,
             [f"{n} of {image_id}" for n in self.objects[own]],
@@ -111,11 +111,11 @@ class Coco20k(Layout):
 
     def discovery(self) -> FileImageSet:
         annotations = self._root() / "annotations/instances_train2014.json"
-        return self._set(read_boxes(annotations, cache_folder(self.cache))).checked()
+        return self._set(read_boxes(annotations, cache_folder(self.cache))).validate()
 
     def images(self) -> FileImageSet:
         """The listed pictures."""
-        return self._set(None).checked()
+        return self._set(None).validate()
 
     def _set(self, boxes: CocoBoxes | None) -> FileImageSet:
         root, split = self._root(), Split.parse(self.discovery_split)
@@ -171,13 +171,13 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     """
     if not annotations.is_file():
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
-    digest = digest_of(annotations)
+    digest = cached_sha256(annotations)
     index = cache / f"coco-boxes-2-{digest[:16]}.npz"
     # If the index is missing or damaged in any way, it is made again.
     with suppress(Exception), np.load(index, allow_pickle=False) as stored:
         return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
-    if digest_of(annotations) != digest:
+    if cached_sha256(annotations) != digest:
         raise DataError(f"{annotations} changes while it is read; wait until it is complete")
     arrays = {name: getattr(boxes, name) for name in _STORED}
     with suppress(MachineError):
@@ -217,7 +217,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     names, owners, corners = zip(*single, strict=True) if single else ((), (), ())
     # Before they are rounded: nothing turns into a box by it.
-    exact = checked_boxes(corners, annotations, names, may_be_flat=True)
+    exact = validate_boxes(corners, annotations, names, may_be_flat=True)
     order = np.argsort(owners, kind="stable")
     known = sorted(images)
     return CocoBoxes(
@@ -246,7 +246,7 @@ def _object(name: object, annotation: Mapping[str, Any]) -> tuple[int, int, list
             raise ValueError(f"expected 0 or 1 as iscrowd, got {is_crowd!r}")
         if is_crowd:
             return None
-        x, y, width, height = numbers(annotation["bbox"], 4)
+        x, y, width, height = parse_numbers(annotation["bbox"], 4)
     except KeyError as error:
         raise ValueError(f"object {name} has no {error}") from error
     except ValueError as error:

@@ -53,7 +53,7 @@ class CocoStuff(PairedFolders):
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
-        files = Files(folder, ".png", other_suffix=REMAPPED)
+        files = Files(folder, ".png", excluded_suffix=REMAPPED)
         # mmsegmentation writes remapped masks beside the published ones; some keep only those.
         if not files.ids() and Files(folder, REMAPPED).ids():
             files, numbers = Files(folder, REMAPPED), list(range(len(classes)))

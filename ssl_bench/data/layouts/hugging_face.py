@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.images import decode_image, decode_indices
+from ssl_bench.data.files.images import decode_image, decode_indices, decode_upright
 from ssl_bench.data.layouts.indexed import (
     Annotation,
     Facts,
@@ -107,8 +107,8 @@ class TableItems(Items):
     def read(self, index: int, bits: int | None = None) -> Item:
         row, place, columns = self._table[index], self.place(index), self.columns
         # Masks and boxes belong to the pixels as they are stored.
-        upright = not (columns.mask or columns.boxes)
-        image = decode_image(_bytes_of(row[columns.image], place), place, bits, upright=upright)
+        decode = decode_image if columns.mask or columns.boxes else decode_upright
+        image = decode(_bytes_of(row[columns.image], place), place, bits)
         mask, boxes = self.read_mask(index) if columns.mask else None, None
         if columns.boxes and self._box_format:
             try:

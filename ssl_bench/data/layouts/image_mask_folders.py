@@ -1,21 +1,22 @@
 """Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64, Integer, UInt8
 
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
-from ssl_bench.data.files.images import read_mask_colours, read_palette
+from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
 from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.files import list_files
 
 CLASSES_FILE = "classes.txt"
@@ -45,10 +46,10 @@ class PairedFolders(Layout):
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`, of which there have to be some."""
-        return self._set(self.train_split, None, ()).checked()
+        return self._set(self.train_split, None, ()).validate()
 
     def _segmentation(self, split: str) -> FileImageSet:
-        return self._set(split, *self._masks(split)).checked()
+        return self._set(split, *self._masks(split)).validate()
 
     def _set(self, split: str, masks: Masks | None, class_names: tuple[str, ...]) -> FileImageSet:
         images = self._images(split)
@@ -121,7 +122,10 @@ class IndexMasks(Masks):
     Attributes:
         reference: A mask of the same split. Other masks must not store other numbers for the
             colours in its palette, as after a tool has sorted each palette.
+        has_convention: Whether the first mask of a split is checked before a model is loaded.
     """
+
+    has_convention: ClassVar[bool] = False
 
     reference: Path | None = None
 
@@ -129,13 +133,17 @@ class IndexMasks(Masks):
         """Return the classes of a mask.
 
         Raises:
-            DataError: As for `Masks`, or a tool has changed the order of the palette.
+            DataError: As for `Masks`, or the numbers have another meaning than expected.
         """
         path = self.files.path(image_id)
-        palette = read_palette(path)
-        if palette:
+        if palette := read_palette(path):
             self._require_same_order(path, palette)
-        return super().read(image_id)
+        numbers = read_indices(path)
+        self.require_convention(numbers, path)
+        return self.labels.apply(numbers, path)
+
+    def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
+        """Raise DataError if the numbers of a mask follow another convention of its dataset."""
 
     def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
         expected, source = self._reference_palette, str(self.reference)
@@ -160,15 +168,16 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes where nobody said whether 255 is the second or does not count."""
+    """Masks of two classes in a dataset that does not state the meaning of 255."""
 
-    def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """As that of `Masks`, which also refuses a mask of 0 and 255 alone."""
-        classes = super().read(image_id)
-        if set(np.unique(classes)) == {0, IGNORED}:
+    has_convention = True
+
+    def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
+        """Refuse a mask of 0 and 255, because 255 may be the second class or may be ignored."""
+        if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
-                f"{self.files.path(image_id)} holds 0 and 255 but no 1, the number of the second "
-                "class; either 255 is that class, or such pixels do not count",
+                f"{path} holds 0 and 255 but no 1, the number of the second class; either 255 is "
+                "that class, or such pixels do not count",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -176,7 +185,6 @@ class TwoClassMasks(IndexMasks):
                     "dataset.ignored=[255]",
                 ),
             )
-        return classes
 
 
 @dataclass(frozen=True)
@@ -286,9 +294,9 @@ class ImageMaskFolders(PairedFolders):
 
     def _segmentation(self, split: str) -> FileImageSet:
         found = super()._segmentation(split)
-        if isinstance(found.masks, TwoClassMasks):
-            # The first shows what all are like, before a model is loaded.
-            found.masks.read(found.ids[0])
+        if isinstance(found.masks, IndexMasks) and found.masks.has_convention:
+            with suppress(UnreadableImage):
+                found.masks.read(found.ids[0])
         return found
 
     def _listed(

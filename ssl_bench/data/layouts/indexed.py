@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float64, Integer, UInt8
 
 from ssl_bench.composition.fields import MaskValue
-from ssl_bench.data.files.file_sets import LabelMap, checked_boxes
-from ssl_bench.data.files.fingerprints import ReadOptions, in_threads
+from ssl_bench.data.files.file_sets import LabelMap, validate_boxes
+from ssl_bench.data.files.fingerprints import ReadOptions, map_in_threads
 from ssl_bench.data.samples import IGNORED, ImageSet, Layout, Sample, lacking, require_own_name
 from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.output import say_once, show_progress
@@ -118,7 +118,7 @@ class Items:
 
         missing = [index for index in indices if index not in self._facts]
         shown = show_progress(missing, f"sha256 of {self.title}", len(missing))
-        for index, facts in in_threads(read, shown):
+        for index, facts in map_in_threads(read, shown):
             self._facts[index] = facts
         return [self._facts[index] for index in indices]
 
@@ -203,7 +203,7 @@ class IndexedImages:
                 )
             mask = self.numbers.apply(item.mask, place)
         if item.boxes is not None:
-            boxes = checked_boxes(
+            boxes = validate_boxes(
                 item.boxes,
                 place,
                 range(len(item.boxes)),
@@ -232,10 +232,10 @@ class IndexedImages:
     @cached_property
     def _fingerprint(self) -> str:
         meaning = sorted(self.numbers.classes.items()) if self.numbers else None
-        rows = ([i, digest] for i, digest in zip(self.ids, self.entries(), strict=True))
+        rows = ([i, digest] for i, digest in zip(self.ids, self.sample_hashes(), strict=True))
         return self.options.fingerprint_of([["items", self.class_names, meaning], *rows])
 
-    def entries(self) -> list[str]:
+    def sample_hashes(self) -> list[str]:
         """Return the digest of each item."""
         return [facts.digest for facts in self.items.facts(self.indices)]
 
@@ -243,11 +243,11 @@ class IndexedImages:
         """Return the digest of each image without its annotations."""
         return [facts.image_digest for facts in self.items.facts(self.indices)]
 
-    def read_as(self, options: ReadOptions) -> "IndexedImages":
+    def with_read_options(self, options: ReadOptions) -> "IndexedImages":
         """Return the same images, read with other options. They are identified by their content."""
         return replace(self, options=replace(options, fingerprint="content"))
 
-    def some(self, name: str, kept: Sequence[int]) -> "IndexedImages":
+    def select(self, name: str, kept: Sequence[int]) -> "IndexedImages":
         """Return the images at some positions as a set of another name."""
         return replace(self, name=name, indices=tuple(self.indices[position] for position in kept))
 
@@ -440,7 +440,7 @@ class IndexedDataset(Layout):
                 return -1
 
         shown = show_progress(indices, f"classes of {items.title}", len(items))
-        return max((number for _, number in in_threads(largest, shown)), default=-1)
+        return max((number for _, number in map_in_threads(largest, shown)), default=-1)
 
 
 def require_box_format(box_format: BoxFormat | None, title: str) -> BoxFormat:

@@ -11,7 +11,13 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import OptionalPath
-from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet, checked_boxes, numbers
+from ssl_bench.data.files.file_sets import (
+    FileImageSet,
+    Files,
+    FileSet,
+    parse_numbers,
+    validate_boxes,
+)
 from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
@@ -57,7 +63,7 @@ class SpairPairs(FileSet):
         target = _points(told, "trg_kps", images[1].shape[1::-1], file)
         if len(source) != len(target):
             raise _damaged(file, f"{len(source)} src_kps and {len(target)} trg_kps")
-        ((left, top, right, bottom),) = checked_boxes(
+        ((left, top, right, bottom),) = validate_boxes(
             [told.get("trg_bndbox")], file, ["trg_bndbox"], images[1].shape[:2]
         )
         pair = Pair(
@@ -78,7 +84,7 @@ class SpairPairs(FileSet):
     def _fingerprint(self) -> str:
         paths = [self.annotations.path(pair_id) for pair_id in self.ids]
         paths += [self.images.path(image_id) for image_id in self._image_ids]
-        with self.identified(map(Part, paths), len(paths)) as found:
+        with self.identify_parts(map(Part, paths), len(paths)) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
             return self.options.fingerprint_of(rows)
 
@@ -87,7 +93,7 @@ class SpairPairs(FileSet):
         lines = (_parts(pair_id, self.source) for pair_id in self.ids)
         return tuple(sorted({image_id for one in lines for image_id in one[:2]}))
 
-    def checked(self) -> "SpairPairs":
+    def validate(self) -> "SpairPairs":
         """This set, if it is not empty, names no pair twice and its files are there."""
         self.require_ids("pair")
         self.require_files(self.images, self._image_ids, "images")
@@ -130,7 +136,7 @@ class Spair71k(Layout):
             ids=split.cut(lines),
             images=Files(root / "JPEGImages", ".jpg"),
             annotations=Files(root / "PairAnnotation" / split.name, ".json"),
-        ).checked()
+        ).validate()
 
     def images(self) -> FileImageSet:
         """All pictures, whatever pairs they are in."""
@@ -146,7 +152,7 @@ class Spair71k(Layout):
             source=folder,
             ids=tuple(ids),
             images=Files(folder, ".jpg"),
-        ).checked()
+        ).validate()
 
     def _root(self) -> Path:
         return find_root(
@@ -181,7 +187,7 @@ def _points(
     try:
         if not isinstance(points, list) or not points:
             raise ValueError(f"got {points!r}")
-        found = np.array([numbers(point, 2) for point in points])
+        found = np.array([parse_numbers(point, 2) for point in points])
     except ValueError as error:
         raise _damaged(file, f"{key} is not a list of points: {error}") from error
     # Some lie on the far edge, one beyond the last pixel.

@@ -4,10 +4,12 @@ Textured objects before photographs that other packages ship, and the same objec
 """
 
 import hashlib
+import json
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +21,18 @@ from PIL import Image
 
 from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
 from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.files.fingerprints import file_state
 from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import ImageSet, Layout
 from ssl_bench.errors import MachineError
-from ssl_bench.system.files import cache_folder, mark_as_output
+from ssl_bench.system.files import cache_folder, file_sha256, list_files, mark_as_output
+from ssl_bench.system.output import say
+from ssl_bench.system.process import reraise_out_of_memory
 
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
 
+_MANIFEST = "files.json"
 VERSION = 1
 """Count up when a scene of the same seed comes out differently."""
 
@@ -246,19 +252,21 @@ class Drawn(Layout):
     seed: Seed = 0
     cache: OptionalPath = None
 
-    def kept(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """The folder of the cache that `write` fills where there is none yet.
+    def draw_once(self, kind: str, write: Callable[[Path], None]) -> Path:
+        """Return a folder of the cache, which `write` fills if it is missing or damaged.
 
-        It is written beside its place and renamed, so that a half-made folder is never seen.
+        The folder is written under another name and renamed, so that it is always complete.
 
         Raises:
-            MachineError: nothing can be written there.
+            MachineError: The cache cannot be written.
         """
         key = f"{VERSION} {self.num_train} {self.num_val} {self.seed}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         path = cache_folder(self.cache) / f"{kind}-{digest}"
         if path.is_dir():
-            return path
+            if _is_intact(path):
+                return path
+            say(f"files in {path} have changed, so they are generated again")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
@@ -267,17 +275,47 @@ class Drawn(Layout):
                 f"cannot write to {path.parent} ({error.strerror}); choose another folder",
                 hint=("dataset.cache={folder}",),
             ) from error
+        changed = unfinished.with_name(f"{unfinished.name}-changed")
         try:
             write(unfinished)
+            _write_manifest(unfinished)
             mark_as_output(unfinished)
+            with suppress(FileNotFoundError):
+                path.rename(changed)
             unfinished.rename(path)
         except OSError as error:
-            # Another process may have been quicker; its scenes are the same.
+            # Another process may have been quicker. Its scenes are the same.
             if not path.is_dir():
                 raise MachineError(f"cannot write {path} ({error.strerror})") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(changed, ignore_errors=True)
         return path
+
+
+def _write_manifest(folder: Path) -> None:
+    """Store the SHA-256, size and time of each file, by which damage is recognised."""
+    rows = {}
+    for name in sorted(list_files(folder)):
+        size, mtime_ns, *_ = file_state(folder / name)
+        rows[name] = [file_sha256(folder / name), size, mtime_ns]
+    (folder / _MANIFEST).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether a folder has the files of its manifest. Older versions wrote no manifest."""
+    if not (folder / _MANIFEST).is_file():
+        return True
+    try:
+        rows = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        for name, (digest, *state) in rows.items():
+            path = folder / name
+            if [*file_state(path)[:2]] != state and file_sha256(path) != digest:
+                return False
+    except Exception as error:
+        reraise_out_of_memory(error)
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -302,7 +340,7 @@ class Toy(Drawn):
         return self._folder().pictures("train")
 
     def _folder(self) -> VocFolder:
-        path = self.kept("toy", self._write)
+        path = self.draw_once("toy", self._write)
         return VocFolder(path, self.name, CLASS_NAMES)
 
     def _write(self, folder: Path) -> None:
@@ -369,7 +407,7 @@ class ToyObjects(Drawn):
         # Whoever names the scenes alone needs no classes of pictures.
         from ssl_bench.data.layouts.class_folders import ClassFolders
 
-        root = str(self.kept("toy_objects", self._write))
+        root = str(self.draw_once("toy_objects", self._write))
         return ClassFolders(root=root, name=self.name, known_only=True)
 
     def _write(self, folder: Path) -> None:

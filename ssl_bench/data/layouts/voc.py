@@ -16,7 +16,7 @@ from ssl_bench.data.files.file_sets import (
     Files,
     LabelMap,
     Masks,
-    checked_boxes,
+    validate_boxes,
 )
 from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
@@ -79,7 +79,7 @@ class VocBoxes(Boxes):
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         # A file need not say the size, or says 0.
         stated = (height, width) if height and width else None
-        return checked_boxes(corners, path, list(objects), size, stated=stated)
+        return validate_boxes(corners, path, list(objects), size, stated=stated)
 
     def meaning(self, image_id: str) -> str:
         del image_id
@@ -142,21 +142,21 @@ class VocFolder:
             {**{number: number for number in numbers}, 255: IGNORED},
             hint="take the masks as published: class numbers with a palette, 255 at the rims",
         )
-        masks = Masks(Files(self.path / folder, ".png"), labels, of_voc=True)
-        return self._set("Segmentation", split, masks=masks).checked()
+        masks = Masks(Files(self.path / folder, ".png"), labels, has_voc_palette=True)
+        return self._set("Segmentation", split, masks=masks).validate()
 
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
         """Images with boxes; `exclude_difficult` also leaves out images with hard objects only."""
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
-        images = self._set("Main", split, boxes=boxes).checked()
+        images = self._set("Main", split, boxes=boxes).validate()
         if not exclude_difficult:
             return images
         easy = tuple(image_id for image_id in images.ids if len(boxes.read(image_id)))
-        return replace(images, ids=easy).checked()
+        return replace(images, ids=easy).validate()
 
     def pictures(self, split: str) -> FileImageSet:
         """Images alone."""
-        return self._set("Main", split).checked()
+        return self._set("Main", split).validate()
 
     def _set(
         self, lists: str, split: str, *, masks: Masks | None = None, boxes: VocBoxes | None = None

@@ -1,0 +1,178 @@
+"""Tar files as WebDataset writes them: images, and perhaps their class numbers."""
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ssl_bench.composition.fields import OptionalPath
+from ssl_bench.data.files.tar_shards import (
+    INVALID_LABEL,
+    NO_LABEL,
+    SHARD_SUFFIXES,
+    TarImages,
+    find_shards,
+    has_braces,
+)
+from ssl_bench.data.layouts.class_folders import LabelledImages
+from ssl_bench.data.layouts.folder import pictures_below
+from ssl_bench.data.samples import Layout, require_own_name
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import expand_path, list_files
+
+_TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
+
+
+def is_webdataset(root: str | Path) -> bool:
+    """Return whether a path is a tar file, a pattern, or a folder with tar files but no images."""
+    path = expand_path(root)
+    if not path.is_dir():
+        is_pattern = has_braces(str(path)) or glob.has_magic(str(path))
+        return is_pattern or path.name.lower().endswith(SHARD_SUFFIXES)
+    if next(pictures_below(path), None) is not None:
+        return False
+    return any(name.lower().endswith(SHARD_SUFFIXES) for name in list_files(path))
+
+
+@dataclass(frozen=True)
+class WebDataset(Layout):
+    """Images `KEY.jpg`, `.jpeg`, `.png` or `.webp` in tar files, with class numbers in `KEY.cls`.
+
+    Attributes:
+        root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. Training
+            and validation images need a folder.
+        train_split: Folder or pattern of the training images below `root`. By default the folder
+            `train`, or the files with `train` in their name.
+        val_split: Folder or pattern of the scored images below `root`. By default the same with
+            `val`, or with `test`.
+        known_only: Leave out scored images of classes that the training images lack. Otherwise
+            such images are an error.
+        name: Name in records and tables.
+    """
+
+    supports = frozenset({"classification", "images"})
+
+    root: OptionalPath = None
+    train_split: str | None = None
+    val_split: str | None = None
+    known_only: bool = False
+    name: str = "webdataset"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_own_name(self.name)
+
+    def images(self) -> TarImages:
+        """Return all images, whether they have class numbers or not."""
+        return self._open(find_shards(self._root), "all")
+
+    def train(self) -> LabelledImages:
+        """Return the training images.
+
+        Raises:
+            DataError: A tar file is missing or damaged, or an image has no class number.
+        """
+        return self._train
+
+    def val(self) -> LabelledImages:
+        """Return the scored images, with the labels of the training images.
+
+        Raises:
+            DataError: As in `train`, or a tar file contains both training and scored images, or a
+                class has no training image.
+        """
+        shards = self._shards(self.val_split, _VAL_NAMES)
+        if shared := sorted({*shards}.intersection(self._train_shards)):
+            raise DataError(
+                f"{shared[0]} belongs to both splits",
+                hint=("dataset.train_split={pattern}", "dataset.val_split={pattern}"),
+            )
+        images = self._open(shards, self.val_split or _VAL_NAMES[0])
+        numbers = _class_numbers(images)
+        known = {int(name): label for label, name in enumerate(self._train.class_names)}
+        if self.known_only:
+            kept = [index for index, number in enumerate(numbers) if number in known]
+            images = images.select(images.name, kept)
+            numbers = [numbers[index] for index in kept]
+        if unknown := sorted(set(numbers).difference(known)):
+            raise DataError(
+                f"{images.folder} has class {unknown[0]}, of which there is no training image",
+                hint=("dataset.known_only=true",),
+            )
+        labels = tuple(known[number] for number in numbers)
+        return LabelledImages(images, self._train.class_names, labels)
+
+    def to_learn_from(self) -> LabelledImages:
+        """Return the training images if `root` is a folder with this split, otherwise all images.
+
+        Raises:
+            DataError: As in `train`.
+        """
+        if self._root.is_dir() and (self.train_split or self._find(_TRAIN_NAMES)):
+            return self._train
+        return _with_labels(self.images())
+
+    @property
+    def _root(self) -> Path:
+        if self.root is None:
+            raise DataError(
+                "expected a folder or pattern of tar files", hint=("--data-root", "{folder}")
+            )
+        return expand_path(self.root)
+
+    @cached_property
+    def _train(self) -> LabelledImages:
+        return _with_labels(self._open(self._train_shards, self.train_split or _TRAIN_NAMES[0]))
+
+    @cached_property
+    def _train_shards(self) -> list[Path]:
+        return self._shards(self.train_split, _TRAIN_NAMES)
+
+    def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
+        """Return the tar files of a split, which by default has one of these names."""
+        if not self._root.is_dir():
+            raise DataError(f"{self._root} is not a folder with tar files of two splits")
+        if split is not None:
+            return find_shards(self._root / split)
+        if shards := self._find(names):
+            return shards
+        raise DataError(
+            f"{self._root} has neither {names[0]}/*.tar nor *{names[0]}*.tar",
+            hint=(f"dataset.{'train' if names is _TRAIN_NAMES else 'val'}_split={{pattern}}",),
+        )
+
+    def _find(self, names: Sequence[str]) -> list[Path]:
+        for name in names:
+            if (self._root / name).is_dir():
+                return find_shards(self._root / name)
+            if shards := sorted(self._root.glob(f"*{name}*.tar")):
+                return shards
+        return []
+
+    def _open(self, shards: Sequence[Path], split: str) -> TarImages:
+        return TarImages.open(shards, name=self.name, split=split)
+
+
+def _with_labels(images: TarImages) -> LabelledImages:
+    """Number the classes from 0, in the order of their class numbers."""
+    numbers = _class_numbers(images)
+    classes = sorted(set(numbers))
+    if len(classes) < 2:
+        raise DataError(f"{images.folder} has the single class {classes[0]}, expected two or more")
+    labels = {number: label for label, number in enumerate(classes)}
+    return LabelledImages(
+        images, tuple(map(str, classes)), tuple(labels[number] for number in numbers)
+    )
+
+
+def _class_numbers(images: TarImages) -> list[int]:
+    numbers: list[int] = images.places[:, -1].tolist()
+    for value, problem in (
+        (NO_LABEL, "no class number, expected a member KEY.cls"),
+        (INVALID_LABEL, "a member KEY.cls that is not a class number such as 7"),
+    ):
+        if value in numbers:
+            first = images.folder / images.ids[numbers.index(value)]
+            raise DataError(f"{numbers.count(value)} images have {problem}; the first is {first}")
+    return numbers

@@ -1,0 +1,204 @@
+"""What every kind of encoder, attention and graying must do, including those of other packages.
+
+A new kind needs no entry here. Its configuration is reduced by the fields in `REDUCED`, as far as
+it has them.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import component_class
+from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    EncoderConfig,
+    ViTConfig,
+    build_encoder,
+    build_vit,
+    encoder_from_model,
+    identify_encoder,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.config import config_from_dict
+from ssl_bench.models.registry import find_registered, registered_names
+from ssl_bench.results import ResultStore
+
+PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+PLUGIN = re.findall(r"^`patch_mlp\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+POINTS = """
+[ssl_bench.model]
+patch_mlp = patch_mlp:PatchMlpConfig
+broken = patch_mlp_broken:Config
+
+[ssl_bench.attention]
+mean = patch_mlp_attention:build_mean
+"""
+ATTENTION = '''
+"""Attention that returns the mean value."""
+
+from ssl_bench.models.vit import Attention
+
+
+class MeanAttention(Attention):
+    def mix_values(self, q, k, v):
+        return v.mean(2, keepdim=True).expand_as(v)
+
+
+build_mean = MeanAttention.from_config
+'''
+REDUCED = {
+    "image_size": 32, "patch_size": 8, "dim": 12, "depth": 2, "num_heads": 2, "num_states": 3,
+    "head_width": 4, "num_tokens": 7, "name": "vit_tiny_patch16_224", "widths": (12,),
+    "depths": (2,), "heads": (3,),
+}  # fmt: skip
+KINDS = [*registered_names("model"), "patch_mlp"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory) -> Iterator[Path]:
+    """Install the encoder of the documentation as a package of somebody else would be."""
+    folder = tmp_path_factory.mktemp("plugin")
+    information = folder / "patch_mlp-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: patch_mlp\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(POINTS)
+    (folder / "patch_mlp.py").write_text(PLUGIN)
+    (folder / "patch_mlp_attention.py").write_text(ATTENTION)
+    (folder / "patch_mlp_broken.py").write_text("import nopackage\n")
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def small_config(kind: str) -> EncoderConfig:
+    config_class = find_registered("model", kind)
+    names = [item.name for item in fields(config_class)]
+    return config_class(**{name: value for name, value in REDUCED.items() if name in names})
+
+
+def inputs_of(config: EncoderConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if not config.reads_images:
+        return torch.randint(REDUCED["num_tokens"], (2, 9), generator=generator)
+    return torch.randn(2, 3, 32, 48, generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_depend_on_the_seed_alone(kind):
+    config, state = small_config(kind), torch.get_rng_state()
+
+    one, same, other = (build_encoder(config, seed=seed).state_dict() for seed in (1, 1, 2))
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, same[name]) for name, value in one.items())
+    assert any(not torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_survives_json(kind):
+    config = small_config(kind)
+
+    values = json.loads(json.dumps(config.to_dict()))
+
+    assert config.kind == kind
+    assert config_from_dict(kind, values) == config
+    with pytest.raises(ConfigurationError):
+        config_from_dict(kind, values | {"nonsense": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_gives_the_same_encoder(kind, tmp_path):
+    config = small_config(kind)
+    model, inputs = build_encoder(config, seed=3).eval(), inputs_of(small_config(kind))
+    path = tmp_path / "last.safetensors"
+    save_encoder(path, model, {})
+    if not config.reads_images:
+        empty = config.build_empty().eval()
+        empty.load_state_dict(model.state_dict())
+        assert torch.equal(empty(inputs), model(inputs))
+        return
+
+    encoder = load_encoder(str(path))
+
+    assert torch.equal(encoder.module(inputs), model(inputs))
+    identity = identify_encoder(str(path))
+    assert identity.identity() == encoder.identity()
+    assert (identity.depth, identity.patch_size) == (encoder.depth, encoder.patch_size)
+    random = load_encoder(f"random:{path}").module
+    assert torch.equal(random(inputs), build_encoder(config, seed=0).eval()(inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_blocks_have_features(kind):
+    config = small_config(kind)
+    if not config.reads_images:
+        pytest.skip("reads tokens")
+    encoder = encoder_from_model(build_encoder(config, seed=0), name=kind)
+    layers = range(encoder.depth)
+
+    features = FeatureExtractor(encoder, layers=layers, facets=("token",))(torch.rand(2, 3, 32, 48))
+
+    assert list(features) == list(layers)
+    assert {tuple(features[layer]["token"].shape) for layer in layers} == {(2, 4, 6, encoder.dim)}
+
+
+PARTS = list(product([*registered_names("attention"), "mean"], registered_names("graying")))
+
+
+@pytest.mark.parametrize(("attention", "graying"), PARTS)
+def test_every_attention_and_graying_maps_tokens_to_finite_tokens(attention, graying):
+    config = ViTConfig(
+        image_size=32, patch_size=8, dim=12, depth=1, num_heads=2, attention=attention,
+        graying=graying, qkv_bias=False,
+    )  # fmt: skip
+    model = build_vit(config, seed=0)
+
+    features = model.forward_features(torch.rand(2, 3, 16, 24))
+    features.square().sum().backward()
+
+    assert features.shape == (2, 7, 12)
+    gradients = [p.grad for p in model.blocks.parameters()]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_an_encoder_of_another_package_is_trained_and_probed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        path = Path(f"photos/train/class{number % 2}/{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    train: list[Any] = [
+        "pretrain", "objective=supervised", "model=patch_mlp", "model.dim=12", "model.depth=2",
+        "model.image_size=32", "data.root=photos", "train.max_steps=2", "train.batch_size=4",
+        "train.num_workers=0", "--device", "cpu", "--out", "run",
+    ]  # fmt: skip
+    assert main(train) == 0
+    dataset = ["--dataset", "toy_objects", "dataset.num_train=8", "dataset.num_val=4"]
+
+    words = [*dataset, "probe.facet=patch_mean", "--out", "out"]
+    assert main(["probe", "--task", "knn", "--checkpoint", "run", *words]) == 0
+
+    assert load_encoder("run").architecture["kind"] == "patch_mlp"
+    assert {record.layer for record in ResultStore(Path("out")).records()} == {0, 1}
+
+
+def test_a_package_that_cannot_be_imported_is_named():
+    with pytest.raises(BrokenFile, match=r"patch_mlp_broken\.py, line 1"):
+        find_registered("model", "broken")
+    with pytest.raises(BrokenFile, match=r"patch_mlp_broken\.py, line 1"):
+        component_class("patch_mlp_broken.Config", "model._target_")
