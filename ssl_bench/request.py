@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 from ssl_bench.composition.choices import choices, config_names, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
 from ssl_bench.system.device import parse_device
 from ssl_bench.system.output import say
 
@@ -122,7 +122,7 @@ def split_dataset(text: str) -> tuple[str, str | None]:
     if colon and not root:
         raise ConfigurationError(
             f"expected a folder or an address after {text}",
-            hint=("--dataset", f"{name}:{{folder}}"),
+            hint=("--dataset", f"{escape_braces(name)}:{{folder}}"),
         )
     return name, root or None
 

@@ -34,7 +34,13 @@ from ssl_bench.data.layouts.indexed import (
     to_corners,
 )
 from ssl_bench.data.splits import Split, absent_split, require_disjoint
-from ssl_bench.errors import ConfigurationError, DataError, MachineError
+from ssl_bench.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    escape_braces,
+    join_alternatives,
+)
 from ssl_bench.network import DownloadError, open_url
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.output import say_once
@@ -196,7 +202,11 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         if mask and label:
             raise ConfigurationError(
                 f"{title} has the labels {label} and the masks {mask}",
-                hint=(f"dataset.label_column={label}", "or", f"dataset.mask_column={mask}"),
+                hint=(
+                    f"dataset.label_column={escape_braces(label)}",
+                    "or",
+                    f"dataset.mask_column={escape_braces(mask)}",
+                ),
             )
     if box is None and not (mask or label):
         box = _choose_column("box", boxes, title)
@@ -217,10 +227,10 @@ def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
     """Return the only name, or None if there is none. Several names raise ConfigurationError."""
     if len(names) < 2:
         return next(iter(names), None)
-    words = [word for name in names for word in ("or", f"dataset.{kind}_column={name}")]
+    ways = [(f"dataset.{kind}_column={escape_braces(name)}",) for name in names]
     raise ConfigurationError(
         f"{title} has several columns that may be the {kind} column: {', '.join(names)}",
-        hint=words[1:],
+        hint=join_alternatives(*ways),
     )
 
 

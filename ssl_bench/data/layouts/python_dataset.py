@@ -309,7 +309,7 @@ class PythonDataset(IndexedDataset):
         return Part(items, role, range(len(items))) if items else None
 
     def missing_error(self, role: str) -> DataError:
-        return DataError(f"{self.name} has no {role} images", hint=(f"--{role}", "{value}"))
+        return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")
 
     def images_name(self) -> str:
         return self.name
