@@ -119,6 +119,8 @@ EXPRESSIONS = {
     "escape_braces(corruptions)": "gaussian_noise:3,fog:2",
     "escape_braces(first)": "train",
     "escape_braces(key)": "train.warmup_epochs",
+    "escape_braces(label)": "label",
+    "escape_braces(mask)": "mask",
     "escape_braces(name)": "imagenet1k",
     "escape_braces(one.name)": "train",
     "escape_braces(options.task)": "knn",

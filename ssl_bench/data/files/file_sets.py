@@ -91,7 +91,7 @@ class LabelMap:
     hint: str
 
     def apply(
-        self, stored: Integer[np.ndarray, "height width"], path: Path
+        self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
         """Turn stored numbers into classes.
 
@@ -111,7 +111,7 @@ class LabelMap:
         table[list(self.classes)] = list(self.classes.values())
         return table
 
-    def _unknown_label(self, value: int, path: Path) -> DataError:
+    def _unknown_label(self, value: int, path: str | Path) -> DataError:
         # Consecutive numbers have the same difference to their position.
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
@@ -185,7 +185,7 @@ def parse_numbers(value: object, count: int) -> list[float]:
 
 def validate_boxes(
     corners: Sequence[object] | np.ndarray,
-    file: Path,
+    file: str | Path,
     names: Sequence[object],
     size: tuple[int, int] | None = None,
     *,

@@ -248,14 +248,15 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
     If files are identified by size and time, files with equal size and time are read and compared.
-    The count is 0 if one of the sets is not made from files. Both fingerprints are computed.
+    Sets without files are compared by the digests of their images, if they have them. Both
+    fingerprints are computed.
 
     Raises:
         DataError: There is such an image, and `allowed` is False.
     """
     fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
     if fitted_files is None or scored_files is None:
-        return 0
+        return _shared_contents(fitted, scored, allowed=allowed)
     (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
     fitted_hashes = fitted_set.file_hashes()[fitted_indices]
     scored_hashes = scored_set.file_hashes()[scored_indices]
@@ -278,6 +279,34 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
             hint=("data.allow_overlap=true",),
         )
     return count
+
+
+def _shared_contents(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+    """Return how many scored images are equal to a fitted image, for images without files."""
+    fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
+    if fitted_digests is None or scored_digests is None:
+        return 0
+    known = set(fitted_digests)
+    shared = [i for i, one in zip(scored.ids, scored_digests, strict=True) if one in known]
+    if shared and not allowed:
+        raise DataError(
+            f"{len(shared)} of {len(scored)} scored images of {_title(scored)} are also training "
+            f"images, the first is {shared[0]}. Remove them from one of the splits, or score them "
+            "anyway",
+            hint=("data.allow_overlap=true",),
+        )
+    return len(shared)
+
+
+def image_digests(images: ImageSet) -> list[str] | None:
+    """Return a digest of each original image, None for sets that do not know it."""
+    if own := getattr(images, "image_digests", None):
+        return own()
+    inner = getattr(images, "images", None)
+    digests = image_digests(inner) if isinstance(inner, ImageSet) else None
+    if digests is not None and isinstance(images, ImageSubset):
+        return [digests[index] for index in images.indices]
+    return digests
 
 
 def _title(images: ImageSet) -> str:
