@@ -287,5 +287,5 @@ def test_folders_without_two_classes_are_no_splits_to_cut(tmp_path, capsys):
     assert main(["data", "check", "class_folders", "--data-root", str(tmp_path)]) == 3
 
     said = capsys.readouterr().err
-    assert "expected SPLIT/CLASS/PICTURE or CLASS/PICTURE" in said
+    assert "SPLIT/CLASS/IMAGE or CLASS/IMAGE" in said
     assert "_split=" not in said

@@ -186,7 +186,7 @@ def test_fault_82_a_list_of_other_names_is_no_list_of_coco(tmp_path):
     (folder / f"{STEM}.jpg").rename(folder / "cat.jpg")
     (tmp_path / "coco_20k_filenames.txt").write_text("train2014/cat.jpg\n")
 
-    with pytest.raises(DataError, match="cat is no image of COCO"):
+    with pytest.raises(DataError, match="cat is not an image of COCO"):
         Coco20k(tmp_path).discovery()
 
 
@@ -206,7 +206,7 @@ def test_fault_82_a_list_of_other_names_is_no_list_of_coco(tmp_path):
         ({"src_kps": []}, "src_kps is not a list of points"),
         ({"src_kps": [[1, 2, 3]]}, "src_kps is not a list of points"),
         ({"trg_kps": [[1, 2]]}, "3 src_kps and 1 trg_kps"),
-        ({"trg_kps": [[1, 2], [3, 4], [41, 5]]}, "outside of the image of 40 x 60"),
+        ({"trg_kps": [[1, 2], [3, 4], [41, 5]]}, "outside the 40 x 60 image"),
         ({"category": "dog"}, "it is not of the category cat"),
     ],
     ids=str,

@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.fingerprints import Part, ReadOptions, extend_fingerprint, identify_parts
+from ssl_bench.data.files.fingerprints import (
+    Part,
+    ReadOptions,
+    cached_sha256,
+    extend_fingerprint,
+    identify_parts,
+)
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -255,6 +261,11 @@ class FileSet:
     class_names: tuple[str, ...] = ()
     options: ReadOptions = field(default_factory=ReadOptions)
 
+    @property
+    def folder(self) -> Path:
+        """Return the folder that contains all images."""
+        return self.images.folder
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -360,6 +371,10 @@ class FileImageSet(FileSet):
     def path(self, index: int) -> Path:
         """Return the path of the file of an image."""
         return self.images.path(self.ids[index])
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of the file of an image, however files are identified."""
+        return cached_sha256(self.path(index))
 
     def files(self, index: int) -> tuple[Path, ...]:
         """Return the paths of all files of an image: image, mask, boxes."""

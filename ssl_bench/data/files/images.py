@@ -292,8 +292,12 @@ def _scale_to_8_bits(
     if image.format == "PPM" and allowed < _16_BITS:
         # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
         return image if is_colour else _divide(np.asarray(image), _16_BITS)
-    is_stated = allowed < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
-    white = allowed if is_stated else 2**bits - 1 if bits else None
+    # Values of a PNG with the chunk sBIT use all 16 bits, as the PNG specification requires.
+    has_sbit = image.format == "PNG" and b"sBIT" in data[: data.find(b"IDAT")]
+    is_stated = allowed < _16_BITS or has_sbit
+    white = allowed if is_stated else None
+    if white is None and bits is not None:
+        white = 2**bits - 1
     if is_colour and white == _16_BITS:
         # Pillow has dropped the lower 8 bits.
         return image

@@ -12,12 +12,12 @@ from jaxtyping import Int64, UInt64
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
-    cached_sha256,
     extend_fingerprint,
     file_hashes,
     map_in_threads,
     sample_hashes,
 )
+from ssl_bench.data.files.tar_shards import TarImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.output import say, show_progress
@@ -185,8 +185,9 @@ def find_read_errors(
     keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
     cache = None
     if files is not None:
-        keys = [(files.files(index), files.options.bits) for index in indices.tolist()]
-        cache = DigestCache(files.images.folder)
+        bits = files.options.bits
+        keys = [(files.path(index), files.files(index), bits) for index in indices.tolist()]
+        cache = DigestCache(files.folder)
 
     def decode(source: ImageSet, index: int) -> bytes:
         _ = source[index]
@@ -198,9 +199,8 @@ def find_read_errors(
             if files is None or cache is None:
                 decode(images, index)
             else:
-                paths = files.files(index)
-                name = f"{paths[0].absolute()}\0readable {files.options.bits}"
-                cache.get_or_compute(name, paths, partial(decode, files, index))
+                name = f"{files.path(index).absolute()}\0readable {files.options.bits}"
+                cache.get_or_compute(name, files.files(index), partial(decode, files, index))
         except UnreadableImage as error:
             return error
         return None
@@ -231,9 +231,11 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
     return phrases
 
 
-def underlying_files(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
+def underlying_files(
+    images: ImageSet,
+) -> tuple[FileImageSet | TarImages, Int64[np.ndarray, " images"]] | None:
     """Return the file-based set that a set is made from, and the indices into it, or None."""
-    if isinstance(images, FileImageSet):
+    if isinstance(images, FileImageSet | TarImages):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
     files = underlying_files(inner) if isinstance(inner, ImageSet) else None
@@ -260,13 +262,13 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     first = None
     count = 0
     for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
-        path = scored_set.path(int(scored_indices[position]))
+        index = int(scored_indices[position])
         match = np.flatnonzero(fitted_hashes == scored_hashes[position])[0]
-        copy = fitted_set.path(int(fitted_indices[match]))
+        copy = int(fitted_indices[match])
         is_certain = fitted_set.options.fingerprint == "content"
-        if not is_certain and cached_sha256(path) != cached_sha256(copy):
+        if not is_certain and scored_set.content_sha256(index) != fitted_set.content_sha256(copy):
             continue
-        first = first or (copy, path)
+        first = first or (fitted_set.path(copy), scored_set.path(index))
         count += 1
     if first is not None and not allowed:
         raise DataError(

@@ -1,4 +1,4 @@
-"""ADE20K in the layout of the scene parsing challenge: 150 classes."""
+"""ADE20K with the 150 classes of the scene parsing challenge."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
 
-# The published masks hold 0 for "other" and the classes from 1 on. The shift is a table, not a
-# subtraction: in uint8 0 - 1 is 255 only by luck, and a second shift would go unseen.
+# The published masks store 0 for "other", and classes from 1 on. A table detects masks that were
+# already shifted, unlike a subtraction, which would also rely on 0 - 1 being 255 in uint8.
 LABELS = LabelMap(
     {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
-    hint="take the masks as published, 255 means that they were shifted already",
+    hint="use the published masks, as 255 shows that the classes were already shifted",
 )
 
 
@@ -24,8 +24,9 @@ class Ade20k(PairedFolders):
     """ADE20K, http://sceneparsing.csail.mit.edu.
 
     Attributes:
-        root: ADEChallengeData2016 or the folder that holds it.
-        train_split: Folder below images/ and annotations/, or a share of it, as `val_split`.
+        root: ADEChallengeData2016, or the folder that contains it.
+        train_split: Folder of the training images in images/ and annotations/, or a share of it.
+        val_split: Folder of the scored images in images/ and annotations/, or a share of it.
     """
 
     name = "ade20k"
@@ -45,7 +46,7 @@ class Ade20k(PairedFolders):
 
     def _published_files(self) -> dict[str, Files]:
         folders = {"train": "images/training", "val": "images/validation"}
-        return {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}
+        return {split: Files(self._root() / name, ".jpg") for split, name in folders.items()}
 
     def _root(self) -> Path:
         return find_root(
@@ -58,7 +59,7 @@ class Ade20k(PairedFolders):
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """The first synonym of each class from objectInfo150.txt, where the download has it."""
+    """Return the first name of each class in objectInfo150.txt, or numbered names."""
     table = root / "objectInfo150.txt"
     if not table.is_file():
         return tuple(f"class_{number}" for number in range(NUM_CLASSES))

@@ -1,4 +1,4 @@
-"""COCO-Stuff 164k: things and stuff in one mask, 171 classes or 27 groups of them."""
+"""COCO-Stuff 164k: masks of things and stuff, with 171 classes or 27 groups of classes."""
 
 import csv
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders,
 from ssl_bench.data.samples import IGNORED, find_root, first_existing
 from ssl_bench.data.splits import Split
 
-REMAPPED = "_labelTrainIds.png"
-"""End of the names of masks that another suite has already turned into 0..170."""
+CONVERTED = "_labelTrainIds.png"
+"""Suffix of masks that mmsegmentation has converted to the classes 0 to 170."""
 
-# 12 groups of things, then 15 of stuff, in the order that papers with 27 classes use.
+# 12 groups of things and 15 groups of stuff, in the order of papers with 27 classes.
 # fmt: off
 COARSE_NAMES = (
     "electronic", "appliance", "food", "furniture", "indoor", "kitchen", "accessory", "animal",
@@ -30,9 +30,11 @@ class CocoStuff(PairedFolders):
     """COCO-Stuff 164k, https://github.com/nightrome/cocostuff.
 
     Attributes:
-        root: The folder with images/ (or train2017/ itself) and stuffthingmaps/ or annotations/.
-        train_split: Folder of images and of masks, or a share of it, as `val_split`.
-        classes: 171, or 27 for the groups of COCO's hierarchy.
+        root: The folder that contains the images in images/train2017/ or train2017/, and the masks
+            in stuffthingmaps/ or annotations/.
+        train_split: Folder of the training images and masks, or a share of it.
+        val_split: Folder of the scored images and masks, or a share of it.
+        classes: 171 classes, or the 27 groups of COCO's hierarchy.
     """
 
     name = "coco_stuff"
@@ -53,10 +55,10 @@ class CocoStuff(PairedFolders):
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
-        files = Files(folder, ".png", excluded_suffix=REMAPPED)
-        # mmsegmentation writes remapped masks beside the published ones; some keep only those.
-        if not files.ids() and Files(folder, REMAPPED).ids():
-            files, numbers = Files(folder, REMAPPED), list(range(len(classes)))
+        files = Files(folder, ".png", excluded_suffix=CONVERTED)
+        # Converted masks are next to the published masks, or replace them.
+        if not files.ids() and Files(folder, CONVERTED).ids():
+            files, numbers = Files(folder, CONVERTED), list(range(len(classes)))
         if self.classes == 171:
             meanings, names = list(range(len(classes))), tuple(name for name, _ in classes.values())
         else:
@@ -64,15 +66,15 @@ class CocoStuff(PairedFolders):
             names = COARSE_NAMES
         labels = LabelMap(
             {**dict(zip(numbers, meanings, strict=True)), 255: IGNORED},
-            hint=f"published masks are named ID.png, remapped ones must be named ID{REMAPPED}",
+            hint=f"published masks are named ID.png, converted masks must be named ID{CONVERTED}",
         )
         return IndexMasks(files, labels), names
 
     def _published_files(self) -> dict[str, Files]:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
         return {
-            role: Files(parent / name, ".jpg")
-            for role, name in names.items()
+            split: Files(parent / name, ".jpg")
+            for split, name in names.items()
             for parent in (root, root / "images")
             if (parent / name).is_dir()
         }
@@ -93,10 +95,10 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Raw id to (name, group) for the 171 ids that occur, in order.
+    """Return the name and the group of each of the 171 ids that occur in published masks, in order.
 
-    Source: https://github.com/nightrome/cocostuff, labels.txt less one (0 there is "unlabeled"),
-    and the supercategories of COCO.
+    Source: labels.txt of https://github.com/nightrome/cocostuff, minus 1 because 0 is "unlabeled"
+    there, and the supercategories of COCO.
     """
     with Path(__file__).with_name("coco_stuff_classes.csv").open(encoding="utf-8") as file:
         rows = csv.DictReader(file)

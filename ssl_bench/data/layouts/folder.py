@@ -1,4 +1,4 @@
-"""A folder of pictures, with whatever folders inside it."""
+"""A folder of images without annotations."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -18,13 +18,13 @@ _MAX_NAMED_SUFFIXES = 5
 
 @dataclass(frozen=True)
 class ImageFolder(Layout):
-    """Every picture below a folder, in the order of its path, as `list_files` finds them.
+    """All images in a folder and its subfolders, in the order of their paths.
 
-    They are turned as EXIF says; those that cannot be read are left out of probes, and named.
+    Images are rotated by their EXIF orientation. Probes leave out unreadable images and name them.
 
     Attributes:
         root: The folder. Links to other folders are followed.
-        name: By which records and tables call it.
+        name: Name in records and tables.
     """
 
     supports = frozenset({"images", "discovery"})
@@ -38,11 +38,15 @@ class ImageFolder(Layout):
         require_own_name(self.name)
 
     def discovery(self) -> FileImageSet:
-        """All pictures, without boxes: objects can be looked for, not scored."""
+        """Return all images, without boxes. Discovered objects are shown but not scored."""
         return self.images()
 
     def images(self) -> FileImageSet:
-        """All pictures, of which there has to be one; an id is the path below `root`."""
+        """Return all images. Their ids are the paths below `root`.
+
+        Raises:
+            DataError: The folder does not exist or has no images.
+        """
         if self.root is None:
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)

@@ -1,4 +1,4 @@
-"""SPair-71k: pairs of images of one category, with points that both show."""
+"""SPair-71k: pairs of images of one category, with corresponding points."""
 
 import json
 from collections.abc import Sequence
@@ -34,9 +34,11 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class SpairPairs(FileSet):
-    """The pairs of a split: a sample's image is the source, and its `pair` has the target.
+    """The pairs of a split. A sample has the source image, and its `pair` has the target image.
 
-    Ids are the lines of the layout.
+    Attributes:
+        ids: Lines of the list of pairs.
+        annotations: JSON file of each pair.
     """
 
     class_names: tuple[str, ...] = CATEGORIES
@@ -46,28 +48,28 @@ class SpairPairs(FileSet):
         """Decode both images of a pair and read its points.
 
         Raises:
-            DataError: a file is unreadable or no annotation of SPair-71k.
+            DataError: A file is unreadable, or is not an annotation of SPair-71k.
         """
         pair_id = self.ids[index]
-        one, other, category = _parts(pair_id, self.source)
-        images = [read_image(self.images.path(i), self.options.bits) for i in (one, other)]
+        *image_ids, category = _parse_line(pair_id, self.source)
+        images = [read_image(self.images.path(i), self.options.bits) for i in image_ids]
         file = self.annotations.path(pair_id)
         try:
-            told = json.loads(read_regular(file))
+            annotation = json.loads(read_regular(file))
         except Exception as error:
             reraise_out_of_memory(error)
-            raise _damaged(file, str(error)) from error
-        if not isinstance(told, dict) or told.get("category") != category:
-            raise _damaged(file, f"it is not of the category {category}")
-        source = _points(told, "src_kps", images[0].shape[1::-1], file)
-        target = _points(told, "trg_kps", images[1].shape[1::-1], file)
+            raise _annotation_error(file, str(error)) from error
+        if not isinstance(annotation, dict) or annotation.get("category") != category:
+            raise _annotation_error(file, f"it is not of the category {category}")
+        source = _parse_points(annotation, "src_kps", images[0].shape[1::-1], file)
+        target = _parse_points(annotation, "trg_kps", images[1].shape[1::-1], file)
         if len(source) != len(target):
-            raise _damaged(file, f"{len(source)} src_kps and {len(target)} trg_kps")
+            raise _annotation_error(file, f"{len(source)} src_kps and {len(target)} trg_kps")
         ((left, top, right, bottom),) = validate_boxes(
-            [told.get("trg_bndbox")], file, ["trg_bndbox"], images[1].shape[:2]
+            [annotation.get("trg_bndbox")], file, ["trg_bndbox"], images[1].shape[:2]
         )
         pair = Pair(
-            image_ids=(one, other),
+            image_ids=(image_ids[0], image_ids[1]),
             image=images[1],
             source=source,
             target=target,
@@ -77,7 +79,7 @@ class SpairPairs(FileSet):
         return Sample(pair_id, images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Sha256 over the lines, their annotations and the images that they name."""
+        """Return the SHA-256 of the lines, the annotations and the images of all pairs."""
         return self._fingerprint
 
     @cached_property
@@ -90,11 +92,11 @@ class SpairPairs(FileSet):
 
     @property
     def _image_ids(self) -> tuple[str, ...]:
-        lines = (_parts(pair_id, self.source) for pair_id in self.ids)
-        return tuple(sorted({image_id for one in lines for image_id in one[:2]}))
+        lines = (_parse_line(pair_id, self.source) for pair_id in self.ids)
+        return tuple(sorted({image_id for *pair, _ in lines for image_id in pair}))
 
     def validate(self) -> "SpairPairs":
-        """This set, if it is not empty, names no pair twice and its files are there."""
+        """Return this set, or raise `DataError` for missing files, repeated pairs or no pairs."""
         self.require_ids("pair")
         self.require_files(self.images, self._image_ids, "images")
         self.require_files(self.annotations, self.ids, "pairs")
@@ -106,9 +108,9 @@ class Spair71k(Layout):
     """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, in its large layout.
 
     Attributes:
-        root: The folder with JPEGImages, PairAnnotation and Layout, or the one above it.
-        val_split: `test`, `val`, `trn`, or a share of one of them. Only the pairs of `test` have
-            the name of the dataset alone.
+        root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
+        val_split: `test`, `val`, `trn`, or a share of one of them. For other pairs than all of
+            `test`, the name in records has their number at the end.
     """
 
     name = "spair71k"
@@ -123,7 +125,7 @@ class Spair71k(Layout):
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
-        """The pairs; a `DataError` for a missing file or a line that is none of SPair-71k."""
+        """Return the pairs. A missing file or an invalid line raises `DataError`."""
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
         if not source.is_file():
@@ -139,7 +141,7 @@ class Spair71k(Layout):
         ).validate()
 
     def images(self) -> FileImageSet:
-        """All pictures, whatever pairs they are in."""
+        """Return the images of all splits."""
         folder = self._root() / "JPEGImages"
         ids = sorted(
             f"{file.parent.name}/{file.stem}"
@@ -164,37 +166,34 @@ class Spair71k(Layout):
         )
 
 
-def _parts(line: str, file: Path) -> tuple[str, str, str]:
-    """Both images and the category of a line NUMBER-SOURCE-TARGET:CATEGORY of a layout.
-
-    Images are paths below JPEGImages without their suffix; the line also names the annotation.
-    """
+def _parse_line(line: str, file: Path) -> tuple[str, str, str]:
+    """Return the ids of both images and the category of a line NUMBER-SOURCE-TARGET:CATEGORY."""
     names, _, category = line.partition(":")
     parts = names.split("-")
     if len(parts) != 3 or category not in CATEGORIES:
         raise DataError(
-            f"{file} has the line {line!r}, expected NUMBER-SOURCE-TARGET:CATEGORY; "
-            "take the lists as they were published"
+            f"{file} has the line {line!r}, expected NUMBER-SOURCE-TARGET:CATEGORY. Use the "
+            "published lists"
         )
     return f"{category}/{parts[1]}", f"{category}/{parts[2]}", category
 
 
-def _points(
-    told: dict[str, Any], key: str, sides: Sequence[int], file: Path
+def _parse_points(
+    annotation: dict[str, Any], key: str, sides: Sequence[int], file: Path
 ) -> Float64[np.ndarray, "points 2"]:
-    """Points inside of an image, moved to the middles of the pixels that are named."""
-    points = told.get(key)
+    """Return the points of an image, shifted from pixel indices to the centres of pixels."""
+    points = annotation.get(key)
     try:
         if not isinstance(points, list) or not points:
             raise ValueError(f"got {points!r}")
-        found = np.array([parse_numbers(point, 2) for point in points])
+        indices = np.array([parse_numbers(point, 2) for point in points])
     except ValueError as error:
-        raise _damaged(file, f"{key} is not a list of points: {error}") from error
-    # Some lie on the far edge, one beyond the last pixel.
-    if not ((found >= 0) & (found <= np.array(sides))).all():
-        raise _damaged(file, f"{key} has points outside of the image of {sides[0]} x {sides[1]}")
-    return found + 0.5
+        raise _annotation_error(file, f"{key} is not a list of points: {error}") from error
+    # Some published points are on the far edge, one pixel beyond the last index.
+    if not ((indices >= 0) & (indices <= np.array(sides))).all():
+        raise _annotation_error(file, f"{key} has points outside the {sides[0]} x {sides[1]} image")
+    return indices + 0.5
 
 
-def _damaged(file: Path, why: str) -> DataError:
-    return DataError(f"{file} is no pair of SPair-71k ({why}); unpack it again")
+def _annotation_error(file: Path, reason: str) -> DataError:
+    return DataError(f"{file} is not an annotation of SPair-71k ({reason}). Unpack it again")

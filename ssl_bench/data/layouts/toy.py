@@ -337,7 +337,7 @@ class Toy(Drawn):
 
     def images(self) -> FileImageSet:
         """The training scenes."""
-        return self._folder().pictures("train")
+        return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
         path = self.draw_once("toy", self._write)

@@ -1,4 +1,4 @@
-"""PASCAL VOC: masks with a palette, boxes in XML, lists of ids."""
+"""PASCAL VOC: masks with a palette, boxes in XML files, and lists of images."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -47,7 +47,8 @@ class VocBoxes(Boxes):
     """Boxes from VOC's XML files.
 
     Attributes:
-        exclude_difficult: Leave out objects marked difficult or truncated.
+        files: One XML file for each image.
+        exclude_difficult: Leave out objects that are marked as difficult or truncated.
     """
 
     files: Files
@@ -56,30 +57,30 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Boxes of one image, shifted from VOC's 1-based inclusive corners.
+        """Return the boxes of an image. VOC's corners are 1-based and inclusive, and are shifted.
 
         Raises:
-            DataError: the file is not VOC's XML, or an object of it has no box in the image.
+            DataError: The file is not VOC's XML, or an object has no valid box in the image.
         """
         path = self.files.path(image_id)
         try:
             root = _parse_xml(read_regular(path))
             if root.tag != "annotation":
-                raise ValueError(f"it is about {root.tag}")
+                raise ValueError(f"its root element is {root.tag}")
             objects = {
-                count: one
-                for count, one in enumerate(root.findall("object"), 1)
-                if not (self.exclude_difficult and _is_hard(one))
+                number: element
+                for number, element in enumerate(root.findall("object"), 1)
+                if not (self.exclude_difficult and _is_difficult(element))
             }
-            corners = [_corners(one, count) for count, one in objects.items()]
-            told = [root.findtext(f"size/{key}") for key in ("height", "width")]
-            height, width = (0.0 if text is None else _number(text) for text in told)
+            corners = [_parse_corners(element, number) for number, element in objects.items()]
+            texts = [root.findtext(f"size/{key}") for key in ("height", "width")]
+            height, width = (0.0 if text is None else _parse_number(text) for text in texts)
         except Exception as error:
             reraise_out_of_memory(error)
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
-        # A file need not say the size, or says 0.
-        stated = (height, width) if height and width else None
-        return validate_boxes(corners, path, list(objects), size, stated=stated)
+        # Some files do not state the size, or state 0.
+        stated_size = (height, width) if height and width else None
+        return validate_boxes(corners, path, list(objects), size, stated=stated_size)
 
     def meaning(self, image_id: str) -> str:
         del image_id
@@ -91,74 +92,77 @@ def _parse_xml(data: bytes) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(data)
     except (ElementTree.ParseError, ValueError):
-        # The parser does not support Chinese and Japanese encodings, which some tools write, even
-        # into files that declare UTF-8.
+        # The parser does not support Chinese and Japanese encodings. Some tools write such text
+        # even into files that declare UTF-8.
         encoding = _XML_ENCODING.match(data)
         text = data.decode(encoding[1].decode() if encoding else "utf-8", errors="replace")
         return ElementTree.fromstring(text)
 
 
-def _corners(one: ElementTree.Element, count: int) -> list[float]:
-    # `find`, not `iter`: a person's head, hands and feet have boxes of their own below `part`.
-    box = one.find("bndbox")
+def _parse_corners(element: ElementTree.Element, number: int) -> list[float]:
+    # `find` does not search `part` elements, which contain the boxes of heads, hands and feet.
+    box = element.find("bndbox")
     try:
         if box is None:
             raise ValueError("it has no bndbox")
         sides = ("xmin", "ymin", "xmax", "ymax")
-        x0, y0, x1, y1 = (_number(box.findtext(side, "")) for side in sides)
+        x0, y0, x1, y1 = (_parse_number(box.findtext(side, "")) for side in sides)
     except ValueError as error:
-        raise ValueError(f"object {count}: {error}") from error
+        raise ValueError(f"object {number}: {error}") from error
     return [x0 - 1, y0 - 1, x1, y1]
 
 
-def _number(text: str) -> float:
-    """The decimal number that a text is; `nan` and `1_7` are none."""
+def _parse_number(text: str) -> float:
+    """Parse a decimal number. Unlike `float`, this refuses texts such as `nan` and `1_7`."""
     if not _DECIMAL.fullmatch(text):
         raise ValueError(f"expected a number of pixels, got {text!r}")
     return float(text)
 
 
-def _is_hard(one: ElementTree.Element) -> bool:
-    told = [one.findtext(key, "0").strip() for key in ("difficult", "truncated")]
-    if not set(told) <= {"0", "1"}:
-        raise ValueError(f"difficult and truncated expect 0 or 1, got {' and '.join(told)}")
-    return "1" in told
+def _is_difficult(element: ElementTree.Element) -> bool:
+    flags = [element.findtext(key, "0").strip() for key in ("difficult", "truncated")]
+    if not set(flags) <= {"0", "1"}:
+        raise ValueError(f"expected 0 or 1 for difficult and truncated, got {' and '.join(flags)}")
+    return "1" in flags
 
 
 @dataclass(frozen=True)
 class VocFolder:
-    """A folder in VOC's layout: JPEGImages, SegmentationClass, Annotations, ImageSets."""
+    """A folder with VOC's JPEGImages, SegmentationClass, Annotations and ImageSets."""
 
     path: Path
     name: str
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Images with masks; `trainaug` takes those of SegmentationClassAug."""
+        """Return images with masks, for `trainaug` from SegmentationClassAug."""
         share = Split.parse(split)
         folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
         numbers = range(len(self.class_names))
         labels = LabelMap(
             {**{number: number for number in numbers}, 255: IGNORED},
-            hint="take the masks as published: class numbers with a palette, 255 at the rims",
+            hint="use the published masks, which store class numbers, and 255 at object borders",
         )
         masks = Masks(Files(self.path / folder, ".png"), labels, has_voc_palette=True)
-        return self._set("Segmentation", split, masks=masks).validate()
+        return self._image_set("Segmentation", split, masks=masks).validate()
 
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
-        """Images with boxes; `exclude_difficult` also leaves out images with hard objects only."""
+        """Return images with boxes.
+
+        With `exclude_difficult`, images that have only difficult objects are left out too.
+        """
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
-        images = self._set("Main", split, boxes=boxes).validate()
+        images = self._image_set("Main", split, boxes=boxes).validate()
         if not exclude_difficult:
             return images
         easy = tuple(image_id for image_id in images.ids if len(boxes.read(image_id)))
         return replace(images, ids=easy).validate()
 
-    def pictures(self, split: str) -> FileImageSet:
-        """Images alone."""
-        return self._set("Main", split).validate()
+    def images(self, split: str) -> FileImageSet:
+        """Return images without annotations."""
+        return self._image_set("Main", split).validate()
 
-    def _set(
+    def _image_set(
         self, lists: str, split: str, *, masks: Masks | None = None, boxes: VocBoxes | None = None
     ) -> FileImageSet:
         share = Split.parse(split)
@@ -176,7 +180,7 @@ class VocFolder:
 
 
 def _read_ids(source: Path, folder: Path) -> list[str]:
-    """Read a list of images. Lists of a class, such as person_val.txt, mark other images by -1."""
+    """Read a list of images. A list of one class, such as person_val.txt, marks others by -1."""
     lines = read_list(source)
     if all(_CLASS_FLAG.search(line) for line in lines):
         lines = [line for line in lines if not line.endswith("-1")]
@@ -188,11 +192,13 @@ class Voc(Layout):
     """PASCAL VOC 2007 or 2012, http://host.robots.ox.ac.uk/pascal/VOC.
 
     Attributes:
-        root: The folder that holds VOCdevkit, VOCdevkit itself, or VOC2012.
-        train_split: Of ImageSets/Segmentation; `trainaug` adds the masks of SBD.
-        val_split: Of ImageSets/Segmentation; always scored against the original masks.
-        discovery_split: Of ImageSets/Main.
-        exclude_difficult: Leave out boxes marked difficult or truncated; by default all count.
+        root: VOC2012, VOCdevkit, or the folder that contains VOCdevkit.
+        year: 2012 or 2007.
+        train_split: List in ImageSets/Segmentation, or a share of it. `trainaug` adds images with
+            the masks of SBD.
+        val_split: List in ImageSets/Segmentation, or a share of it. The original masks are used.
+        discovery_split: List in ImageSets/Main, or a share of it.
+        exclude_difficult: Leave out boxes that are marked as difficult or truncated.
     """
 
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -224,8 +230,8 @@ class Voc(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """The pictures of `discovery_split`."""
-        return self._folder().pictures(self.discovery_split)
+        """Return the images of `discovery_split`."""
+        return self._folder().images(self.discovery_split)
 
     def _folder(self) -> VocFolder:
         year = f"VOC{self.year}"
@@ -238,6 +244,6 @@ class Voc(Layout):
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
             raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
-        lists = {role: path / "ImageSets" / file for role, file in _LISTS.items()}
-        found = {role: set(_read_ids(file, path)) for role, file in lists.items() if file.is_file()}
-        return VocFolder(path, name_of_images(self.name, found), CLASS_NAMES)
+        lists = {split: path / "ImageSets" / file for split, file in _LISTS.items()}
+        ids = {split: set(_read_ids(file, path)) for split, file in lists.items() if file.is_file()}
+        return VocFolder(path, name_of_images(self.name, ids), CLASS_NAMES)
