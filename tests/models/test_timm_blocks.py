@@ -295,6 +295,27 @@ def test_a_resnet_of_torchvision_is_read_by_its_name_in_timm(tmp_path):
     assert torch.equal(features, expected.permute(0, 2, 3, 1))
 
 
+def test_a_file_of_sam_is_read_by_its_name_in_timm(tmp_path):
+    torch.manual_seed(0)
+    model: Any = timm.create_model("samvit_base_patch16_224", num_classes=0).eval()
+    weights = {
+        f"image_encoder.{name}".replace("mlp.fc", "mlp.lin"): value
+        for name, value in model.state_dict().items()
+    }
+    weights |= {
+        "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": torch.zeros(2, 8),
+        "mask_decoder.iou_token.weight": torch.zeros(1, 8),
+    }
+
+    encoder = load_encoder(f"timm:samvit_base_patch16_224@{saved(tmp_path / 'sam.pth', weights)}")
+
+    loaded = encoder.module.get_submodule("model").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert {name.partition(".")[0] for name in encoder.contents.ignored} == {
+        *("prompt_encoder", "mask_decoder")
+    }
+
+
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "names of another library"])
 def test_a_file_that_differs_from_the_architecture_is_refused(tmp_path, fault):
     model: Any = timm.create_model("resnet10t", num_classes=0)

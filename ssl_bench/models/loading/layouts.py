@@ -223,6 +223,14 @@ CLIP = Layout(
     ignored={r"proj": "a head, after the encoder"},
 )
 """Renames the image encoder of a CLIP to the names of timm, which has all of its layers."""
+SAM = Layout(
+    "SAM",
+    "https://github.com/facebookresearch/segment-anything/blob/main/segment_anything/modeling/"
+    "image_encoder.py",
+    marks=(r"blocks\.\d+\.mlp\.lin1\.weight",),
+    renames=((rf"{_BLOCK}mlp\.lin([12])\.(\w+)", r"blocks.\1.mlp.fc\2.\3"),),
+)
+"""Renames the image encoder of SAM to the names of timm, which has all of its layers."""
 
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """The layouts in the order in which they are tried. The last one is the default."""
@@ -288,7 +296,8 @@ _OUTSIDE = {
     r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
     r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
     r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
-    r"decoder": "a decoder, after the encoder",
+    r"(?:mask_)?decoder": "a decoder, after the encoder",
+    r"prompt_encoder": "the encoder of SAM's prompts",
     r"text\w*|transformer|token_embedding|positional_embedding|ln_final|logit_\w+": "text of CLIP",
     r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
     r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
@@ -469,6 +478,8 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
             if name in weights and weights[name].ndim == ndim:
                 weights[name] = weights[name][(None,) * (3 - ndim)]
+    if _first_match(weights, SAM.marks[0]) is not None:
+        weights, _ = rename_tensors(SAM, weights, path)
     if unknown:
         if not encoders:
             reject_unsupported(weights, path)
