@@ -33,6 +33,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
+from ssl_bench.system.output import say_once
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MOST_WORKERS = 16
@@ -47,9 +48,9 @@ class DataOptions:
     """The images to learn from.
 
     Attributes:
-        root: Folder of images, including its subfolders. Or tar files in the format of WebDataset:
-            one file, a folder of them, or a pattern such as `shards/{000..099}.tar`. Without a
-            root, the images are the toy scenes.
+        root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
+            in subfolders are included. The tar files are one file, a folder of them, or a pattern.
+            Without a root, the images are the toy scenes.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
@@ -106,6 +107,10 @@ class DataOptions:
         if self.root is not None and is_webdataset(self.root):
             shards = WebDataset(self.root)
             images = shards.pretraining_images() if self.labels else shards.images()
+            say_once(
+                f"found {len(images):,} images in tar files, which are read in place; --resume "
+                "continues with the next batch"
+            )
         elif self.labels:
             images = ClassFolders(self.root).pretraining_images()
         else:

@@ -5,6 +5,7 @@ Errors and messages show hints as keyword arguments instead of command-line flag
 
 import inspect
 import math
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,15 @@ Images = str | Path | np.ndarray | Tensor
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
 """Allowed distance of image values from [0, 1]. Bicubic resizing can exceed this range slightly."""
-_SHORT_FORMS: Mapping[str, str] = {"limit": "data.limit", "pictures": "probe.panels"}
+_SHORT_FORMS: Mapping[str, str] = {
+    "limit": "data.limit",
+    "pictures": "probe.panels",
+    "dataset_name": "dataset.name",
+    "class_names": "dataset.class_names",
+    "box_format": "dataset.box_format",
+}
 """Keyword arguments of `probe`, and the config keys of other names that they set."""
+_PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
 _WHOLE_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
 _FEATURES_KEYWORDS = {
@@ -138,8 +146,11 @@ def probe(
     encoder: "str | Encoder | nn.Module",
     *,
     task: str,
-    dataset: str = "toy",
+    dataset: str | None = None,
     data_root: str | Path | None = None,
+    train: Any = None,
+    val: Any = None,
+    images: Any = None,
     layer: str | int | Sequence[int] = "all",
     out: str | Path = "results",
     device: str | None = None,
@@ -156,8 +167,12 @@ def probe(
             list of blocks. `Encoder.from_module` converts such a module.
         task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
             that fit. `ssl-bench keys task` lists the tasks.
-        dataset: Name of a dataset, such as "voc2012".
+        dataset: Name of a dataset, such as "voc2012" (default: "toy", or your own datasets).
         data_root: Folder of the dataset.
+        train: Your own training images: a dataset of torchvision or Hugging Face, or any sequence
+            of pairs (image, target). `ssl_bench.data.layouts.python_dataset` describes the targets.
+        val: Your own images to score.
+        images: Your own images for tasks without training, such as "pca" or "tokencut".
         layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
         out: Folder of records and figures.
         device: Name of a torch device. By default, a torch module stays on its device. Other
@@ -166,15 +181,23 @@ def probe(
         on_bad_image: "skip" leaves out images that cannot be read, "fail" raises an error. The
             default depends on the dataset.
         settings: Settings of the probe, such as `image_size=224` for `probe.image_size=224`.
-            `limit`, `pictures` and `seed` have the same meaning as the flags of these names. Write
-            other keys in full: `**{"dataset.num_val": 4}`.
+            `limit`, `pictures` and `seed` have the same meaning as the flags of these names.
+            `dataset_name`, `class_names` and `box_format` describe your own datasets. Write other
+            keys in full: `**{"dataset.num_val": 4}`.
 
     Raises:
         SslBenchError: An argument, the encoder or the data is invalid.
     """
+    sets = {"train": train, "val": val, "images": images}
+    sets = {role: one for role, one in sets.items() if one is not None}
+    if sets and (dataset or data_root):
+        raise ConfigurationError(
+            f"{' and '.join(sets)} cannot be combined with dataset or data_root. Leave one out"
+        )
     request = ProbeRequest.parse(
         task=task,
-        dataset=dataset,
+        dataset=dataset or ("python" if sets else "toy"),
+        sets=sets,
         data_root=None if data_root is None else str(data_root),
         overrides=_settings_as_overrides(settings),
         layers=layer,
@@ -302,8 +325,15 @@ def _override_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_override_value, value))}]"
+        return f"[{','.join(map(_quoted_override_value, value))}]"
     return str(value)
+
+
+def _quoted_override_value(value: Any) -> str:
+    text = _override_value(value)
+    if not isinstance(value, str) or _PLAIN_TEXT.fullmatch(text):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 @contextmanager

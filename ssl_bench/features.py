@@ -282,7 +282,7 @@ class FeatureExtractor:
         try:
             for layer in self.layers:
                 block = blocks.get_submodule(str(layer))
-                capture = partial(self._capture_tokens, captured[layer], grids[layer])
+                capture = partial(self._capture_tokens, layer, (captured[layer], grids[layer]))
                 handles.append(block.register_forward_hook(capture))
                 # Some of timm's blocks have no qkv layer. `_extract_batch` raises the error.
                 qkv = dict(block.named_modules()).get("attn.qkv")
@@ -306,14 +306,16 @@ class FeatureExtractor:
                 handle.remove()
 
     # Torch calls a forward hook with the module, its inputs and its output.
-    def _capture_tokens(self, features: dict[Facet, Tensor], grid: Grid, *arguments: Any) -> None:
-        tokens = block_tokens(arguments[-1])
+    def _capture_tokens(
+        self, layer: int, destination: tuple[dict[Facet, Tensor], Grid], *arguments: Any
+    ) -> None:
+        (features, grid), tokens = destination, block_tokens(arguments[-1])
         # Convolutional and windowed blocks return feature maps, but the final norm expects tokens.
         if tokens.ndim != 3:
             last = self.encoder.channels_last
             tokens = tokens.flatten(1, 2) if last else tokens.flatten(2).transpose(1, 2)
         if "token" in self.facets:
-            features["token"] = self._patches(tokens, grid)
+            features["token"] = self._patches(layer, tokens, grid)
         if "cls" in self.facets:
             features["cls"] = tokens[:, 0].float()
         if REGISTERS in self.facets:
@@ -322,7 +324,7 @@ class FeatureExtractor:
         if "token_normed" in self.facets or "cls_normed" in self.facets:
             normed = self._module.get_submodule("norm")(tokens)
             if "token_normed" in self.facets:
-                features["token_normed"] = self._patches(normed, grid)
+                features["token_normed"] = self._patches(layer, normed, grid)
             if "cls_normed" in self.facets:
                 features["cls_normed"] = normed[:, 0].float()
 
@@ -332,12 +334,12 @@ class FeatureExtractor:
         if output.shape[:2] != (batch, tokens):
             raise UnfitEncoder(
                 f"block {layer} of {self.encoder.name} computes queries, keys and values in "
-                "windows, but they are needed for the whole image",
+                "windows or before pooling, but they are needed for each of its tokens",
                 hint=_TOKENS,
             )
         for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
             if facet in self.facets:
-                features[facet] = self._patches(part, grid)
+                features[facet] = self._patches(layer, part, grid)
 
     def _capture_inner(
         self,
@@ -372,16 +374,23 @@ class FeatureExtractor:
             )
         self._layouts[tap.layer, tap.facet] = layout
         if layout == "tokens":
-            value = value[:, value.shape[1] - grid[0] * grid[1] :].unflatten(1, grid)
+            value = self._arrange(tap.layer, value[:, value.shape[1] - grid[0] * grid[1] :], grid)
         elif layout == "channels_first":
             value = value.permute(0, 2, 3, 1)
         # The tensor is copied, because later modules of the block may modify it in place.
         features[tap.facet] = value.float().clone()
 
     def _patches(
-        self, tokens: Float[Tensor, "batch tokens width"], grid: Grid
+        self, layer: int, tokens: Float[Tensor, "batch tokens width"], grid: Grid
     ) -> Float[Tensor, "batch rows cols width"]:
-        return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
+        return self._arrange(layer, tokens[:, self.encoder.num_prefix_tokens :], grid).float()
+
+    def _arrange(
+        self, layer: int, patches: Float[Tensor, "batch patches width"], grid: Grid
+    ) -> Float[Tensor, "batch rows cols width"]:
+        if self.encoder.arrange is None:
+            return patches.unflatten(1, grid)
+        return self.encoder.arrange(patches, layer)
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
@@ -404,7 +413,8 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
         raise UnfitEncoder(f"{encoder.name} has no registers", hint=_TOKENS)
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
-    if narrow and {"token_normed", "cls_normed"} & set(facets):
+    has_norm = not isinstance(encoder.module.get_submodule("norm"), nn.Identity)
+    if narrow and has_norm and {"token_normed", "cls_normed"} & set(facets):
         wide = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         block_list = ",".join(wide)
         raise UnfitEncoder(

@@ -162,9 +162,10 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
     settings, ignored_by = _distribute(overrides, pairs)
-    datasets, checked_images = dict[str, Dataset](), ReadabilityCache()
+    datasets, views = dict[str, ListedOnce](), dict[str, Dataset]()
+    checked_images = ReadabilityCache()
     plan = [
-        _build_pair(pair, [*settings[pair], *corruption], request, datasets, checked_images)
+        _build_pair(pair, [*settings[pair], *corruption], request, datasets, views, checked_images)
         for corruption in corruptions
         for pair in pairs
     ]
@@ -381,12 +382,14 @@ def _build_pair(
     pair: _Pair,
     overrides: Sequence[str],
     request: ProbeRequest,
-    datasets: dict[str, Dataset],
+    datasets: dict[str, ListedOnce],
+    views: dict[str, Dataset],
     checked_images: ReadabilityCache,
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    All pairs of a plan share the two caches: datasets by configuration, and checked images.
+    All pairs of a plan share three caches: datasets and views of them by configuration, and checked
+    images.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -394,7 +397,16 @@ def _build_pair(
     if not issubclass(kind, Probe):
         address = config["probe"][TARGET]
         raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
-    dataset: Dataset = build(config, "dataset")
+    # Pairs with equal configurations share a dataset, so that its files are listed only once.
+    key = config_to_yaml(config["dataset"])
+    if key not in datasets:
+        built = build(config, "dataset")
+        built = built.with_sets(request.sets) if request.sets else built
+        # This line opens a dataset whose roles depend on its content, and reports its errors.
+        _ = built.supports
+        datasets[key] = ListedOnce(built)
+    full = datasets[key]
+    dataset = full.dataset
     typed = {override.partition("=")[0] for override in overrides}
     adapted = [
         f"probe.{name}={value}"
@@ -404,11 +416,8 @@ def _build_pair(
     overrides = [*overrides, *adapted]
     config = probing_config(*pair, overrides, root) if adapted else config
     values = shared_values(config)
-    # Pairs with equal configurations share a dataset, so that its files are listed only once.
-    key = config_to_yaml(config["dataset"])
-    full = datasets.setdefault(key, ListedOnce(dataset))
     # Keys such as `data.limit` and `corrupt` select or change images of the full dataset.
-    requested = datasets.setdefault(f"{key} {values}", as_asked(full, values))
+    requested = views.setdefault(f"{key} {values}", as_asked(full, values))
     return PlannedProbe(
         probe=build(config, "probe"),
         dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),

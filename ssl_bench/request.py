@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 from ssl_bench.composition.choices import choices, config_names, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
-from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
 from ssl_bench.system.device import parse_device
 from ssl_bench.system.output import say
 
@@ -22,7 +22,7 @@ class ProbeRequest:
 
     Attributes:
         tasks: Names of probes, such as "tokencut".
-        datasets: Names of datasets, such as "voc2012".
+        datasets: Names of datasets, such as "voc2012", or NAME:FOLDER.
         overrides: KEY=VALUE settings. A setting applies to the tasks and datasets that have its
             key.
         data_roots: Folders of datasets, by the name of the dataset.
@@ -35,6 +35,7 @@ class ProbeRequest:
         out: Folder of results.
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
+        sets: The user's own datasets in Python by role, for the dataset "python".
     """
 
     tasks: Sequence[str]
@@ -49,6 +50,7 @@ class ProbeRequest:
     out: Path = Path("results")
     device: str | None = None
     overwrite: bool = False
+    sets: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(
@@ -65,16 +67,23 @@ class ProbeRequest:
     ) -> "ProbeRequest":
         """Check the names that a user entered, and return the request.
 
-        `task` and `dataset` are names separated by commas, and `task` may be "all". `data_root` is
-        as in `parse_data_roots`. `batch_size` is the number of images in a forward pass of the
-        encoder. The other arguments are attributes, and `others` are not checked here.
+        `task` and `dataset` are names separated by commas, and `task` may be "all". NAME:FOLDER is
+        the dataset NAME in a folder. `data_root` is as in `parse_data_roots`. `batch_size` is the
+        number of images in a forward pass of the encoder. The other arguments are attributes, and
+        `others` are not checked here.
         """
         if device is not None:
             parse_device(device)
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":
             tasks = _without_broken_files(tasks)
-        datasets = parse_names("dataset", dataset, choices("dataset"))
+        datasets = parse_datasets(dataset)
+        if "python" in datasets and not others.get("sets") and dataset != "all":
+            raise ConfigurationError(
+                "dataset python exists only in Python: ssl_bench.probe(encoder, task=TASK, "
+                "train=DATASET, val=DATASET)",
+                hint=("--dataset", "class_folders", "--data-root", "{folder}"),
+            )
         sizes = [] if batch_size is None else _batch_size_overrides(tasks, batch_size)
         return cls(
             tasks=tasks,
@@ -88,6 +97,36 @@ class ProbeRequest:
         )
 
 
+def parse_datasets(text: str) -> list[str]:
+    """Check names of datasets, each of which may be followed by a colon and its folder."""
+    if text == "all":
+        return choices("dataset")
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        require_dataset(name)
+    return names
+
+
+def require_dataset(text: str) -> tuple[str, str | None]:
+    """Check the name in NAME or NAME:FOLDER, and return the name and the folder."""
+    name, root = split_dataset(text)
+    require_choice("dataset", name, [*choices("dataset"), "all"])
+    if root is not None and not _takes_folder(name):
+        raise _synthetic_error([name])
+    return name, root
+
+
+def split_dataset(text: str) -> tuple[str, str | None]:
+    """Split NAME:FOLDER into the name of a dataset and its folder, which is None for a NAME."""
+    name, colon, root = text.partition(":")
+    if colon and not root:
+        raise ConfigurationError(
+            f"expected a folder or an address after {text}",
+            hint=("--dataset", f"{escape_braces(name)}:{{folder}}"),
+        )
+    return name, root or None
+
+
 def parse_on_bad_image(text: str | None) -> OnBadImage | None:
     """Check how to handle unreadable images: "fail", "skip", or None for the dataset's default."""
     if text is not None:
@@ -99,6 +138,11 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
     """Return the folder of each dataset, from `DIR` for all datasets or `NAME=DIR,NAME=DIR`."""
     if text is None:
         return {}
+    datasets = [name for name in datasets if ":" not in name]
+    if not datasets:
+        raise ConfigurationError(
+            f"--data-root {text} has no effect, because --dataset names a folder after the colon"
+        )
     parts = [part.partition("=") for part in text.split(",")]
     known = choices("dataset")
     is_named = [bool(equals) and name.strip() in known for name, equals, _ in parts]
@@ -115,19 +159,27 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
             hint=("--data-root", "{dataset}={folder},{other_dataset}={other_folder}"),
         )
     if generated:
-        raise ConfigurationError(
-            f"dataset {' and '.join(generated)} is synthetic, so a data folder has no effect",
-            hint=("--dataset", "folder", "--data-root", "{folder}"),
-        )
+        raise _synthetic_error(generated)
     return roots
+
+
+def _synthetic_error(datasets: Sequence[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"dataset {' and '.join(datasets)} has no folder, so a data folder has no effect",
+        hint=("--dataset", "folder", "--data-root", "{folder}"),
+    )
 
 
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> dict[str, Any]:
-    """Compose the configuration of a task on a dataset, whose folder is `root`."""
-    base = [f"probe={task}", f"dataset={dataset}"]
-    return compose_config("probing", [*base, *add_data_root(overrides, root)])
+    """Compose the configuration of a task on a dataset, whose folder is `root`.
+
+    For a dataset NAME:FOLDER, the folder replaces `root`.
+    """
+    name, own_root = split_dataset(dataset)
+    base = [f"probe={task}", f"dataset={name}"]
+    return compose_config("probing", [*base, *add_data_root(overrides, own_root or root)])
 
 
 def _takes_folder(dataset: str) -> bool:

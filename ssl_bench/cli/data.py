@@ -32,6 +32,7 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.network import download, part_of
+from ssl_bench.request import require_dataset
 from ssl_bench.system.files import (
     expand_path,
     file_sha256,
@@ -267,17 +268,23 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open the splits of a dataset, compare their numbers of images and read some images."""
-    name = options.target
+    name, own_root = options.target, None
+    if name is not None and ":" in name:
+        name, own_root = require_dataset(name)
     if name is not None and name not in SOURCES and name in choices("dataset"):
         # An installed package provides this dataset. Its published number of images is unknown.
         source = Source(name, name, tree=("any folder",))
     else:
         source = _find_source("check", name)
+    if own_root is not None and options.data_root is not None:
+        raise ConfigurationError(
+            f"{options.target} names its folder, so --data-root has no effect. Remove this flag"
+        )
     if source.is_generated and options.data_root is not None:
         raise ConfigurationError(
             f"dataset {source.name} is generated, so --data-root has no effect. Remove this flag"
         )
-    root = None if source.is_generated else str(_require_root(options))
+    root = own_root if source.is_generated or own_root else str(_require_root(options))
     unread, read_options = _build_dataset(source.name, root, overrides)
     dataset = dataset_with_read_options(unread, read_options)
     if getattr(unread, "leaves_out_unreadable", False):

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from ssl_bench.composition.choices import choices, require_choice
+from ssl_bench.composition.choices import require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
 from ssl_bench.composition.fields import Count, require_type
 from ssl_bench.data.files.readable import (
@@ -28,7 +28,7 @@ from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.load import load_and_log, newest_checkpoint, require_layers
-from ssl_bench.request import parse_on_bad_image
+from ssl_bench.request import parse_on_bad_image, require_dataset
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import (
     remove_orphans_below,
@@ -122,8 +122,8 @@ def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
     """Return the dataset and its `data.bits`."""
-    name = require_choice("dataset", options.dataset, choices("dataset"))
-    words = [f"dataset={name}", *add_data_root(overrides, options.data_root)]
+    name, root = require_dataset(options.dataset)
+    words = [f"dataset={name}", *add_data_root(overrides, root or options.data_root)]
     config = compose_config("data", words)
     values = shared_values(config)
     dataset: Dataset = build(config, "dataset")

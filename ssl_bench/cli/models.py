@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,9 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _list_as_json() -> dict[str, object]:
     return {
-        "addresses": [asdict(address) for address in list_addresses()],
+        "addresses": [
+            {"form": a.form, "example": a.example, "meaning": a.meaning} for a in list_addresses()
+        ],
         "layouts": [{"name": layout.name, "source": layout.source} for layout in LAYOUTS],
         "torchhub": {repository: dict(names) for repository, names in HUB_WEIGHTS.items()},
         "timm": list(TIMM_PATTERNS),

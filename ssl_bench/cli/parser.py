@@ -350,7 +350,7 @@ def _add_sweep(parser: _Parser) -> None:
 def _add_pretrain(parser: _Parser) -> None:
     add = parser.add_argument
     add("--out", metavar="DIR", help="run folder (default: runs/MODEL-OPTIMIZER-TIME)")
-    add("--data-root", metavar="DIR", help="folder of images (default: generated toy scenes)")
+    add("--data-root", metavar="DIR", help="folder of images, or tar files (default: toy scenes)")
     add("--device", help=_DEVICE)
     parser.add_switch("--resume", "continue the run in --out if there is one")
     must = "continue the run in --out, or fail if there is none"

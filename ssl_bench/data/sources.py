@@ -291,6 +291,19 @@ _OWN = (
         "and colours say where yours differ",
     ),
     Source(
+        name="hf",
+        title="datasets of Hugging Face",
+        tree=("**/*.parquet", "or ORG/NAME instead of a folder"),
+        by_hand="--dataset hf:ORG/NAME reads a dataset of the hub, and --dataset hf:FOLDER a "
+        "folder of parquet files; pip install 'ssl-bench[hf]'",
+    ),
+    Source(
+        name="python",
+        title="datasets of torchvision, torch and Hugging Face in Python",
+        tree=("no folder",),
+        by_hand="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
+    ),
+    Source(
         name="folder",
         title="pictures of your own",
         tree=("**/*.jpg",),

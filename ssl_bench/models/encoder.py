@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.config import EncoderConfig
@@ -125,6 +125,9 @@ class Encoder(EncoderIdentity):
         channels_last: Whether feature maps have their channels in the last axis.
         position_rule: How stored positions are resampled for other image sizes. None without stored
             positions, or if the module decides it.
+        arrange: Function that arranges the patches of a block as a map, if they are not row by
+            row. It takes tokens (batch, patches, dim) without prefix tokens and the index of their
+            block. It returns maps (batch, rows, cols, dim).
     """
 
     module: nn.Module = field(repr=False)
@@ -136,6 +139,7 @@ class Encoder(EncoderIdentity):
     contents: Contents = field(default_factory=Contents)
     channels_last: bool = False
     position_rule: str | None = None
+    arrange: Callable[[Tensor, int], Tensor] | None = None
 
     @classmethod
     def from_module(

@@ -449,8 +449,8 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
             for col in range(size)
         ]
     )
-    row, col = centred.flatten()[None, :], centred.flatten()[:, None]
-    return (col * (shifted - row) + row * shifted) / 2
+    z_q, z_p = centred.flatten()[None, :], centred.flatten()[:, None]
+    return (z_p * (shifted - z_q) + z_q * shifted) / 2
 
 
 def positive_root(covariance: Covariance) -> Covariance:

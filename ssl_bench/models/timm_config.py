@@ -1,4 +1,4 @@
-"""The frozen description of an encoder whose layers are timm's, and the families it may be of."""
+"""Configuration of the models of timm that this suite trains, and their families."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ _OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
 
 @dataclass(frozen=True)
 class Family:
-    """What timm's models of one family have in common.
+    """Properties that the models of one family of timm share.
 
     Attributes:
-        name: In messages.
-        stages: How often the blocks change their grid; every stage halves it.
-        patch_size: What a name without one stands for.
-        arguments: timm's names of width, depth and heads, each of a stage or of all.
-        sized: Whether timm is told the size of images.
-        any_patch: Whether `patch_size` can be another one.
-        windows: Whether attention stays within windows.
-        dynamic: Whether timm has to be told that images may be of any size.
-        class_blocks: Whether blocks of [CLS] alone come last.
-        inits: Initialisers that know what to do with its blocks.
+        name: Name of the family in messages.
+        stages: Number of stages. Each stage after the first halves the token grid.
+        patch_size: Patch size in pixels of models whose name does not state one.
+        arguments: timm's names of the arguments for widths, depths and heads.
+        sized: Whether timm's constructor takes the image size.
+        any_patch: Whether `patch_size` is free.
+        windows: Whether attention is limited to windows.
+        dynamic: Whether the argument `dynamic_img_size` enables images of any size.
+        class_blocks: Whether the last blocks only update [CLS].
+        inits: Names of the initialisers that support the blocks.
     """
 
     name: str
@@ -61,7 +61,7 @@ _PVT = {"widths": "embed_dims", "depths": "depths", "heads": "num_heads"}
 _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVOLUTIONS = ("default", "uniform", "covariance")
 
-# By the start of timm's name; timm itself says whether the rest is one.
+# Families by the beginning of timm's name. timm decides whether the whole name is a model.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, windows=True, dynamic=True),
     "cait_": Family("CaiT", 1, 16, _WHOLE, class_blocks=True),
@@ -73,7 +73,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(name: str) -> Family | None:
-    """That of a model of timm; None for one that cannot be trained here."""
+    """Return the family of a model of timm, or None if this suite cannot train the model."""
     return next((family for start, family in FAMILIES.items() if name.startswith(start)), None)
 
 
@@ -82,28 +82,31 @@ class TimmConfig(EncoderConfig):
     """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt or ViT of timm.
 
     Args:
-        name: timm's, without a tag; it gives everything that the other fields leave open.
-        image_size: Side in pixels it is trained at, a multiple of what a token of the last stage
-            stands for: every stage halves the grid.
-        patch_size: Of the first layer; 0 takes what the name says.
-        window_size: Patches along a side of Swin's windows; 0 takes what the name says. timm makes
-            them no larger than the grid of their stage.
-        widths: Of every stage in turn; None takes timm's.
-        depths: Blocks of every stage.
-        heads: Of every stage.
-        drop_path: timm's `drop_path_rate`: the probability to drop a sub-block of the last block,
-            of every one in CaiT.
-        graying: What blocks with attention do to their tokens first, see
-            `ssl_bench.models.graying`.
-        graying_exponent: In (0, 1]; 1 changes nothing.
-        graying_layers: Blocks that do so, counted through all stages; None stands for all.
-        graying_scope: All tokens of an image are one matrix, or those of each of Swin's windows.
-        graying_class_blocks: CaiT's blocks of [CLS] do so too, with [CLS] before the patches.
-        frozen_filters: Leave ConvNeXt's depthwise filters, not their biases, as they were drawn.
-        init: "default" is timm's own. Of ConvNeXt "uniform" (PyTorch's, all layers) and
-            "covariance" (that, and its depthwise filters); of all others but PVT v2 the
-            initialisers of `ViTConfig` for attention and MLP, where "osa" has no meaning.
-        init_options: Its hyperparameters that differ from their defaults; None means the default.
+        name: timm's name without a tag. It determines everything that other fields leave open.
+        image_size: Side of the training images in pixels. It must be a multiple of the stride of
+            the last stage. Each stage halves the token grid.
+        patch_size: Patch size of the first layer in pixels. 0 for the size in the name.
+        window_size: Side of Swin's windows in patches. 0 for the size in the name. timm limits
+            windows to the grid of their stage.
+        widths: Width of each stage. None for timm's.
+        depths: Number of blocks of each stage. None for timm's.
+        heads: Number of attention heads of each stage. None for timm's.
+        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. In CaiT, it is the
+            same in all blocks. Elsewhere it increases linearly to this value in the last block.
+        graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
+        graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
+        graying_layers: Indices of the blocks with graying, counted through all stages. None for all
+            blocks.
+        graying_scope: Whether all tokens of an image form one matrix ("map"), or the tokens of each
+            window of Swin ("window").
+        graying_class_blocks: Whether CaiT's blocks of [CLS] also have graying, of [CLS] and all
+            patches.
+        frozen_filters: Whether the depthwise filters of ConvNeXt are not trained. Their biases are.
+        init: "default" is timm's initialisation. ConvNeXt also has "uniform" (PyTorch's, for all
+            layers) and "covariance" ("uniform", with other depthwise filters). Models other than
+            ConvNeXt and PVT v2 have the initialisers of `ViTConfig` except "osa".
+        init_options: Hyperparameters of the initialiser that differ from their defaults. None
+            stands for a default.
     """
 
     kind = "timm"
@@ -138,8 +141,8 @@ class TimmConfig(EncoderConfig):
         object.__setattr__(self, "patch_size", self.patch_size or named)
         if self.window_size and not family.windows:
             raise ConfigurationError(
-                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}; "
-                "leave it out"
+                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}. "
+                "Remove it"
             )
         if family.windows and not self.window_size:
             match = re.search(r"window(\d+)", self.name)
@@ -198,41 +201,41 @@ class TimmConfig(EncoderConfig):
 
     @property
     def family(self) -> Family:
-        """What timm's models of that name have in common."""
-        found = family_of(self.name)
-        if found is None or "." in self.name:
+        """The family of the model."""
+        family = family_of(self.name)
+        if family is None or "." in self.name:
             raise ConfigurationError(
                 f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
                 f"have no tag, got {self.name!r}",
                 hint=("model.name=swin_small_patch4_window7_224",),
             )
-        return found
+        return family
 
     @property
     def shape(self) -> "Shape":
-        """What only timm knows of the model: its blocks. Imports timm, which takes seconds."""
+        """Shapes of all blocks. This imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)
 
     @property
     def dim(self) -> int:
-        """Width of the last block, and of what the encoder gives."""
+        """Width of the last block."""
         return self.shape.widths[-1]
 
     @property
     def depth(self) -> int:
-        """Blocks of all stages, without those of [CLS] alone."""
+        """Number of blocks of all stages, without blocks that only update [CLS]."""
         return len(self.shape.widths)
 
     @property
     def num_heads(self) -> int:
-        """Of the first block; 0 where there is no attention."""
+        """Number of attention heads of the first block. 0 without attention."""
         return self.shape.num_heads
 
     @property
     def num_prefix_tokens(self) -> int:
-        """[CLS] and registers, which come before the patches in blocks."""
+        """Number of [CLS] and register tokens, which come before the patches."""
         return self.shape.num_prefix_tokens
 
     @property

@@ -1,7 +1,7 @@
-"""Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
+"""Give models of timm the interface of an encoder, and build those that this suite trains."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from timm.models.cait import Cait
 from timm.models.convnext import ConvNeXt
+from timm.models.eva import Eva
 from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -34,16 +35,23 @@ Images = Float[Tensor, "batch 3 height width"]
 Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
+KNOWN = (*TRAINED, Eva)
+"""Classes of timm whose blocks are known. Blocks of all others are found by a trial pass."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every block in turn.
+    """The shapes of all blocks of a model of timm, in order.
 
     Attributes:
-        strides: Pixels along a side of what a token stands for.
-        num_heads: Of the first block; 0 without attention.
-        channels_last: Of what the blocks give, where that is maps.
+        widths: Number of channels of each block.
+        strides: Pixels along a side of one position of each block.
+        num_heads: Attention heads of the first block. 0 without attention.
+        num_prefix_tokens: Number of [CLS] and register tokens before the patches.
+        num_registers: Number of registers among the prefix tokens.
+        channels_last: Whether maps that blocks return have the channels last.
+        any_size: Whether the model accepts images of several sizes.
+        blocks: Names of the blocks, if `trace_blocks` found them.
     """
 
     widths: tuple[int, ...]
@@ -52,19 +60,26 @@ class Shape:
     num_prefix_tokens: int
     num_registers: int
     channels_last: bool
+    any_size: bool = True
+    blocks: tuple[str, ...] = ()
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm as probes take it: all blocks in turn, and a norm for tokens.
+    """A model of timm with the interface of an encoder: all blocks in one list, and a norm.
 
-    Its positions are resized as DINO's are. timm's own resampler antialiases and scales without
-    margin, so its features differ at every size but the native one.
+    Position embeddings of Vision Transformers and CaiT are resized as in DINO. timm resizes them
+    with antialiasing and without a margin, so its features differ at all sizes but the native one.
+
+    Args:
+        model: The model of timm.
+        traced: Blocks that `trace_blocks` found. None for models of the classes `KNOWN`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
         super().__init__()
-        # timm's models have no class in common that says what they have.
+        # timm's models have no common class that declares their attributes.
         self.model: Any = model
+        self.traced = traced
         if isinstance(model, Cait):
             # Its positions are resized instead.
             patch_embed: Any = model.patch_embed
@@ -72,37 +87,49 @@ class TimmBackbone(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Those of all stages in turn; CaiT's blocks of [CLS] alone are none of them."""
+        """The blocks of all stages in order, without CaiT's blocks of [CLS] alone."""
+        if self.traced is not None:
+            return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
         return nn.ModuleList(blocks_of(self.model))
 
     @property
     def norm(self) -> nn.Module:
-        """The final norm, for tokens of the last block."""
-        if isinstance(self.model, ConvNeXt):
-            # timm has it for maps, behind the mean.
-            head: Any = self.model.head
-            return _NormOfTokens(head.norm)
-        pyramid = isinstance(self.model, PyramidVisionTransformerV2)
-        last: Any = self.model.stages[-1] if pyramid else self.model
-        return last.norm
+        """The final norm, for tokens of the last block. An identity if the model has none."""
+        if self.traced is None:
+            if isinstance(self.model, ConvNeXt):
+                # timm applies this norm to the mean of a map.
+                head: Any = self.model.head
+                return _TokenNorm(head.norm)
+            has_stage_norms = isinstance(self.model, PyramidVisionTransformerV2)
+            return (self.model.stages[-1] if has_stage_norms else self.model).norm
+        head = getattr(self.model, "head", None)
+        for owner, name in ((self.model, "norm"), (head, "norm"), (self.model, "neck")):
+            norm = getattr(owner, name, None)
+            if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == self.traced.widths[-1:]:
+                return _TokenNorm(norm)
+        return nn.Identity()
 
     @property
     def position_rule(self) -> str | None:
-        """How stored positions are resampled; None without any, as with rotary ones alone."""
-        return None if getattr(self.model, "pos_embed", None) is None else describe_resampling()
+        """How position embeddings are resized. None if there are none."""
+        if self.traced is None:
+            has_positions = getattr(self.model, "pos_embed", None) is not None
+            return describe_resampling() if has_positions else None
+        has_positions = any("pos" in name for name, _ in self.model.named_parameters())
+        return "as timm resizes them" if has_positions and self.traced.any_size else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """What timm's head would take: [CLS] or the mean over all patches."""
+        """Return the features that timm's classifier receives: [CLS] or the mean of all patches."""
         model: Any = self.model
-        if getattr(model, "pos_embed", None) is None:
+        if self.traced is not None or getattr(model, "pos_embed", None) is None:
             return model(images)
         patch = model.patch_embed.feat_ratio()
         size = (images.shape[-2] // patch, images.shape[-1] // patch)
-        if size == tuple(model.patch_embed.grid_size):
-            return model(images)
-        # Meanwhile timm believes that these positions are its own.
         native = model.patch_embed.grid_size
+        if size == tuple(native):
+            return model(images)
         resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+        # In this pass, timm must take the resized positions for its own.
         model.patch_embed.grid_size = size
         try:
             return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
@@ -110,22 +137,22 @@ class TimmBackbone(nn.Module):
             model.patch_embed.grid_size = native
 
 
-class _NormOfTokens(nn.Module):
+class _TokenNorm(nn.Module):
     """A LayerNorm for maps, applied to tokens."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
-        self.of_maps = norm
+        self.map_norm = norm
 
     def forward(self, x: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
-        norm = self.of_maps
+        norm = self.map_norm
         return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 class TimmEncoder(TimmBackbone, EncoderModule):
-    """A model of timm; `build_encoder` makes one with initialised weights.
+    """A model of timm that this suite trains. `build_encoder` initialises its weights.
 
-    Its weights have timm's names behind "model.".
+    The names of its weights are timm's with the prefix "model.".
     """
 
     config: TimmConfig
@@ -137,16 +164,16 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
                 f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
-                "that begins with patches",
+                "whose stem is a patch embedding",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
         if config.image_size % coarsest:
             image_size = (config.image_size // coarsest + 1) * coarsest
             raise ConfigurationError(
-                f"model.image_size must be a multiple of {coarsest}, what a token of the last "
-                f"stage of {config.name} stands for, got {config.image_size}; take a larger one, "
-                "or a smaller model.patch_size",
+                f"model.image_size must be a multiple of {coarsest}, the stride of the last stage "
+                f"of {config.name}, got {config.image_size}. Increase it, or reduce "
+                "model.patch_size",
                 hint=(f"model.image_size={image_size}",),
             )
         gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
@@ -156,11 +183,12 @@ class TimmEncoder(TimmBackbone, EncoderModule):
 
 @torch.no_grad()
 def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
-    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+    """Build an encoder whose weights depend only on `config` and `seed`.
 
-    What the initialiser does not draw stays as timm draws it. Of convolutions first all layers are
-    as PyTorch draws them, then the depthwise filters, so that the rest is the same; LayerScale
-    stays. Which layers the thesis means by "uniform" it does not say.
+    The global random state does not change. Weights that the initialiser does not set are timm's.
+    In ConvNeXt, all layers are first drawn as in PyTorch and then the depthwise filters. Therefore,
+    "uniform" and "covariance" only differ in these filters. LayerScale does not change. The thesis
+    does not state which layers "uniform" applies to.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -177,20 +205,51 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all stages in turn."""
+    """Return the blocks of all stages of a model of the classes `KNOWN`, in order."""
     stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-    found: Any = getattr(model, "blocks", None)
-    return list(found) if stages is None else [b for stage in stages for b in stage.blocks]
+    blocks: Any = getattr(model, "blocks", None)
+    return list(blocks) if stages is None else [b for stage in stages for b in stage.blocks]
+
+
+def native_size(model: Any) -> tuple[int, int]:
+    """Return the height and width in pixels that a model of timm is made for."""
+    patch_embed: Any = getattr(model, "patch_embed", None)
+    # Older versions of timm have no traits.
+    size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
+    height, width = size or model.pretrained_cfg["input_size"][1:]
+    return height, width
+
+
+def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
+    """Return a function that arranges the patches of a block as a map. None if they are in rows.
+
+    Hiera keeps patches of one window next to each other. Its function takes tokens (batch, patches,
+    dim) and the index of their block, and returns maps (batch, rows, cols, dim).
+    """
+    return getattr(model, "reroll", None)
+
+
+def count_heads(block: nn.Module) -> int:
+    """Return the number of attention heads of a block, 0 without attention."""
+    attention: Any = getattr(block, "attn", block)
+    heads = getattr(attention, "num_heads", getattr(attention, "heads", 0))
+    return heads if isinstance(heads, int) else 0
+
+
+def count_registers(model: Any) -> int:
+    """Return the number of register tokens of a model of timm."""
+    registers = getattr(model, "reg_token", None)
+    return getattr(model, "num_reg_tokens", 0) if registers is None else registers.shape[1]
 
 
 def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
-    """ConvNeXt's convolutions of one channel each, in the order of its blocks."""
-    found = (module for block in blocks_of(model) for module in block.modules())
-    return [m for m in found if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
+    """Return the depthwise convolutions of a ConvNeXt, in the order of its blocks."""
+    modules = (module for block in blocks_of(model) for module in block.modules())
+    return [m for m in modules if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
 
 
 def shape_of(config: TimmConfig) -> Shape:
-    """What timm makes of a configuration, without its weights."""
+    """Return the shape of a configured model, without creating its weights."""
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
@@ -202,27 +261,25 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Widths and strides as timm states them, stage by stage or block by block."""
+    """Return the shape of a model of the classes `KNOWN`, as its `feature_info` states it."""
     if isinstance(model, STAGED):
         stages: Any = getattr(model, "layers", getattr(model, "stages", None))
         counts = [len(stage.blocks) for stage in stages]
     else:
         counts = [1] * len(blocks_of(model))
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
-    attention: Any = getattr(blocks_of(model)[0], "attn", None)
-    registers = getattr(model, "reg_token", None)
     return Shape(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
-        num_heads=getattr(attention, "num_heads", 0),
+        num_heads=count_heads(blocks_of(model)[0]),
         num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
-        num_registers=0 if registers is None else registers.shape[1],
+        num_registers=count_registers(model),
         channels_last=isinstance(model, SwinTransformer),
     )
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
-    """The model as timm draws it; the global RNG is left alone."""
+    """Create a model of timm from a configuration. The global random state does not change."""
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
@@ -259,7 +316,7 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
 def gray_inputs(
     config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
 ) -> None:
-    """Let the blocks of timm that a configuration names gray their tokens first."""
+    """Add token graying before the blocks of timm that a configuration selects."""
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
@@ -275,7 +332,7 @@ def gray_inputs(
 def gray_images(
     graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """All tokens of an image are one matrix; maps with channels last are rows of tokens."""
+    """Gray all tokens of an image as one matrix. Maps have the channels last."""
     x, *others = inputs
     if x.ndim == 3:
         return graying(x), *others
@@ -285,16 +342,17 @@ def gray_images(
 def gray_windows(
     graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The tokens of each window of a block of timm's Swin are one matrix, moved as they are there.
+    """Gray the tokens of each window of a Swin block as one matrix.
 
-    Where windows do not divide the map, zeros fill up the last ones, as before its attention.
+    The map is shifted as in the block. If windows do not divide it, it is padded with zeros, as
+    before the attention.
     """
     swin: Any = block
     (x,) = inputs
     (down, right), window = swin.shift_size, tuple(swin.window_size)
-    moved: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
+    shifted: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
     rows, cols = x.shape[1:3]
-    padded = F.pad(moved, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
+    padded = F.pad(shifted, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
     # batch, windows down, rows, windows to the right, cols, dim
     tiles = padded.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
     gray = graying(tiles.flatten(0, 2).flatten(1, 2))
@@ -306,7 +364,7 @@ def gray_windows(
 def gray_with_class(
     graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """[CLS] and the patches that it looks at are one matrix, for CaiT's last blocks."""
+    """Gray [CLS] and the patches as one matrix, in the last blocks of CaiT."""
     x, cls_token = inputs
     gray = graying(torch.cat([cls_token, x], dim=1))
     return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

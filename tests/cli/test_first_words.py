@@ -46,7 +46,7 @@ def test_files_of_encoders_that_are_not_there_get_their_hint(place, capsys):
     (place / "my_net.py").write_text("import torch\nfrom torch import nn\nclass MyNet:\n  pass\n")
     assert "use `--checkpoint my_net.py:MyNet`" in said(capsys, f"{probed} my_net:MyNet", 4)[1]
     line = said(capsys, f"{probed} my_net.py:Nope", 4)[1]
-    assert line.endswith("my_net.py has no Nope; it has MyNet\n")
+    assert line.endswith("my_net.py has no Nope, only MyNet\n")
 
 
 def said_in_help(capsys, command: str) -> str:

@@ -72,9 +72,9 @@ def test_the_notebook_is_its_page_with_outputs_and_a_picture(maker):
     assert [(c["cell_type"], "".join(c["source"])) for c in cells] == maker["cells"]()
     code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.S | re.M)
     assert [c.rstrip() for c in code] == [t for kind, t in maker["cells"]() if kind == "code"]
-    assert [output["output_type"] for output in shown] == [
-        "stream", "stream", "stream", "display_data", "stream", "stream", "stream",
-    ]  # fmt: skip
+    kinds = [output["output_type"] for output in shown]
+    assert kinds.count("display_data") == 1
+    assert set(kinds) == {"stream", "display_data"}
     assert (ROOT / "docs/python.ipynb").stat().st_size < 300_000
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", str(said(cells)))
 

@@ -17,7 +17,9 @@ from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_options
 from ssl_bench.composition.choices import choices, parse_names, require_choice
 from ssl_bench.composition.compose import add_data_root, build, compose_config
+from ssl_bench.data.layouts.hugging_face import HuggingFace
 from ssl_bench.planning import plan_request
+from ssl_bench.request import require_dataset
 from ssl_bench.tables.published import load_published_table
 from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
@@ -67,7 +69,10 @@ def typed(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Typed:
 
 def probed(asked: Typed) -> None:
     asked.options.task = getattr(asked.options, "task", "all")
-    assert plan_request(cli.probe_request(asked.options, asked.overrides))
+    with pytest.MonkeyPatch.context() as changed:
+        # The roles of a dataset of Hugging Face are only known when it is opened.
+        changed.setattr(HuggingFace, "supports", HuggingFace().supports)
+        assert plan_request(cli.probe_request(asked.options, asked.overrides))
 
 
 def pretrained(asked: Typed) -> None:
@@ -94,13 +99,13 @@ def read(asked: Typed) -> None:
 
 def data_named(asked: Typed) -> None:
     if asked.options.action != "verify" and asked.options.target:
-        require_choice("dataset", asked.options.target, choices("dataset"))
-        compose_config("data", [f"dataset={asked.options.target}", *asked.overrides])
+        name, _ = require_dataset(asked.options.target)
+        compose_config("data", [f"dataset={name}", *asked.overrides])
 
 
 def extracted(asked: Typed) -> None:
     options = asked.options
-    words = [f"dataset={require_choice('dataset', options.dataset, choices('dataset'))}"]
+    words = [f"dataset={require_dataset(options.dataset)[0]}"]
     compose_config("data", [*words, *add_data_root(asked.overrides, options.data_root)])
 
 

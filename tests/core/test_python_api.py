@@ -377,7 +377,7 @@ def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_name
     expected = module.out_norm(found[2]["cls"])
     torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
     module.other_norm = nn.LayerNorm(16)
-    with pytest.raises(UnfitEncoder, match=r"name it: ssl_bench\.Encoder\.from_module"):
+    with pytest.raises(UnfitEncoder, match=r"Name it: ssl_bench\.Encoder\.from_module"):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
 
 

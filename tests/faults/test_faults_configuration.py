@@ -73,7 +73,7 @@ FAULTS = [
     (73, f"{RUN} data.image_size=0", 2, NO_HINT),
     # Networks that are not supported.
     (75, f"{PROBE} pca --checkpoint torchvision:resnet50", 4, NO_HINT),
-    (75, f"{PROBE} pca --checkpoint timm:resnet50", 4, NO_HINT),
+    (75, f"{PROBE} pca --checkpoint timm:mvitv2_tiny", 4, "--checkpoint FILE.py:NAME"),
 ]  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def test_fault_74_a_link_to_itself_is_no_traceback(place, capsys):
 @pytest.mark.parametrize(
     ("weights", "what", "way"),
     [
-        (torchvision.models.resnet18, "holds a ResNet", "from_module(model, blocks='layer3'"),
+        (torchvision.models.resnet18, "holds a ResNet", "timm's name of its architecture"),
         (
             torchvision.models.convnext_tiny,
             "holds a network of torchvision",
@@ -320,7 +320,7 @@ def test_fault_74_a_link_to_itself_is_no_traceback(place, capsys):
         (
             "blocks.0.attn.relative_position_bias_table",
             "such as a BEiT's",
-            "use `--checkpoint FILE.py:NAME`",
+            "timm's name of its architecture",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_fault_19_a_huge_header_is_refused_in_little_memory(place, capsys, claim
     with peak_memory_mib() as peak:
         said = fails(capsys, with_checkpoint(path), 4)
 
-    assert "huge.safetensors is not a readable safetensors file" in said
+    assert "huge.safetensors is truncated or not a safetensors file" in said
     assert peak() < 40
 
 
@@ -180,8 +180,8 @@ def test_fault_20_a_flipped_bit_of_the_weights_is_found(place, capsys, name, sha
     said = fails(capsys, with_checkpoint(path), 4)
 
     # A header may be damaged beyond reading before its digest is compared.
-    assert "has sha256" in said or "is not a readable safetensors" in said
-    assert re.search("copy or download (both|it) again", said)
+    assert "has sha256" in said or "not a safetensors file" in said
+    assert re.search("[Cc]opy or download (both|it) again", said)
 
 
 def test_fault_21_weights_that_are_missing_or_unknown_are_never_left_random(place, capsys):

@@ -20,7 +20,7 @@ from ssl_bench.composition.choices import entry_points
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, build_vit, identify_encoder, load_encoder
-from ssl_bench.models.loading.load import SCHEMES, list_addresses
+from ssl_bench.models.loading.load import LOADERS, list_addresses
 from tests.support.faults import DINO_LIKE, encoder_file
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def encoder_of(uri: str) -> Encoder:
 def test_examples_that_need_no_network_are_loaded():
     failed = [uri for uri in EXAMPLES if isinstance(loaded(uri), CheckpointError)]
     assert not [uri for uri in failed if re.match(WITHOUT_NETWORK, uri)]
-    assert {uri.partition(":")[0] for uri in EXAMPLES} >= SCHEMES.keys()
+    assert {uri.partition(":")[0] for uri in EXAMPLES} >= LOADERS.keys()
 
 
 @pytest.mark.parametrize("uri", EXAMPLES)
@@ -144,7 +144,7 @@ def test_every_block_gives_finite_tokens_of_its_grid(uri):
         assert features[layer]["token"].isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, SCHEME])
+@pytest.mark.parametrize("scheme", [*LOADERS, SCHEME])
 def test_an_address_that_names_nothing_is_one_line(scheme, capsys):
     assert main(["models", f"{scheme}:nothing/of this name"]) == 4
 

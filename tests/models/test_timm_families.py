@@ -11,7 +11,7 @@ from torch import Tensor
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models import Encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 
 TINY = {"depth": 2, "embed_dim": 64, "num_heads": 2}
@@ -163,11 +163,3 @@ def test_blocks_without_thirds_of_keys_give_tokens_and_say_so(name, what):
     assert FeatureExtractor(encoder, layers=[1])(images)[1]["token"].shape == (2, 3, 5, 64)
     with pytest.raises(CheckpointError, match=r"block 1 .*key.* use `probe.facet=token`"):
         FeatureExtractor(encoder, layers=[1], facets=["key"])(images)
-
-
-@pytest.mark.parametrize(
-    "name", ["beit_base_patch16_224", "vit_relpos_small_patch16_224", "samvit_base_patch16"]
-)
-def test_models_that_take_one_size_of_images_are_refused(name):
-    with pytest.raises(CheckpointError, match="is not supported; supported are timm's plain"):
-        load_encoder(f"timm:{name}")

@@ -204,7 +204,7 @@ def test_what_a_layer_lacks_is_refused_in_one_line(kind, layer, facet, message):
         (SWIN, {"graying": "svd", "graying_layers": (5,)}, r"0\.\.4.*got 5"),
         (SWIN, {"graying_layers": ()}, r"0\.\.4.*got none"),
         (SWIN, {"name": "swin_huge"}, "must be a model of timm .*, got 'swin_huge'"),
-        (SWIN, {"image_size": 24}, "must be a multiple of 16, .* got 24; .*model.image_size=32"),
+        (SWIN, {"image_size": 24}, "must be a multiple of 16, .* got 24.*model.image_size=32"),
         (ATTO, {"name": "convnext_atto_ols"}, "another stem than patches"),
         (VIT, {"name": "vit_small_patch16_rope_224"}, "is a Eva, expected one of Swin"),
         (VIT, {"heads": (5,)}, "cannot be built"),

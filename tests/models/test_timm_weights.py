@@ -179,8 +179,8 @@ OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 192, expected 1 x 197 x 192"
         ),
         ({"model_args": [1]}, "model_args=[1], expected an object"),
         ({"pretrained_cfg": {"input_size": [3, 224]}}, "expected [3, HEIGHT, WIDTH]"),
-        ({"pretrained_cfg": {"mean": [0.5]}}, "expected mean of red, green and blue"),
-        ({"pretrained_cfg": {"std": [0, 0, 0]}}, "no deviation of 0"),
+        ({"pretrained_cfg": {"mean": [0.5]}}, "expected mean to be three numbers"),
+        ({"pretrained_cfg": {"std": [0, 0, 0]}}, "expected std to be three numbers"),
     ],
 )
 def test_fault_79_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):

@@ -77,7 +77,7 @@ def of_timm(root: Path) -> str:
 def test_fault_77_weights_of_our_own_and_through_timm_pass_the_same_gate(tmp_path, source):
     said = message_of(source(tmp_path))
 
-    assert ".weight is int8, strided, on cpu; expected dense floating numbers" in said
+    assert ".weight is int8, strided, on cpu, expected dense floating numbers" in said
 
 
 def test_fault_77_floats_of_any_width_and_counts_are_taken(tmp_path):

@@ -355,18 +355,14 @@ def test_labels_need_a_folder_of_classes():
     assert caught.value.hint == ("data.root={folder}",)
 
 
-@pytest.mark.parametrize(
-    ("kind", "command", "labels"), [("tar", "tar -xf", "true"), ("zip", "unzip", "false")]
-)
-def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(
-    place, capsys, kind, command, labels
-):
-    shutil.make_archive("train", kind, place / "photos")
+@pytest.mark.parametrize("labels", ["true", "false"])
+def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(place, capsys, labels):
+    shutil.make_archive("train", "zip", place / "photos")
 
-    said = fails(capsys, pretraining(Path(f"train.{kind}"), "run", f"data.labels={labels}"), 3)
+    said = fails(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
 
-    assert f"expected a folder, got the archive train.{kind}" in said
-    assert f"{command} train.{kind}" in said
+    assert "expected a folder, got the archive train.zip" in said
+    assert "unzip train.zip" in said
 
 
 NO_FORM = (

@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
 
-from ssl_bench.data.files.fingerprints import Part, ReadOptions, extend_fingerprint, identify_parts
+from ssl_bench.data.files.fingerprints import (
+    Part,
+    ReadOptions,
+    cached_sha256,
+    extend_fingerprint,
+    identify_parts,
+)
 from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -85,7 +91,7 @@ class LabelMap:
     hint: str
 
     def apply(
-        self, stored: Integer[np.ndarray, "height width"], path: Path
+        self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
         """Turn stored numbers into classes.
 
@@ -105,7 +111,7 @@ class LabelMap:
         table[list(self.classes)] = list(self.classes.values())
         return table
 
-    def _unknown_label(self, value: int, path: Path) -> DataError:
+    def _unknown_label(self, value: int, path: str | Path) -> DataError:
         # Consecutive numbers have the same difference to their position.
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
@@ -179,7 +185,7 @@ def parse_numbers(value: object, count: int) -> list[float]:
 
 def validate_boxes(
     corners: Sequence[object] | np.ndarray,
-    file: Path,
+    file: str | Path,
     names: Sequence[object],
     size: tuple[int, int] | None = None,
     *,
@@ -254,6 +260,11 @@ class FileSet:
     images: Files
     class_names: tuple[str, ...] = ()
     options: ReadOptions = field(default_factory=ReadOptions)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that contains all images."""
+        return self.images.folder
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -360,6 +371,10 @@ class FileImageSet(FileSet):
     def path(self, index: int) -> Path:
         """Return the path of the file of an image."""
         return self.images.path(self.ids[index])
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of the file of an image, however files are identified."""
+        return cached_sha256(self.path(index))
 
     def files(self, index: int) -> tuple[Path, ...]:
         """Return the paths of all files of an image: image, mask, boxes."""

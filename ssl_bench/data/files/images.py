@@ -133,17 +133,23 @@ def read_indices(
         DataError: As for `read_image`, or the file was saved with a lossy compression, stores
             colours instead of numbers, or has VOC's palette in another order.
     """
-    data = _read_bytes(path)
-    with _errors_with_name(path):
-        image = _open_mask(data, path)
+    return decode_indices(_read_bytes(path), path, has_voc_palette=has_voc_palette)
+
+
+def decode_indices(
+    data: bytes, name: str | Path, *, has_voc_palette: bool = False
+) -> Integer[np.ndarray, "height width"]:
+    """Decode the content of a mask file as `read_indices` does. Errors contain `name`."""
+    with _errors_with_name(name):
+        image = _open_mask(data, name)
         if image.mode not in _MASK_MODES:
             raise DataError(
-                f"{path} stores colours ({image.mode}), expected one class number per pixel. Use "
+                f"{name} stores colours ({image.mode}), expected one class number per pixel. Use "
                 "the masks as published"
             )
         if image.mode == "P":
-            _check_voc_palette(image, path, has_voc_palette=has_voc_palette)
-        return _stored_numbers(image, data, path)
+            _check_voc_palette(image, name, has_voc_palette=has_voc_palette)
+        return _stored_numbers(image, data, name)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -292,8 +298,12 @@ def _scale_to_8_bits(
     if image.format == "PPM" and allowed < _16_BITS:
         # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
         return image if is_colour else _divide(np.asarray(image), _16_BITS)
-    is_stated = allowed < _16_BITS or b"sBIT" in data[: data.find(b"IDAT")]
-    white = allowed if is_stated else 2**bits - 1 if bits else None
+    # Values of a PNG with the chunk sBIT use all 16 bits, as the PNG specification requires.
+    has_sbit = image.format == "PNG" and b"sBIT" in data[: data.find(b"IDAT")]
+    is_stated = allowed < _16_BITS or has_sbit
+    white = allowed if is_stated else None
+    if white is None and bits is not None:
+        white = 2**bits - 1
     if is_colour and white == _16_BITS:
         # Pillow has dropped the lower 8 bits.
         return image
@@ -342,15 +352,15 @@ def _largest_sample(image: Image.Image, data: bytes) -> int:
     return 255
 
 
-def _open_mask(data: bytes, path: Path) -> Image.Image:
-    image = _open(data, path)
+def _open_mask(data: bytes, name: str | Path) -> Image.Image:
+    image = _open(data, name)
     kind = str(image.format)
     is_lossy_webp = kind == "WEBP" and not _is_lossless_webp(data)
     has_lossy_parts = image.info.get("compression") in _LOSSY_COMPRESSIONS
     if kind in _JPEG or is_lossy_webp or has_lossy_parts:
         kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "lossy TIFF"}.get(kind, kind)
         raise DataError(
-            f"{path} is a {kind}, whose compression changes numbers and colours at edges. Use the "
+            f"{name} is a {kind}, whose compression changes numbers and colours at edges. Use the "
             "masks as published, or save them without loss, for example as PNG"
         )
     return image
@@ -365,13 +375,13 @@ def _is_lossless_webp(data: bytes) -> bool:
 
 
 def _stored_numbers(
-    image: Image.Image, data: bytes, path: Path
+    image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
     """Return the numbers in the file. Pillow has scaled them if they have few bits."""
     if image.mode in ("1", "P"):
         return np.array(image).astype(np.uint8)
     if _is_inverted(image):
-        raise DataError(f"{path} is a TIFF in which zero is white. Save the mask as PNG")
+        raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
     largest, scaled_to = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
     if image.format == "PPM" or largest < 255:
         return (np.asarray(image).astype(np.int64) * largest + scaled_to // 2) // scaled_to
@@ -406,7 +416,7 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     return np.packbits(rows, axis=1)[:, 0]
 
 
-def _check_voc_palette(image: Image.Image, path: Path, *, has_voc_palette: bool) -> None:
+def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
     """Refuse a mask whose palette has VOC's colours at other numbers.
 
     Image editors sort or compress palettes. The colours stay equal, but the numbers change.
@@ -426,7 +436,7 @@ def _check_voc_palette(image: Image.Image, path: Path, *, has_voc_palette: bool)
     if moved and (has_voc_palette or 255 in meanings.values()):
         number = moved[0]
         raise DataError(
-            f"{path} stores {number} for the colour {palette[number].tolist()}, which is "
+            f"{name} stores {number} for the colour {palette[number].tolist()}, which is "
             f"{meanings[number]} in VOC's palette. Its palette is in another order. Use the masks "
             "as published"
         )

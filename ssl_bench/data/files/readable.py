@@ -12,12 +12,12 @@ from jaxtyping import Int64, UInt64
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
-    cached_sha256,
     extend_fingerprint,
     file_hashes,
     map_in_threads,
     sample_hashes,
 )
+from ssl_bench.data.files.tar_shards import TarImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.output import say, show_progress
@@ -185,8 +185,9 @@ def find_read_errors(
     keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
     cache = None
     if files is not None:
-        keys = [(files.files(index), files.options.bits) for index in indices.tolist()]
-        cache = DigestCache(files.images.folder)
+        bits = files.options.bits
+        keys = [(files.path(index), files.files(index), bits) for index in indices.tolist()]
+        cache = DigestCache(files.folder)
 
     def decode(source: ImageSet, index: int) -> bytes:
         _ = source[index]
@@ -198,9 +199,8 @@ def find_read_errors(
             if files is None or cache is None:
                 decode(images, index)
             else:
-                paths = files.files(index)
-                name = f"{paths[0].absolute()}\0readable {files.options.bits}"
-                cache.get_or_compute(name, paths, partial(decode, files, index))
+                name = f"{files.path(index).absolute()}\0readable {files.options.bits}"
+                cache.get_or_compute(name, files.files(index), partial(decode, files, index))
         except UnreadableImage as error:
             return error
         return None
@@ -231,9 +231,11 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
     return phrases
 
 
-def underlying_files(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
+def underlying_files(
+    images: ImageSet,
+) -> tuple[FileImageSet | TarImages, Int64[np.ndarray, " images"]] | None:
     """Return the file-based set that a set is made from, and the indices into it, or None."""
-    if isinstance(images, FileImageSet):
+    if isinstance(images, FileImageSet | TarImages):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
     files = underlying_files(inner) if isinstance(inner, ImageSet) else None
@@ -246,27 +248,28 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
     If files are identified by size and time, files with equal size and time are read and compared.
-    The count is 0 if one of the sets is not made from files. Both fingerprints are computed.
+    Sets without files are compared by the digests of their images, if they have them. Both
+    fingerprints are computed.
 
     Raises:
         DataError: There is such an image, and `allowed` is False.
     """
     fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
     if fitted_files is None or scored_files is None:
-        return 0
+        return _shared_contents(fitted, scored, allowed=allowed)
     (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
     fitted_hashes = fitted_set.file_hashes()[fitted_indices]
     scored_hashes = scored_set.file_hashes()[scored_indices]
     first = None
     count = 0
     for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
-        path = scored_set.path(int(scored_indices[position]))
+        index = int(scored_indices[position])
         match = np.flatnonzero(fitted_hashes == scored_hashes[position])[0]
-        copy = fitted_set.path(int(fitted_indices[match]))
+        copy = int(fitted_indices[match])
         is_certain = fitted_set.options.fingerprint == "content"
-        if not is_certain and cached_sha256(path) != cached_sha256(copy):
+        if not is_certain and scored_set.content_sha256(index) != fitted_set.content_sha256(copy):
             continue
-        first = first or (copy, path)
+        first = first or (fitted_set.path(copy), scored_set.path(index))
         count += 1
     if first is not None and not allowed:
         raise DataError(
@@ -276,6 +279,34 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
             hint=("data.allow_overlap=true",),
         )
     return count
+
+
+def _shared_contents(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+    """Return how many scored images are equal to a fitted image, for images without files."""
+    fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
+    if fitted_digests is None or scored_digests is None:
+        return 0
+    known = set(fitted_digests)
+    shared = [i for i, one in zip(scored.ids, scored_digests, strict=True) if one in known]
+    if shared and not allowed:
+        raise DataError(
+            f"{len(shared)} of {len(scored)} scored images of {_title(scored)} are also training "
+            f"images, the first is {shared[0]}. Remove them from one of the splits, or score them "
+            "anyway",
+            hint=("data.allow_overlap=true",),
+        )
+    return len(shared)
+
+
+def image_digests(images: ImageSet) -> list[str] | None:
+    """Return a digest of each original image, None for sets that do not know it."""
+    if own := getattr(images, "image_digests", None):
+        return own()
+    inner = getattr(images, "images", None)
+    digests = image_digests(inner) if isinstance(inner, ImageSet) else None
+    if digests is not None and isinstance(images, ImageSubset):
+        return [digests[index] for index in images.indices]
+    return digests
 
 
 def _title(images: ImageSet) -> str:

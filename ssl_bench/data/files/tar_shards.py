@@ -13,13 +13,14 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
@@ -31,11 +32,12 @@ from ssl_bench.data.files.fingerprints import (
     identify_parts,
     map_in_threads,
 )
-from ssl_bench.data.files.images import decode_upright
+from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_upright
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 from ssl_bench.system.files import (
     cache_folder,
+    describe_substitute,
     expand_path,
     list_files,
     open_regular,
@@ -53,7 +55,6 @@ _COMPRESSED = {
     b"(\xb5/\xfd": "unzstd",
 }
 NO_LABEL, INVALID_LABEL = -1, -2
-_IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 # WebDataset skips members whose file name starts with a dot or has no dot.
 _MEMBER = re.compile(r"(?:\./)*((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _LABEL = re.compile(rb"\s*(\d{1,9})\s*")
@@ -64,7 +65,7 @@ _MAX_SHARDS = 1_000_000
 # Zeros that a tar file ends with: two blocks, and padding to the size of a record.
 _BLOCK, _MAX_PADDING = 512, 2**20
 # Increase the number when the format of cached indices changes.
-_CACHE_HEADER = b"ssl-bench index of a tar file 1\n"
+_CACHE_HEADER = b"ssl-bench index of a tar file 2\n"
 # The coarsest file system counts time in steps of two seconds.
 _RECENT_NS = 2 * 10**9
 
@@ -87,25 +88,29 @@ def find_shards(pattern: str | Path) -> list[Path]:
             raise DataError(f"{path} has no tar file")
         return sorted(shards)
     shards, missing = set[Path](), list[str]()
-    names = list(_expand_braces(str(path)))
+    names = list(islice(_expand_braces(str(path)), _MAX_SHARDS + 1))
+    if len(names) > _MAX_SHARDS:
+        raise ConfigurationError(f"{pattern} stands for more than {_MAX_SHARDS:,} tar files")
     for name in map(Path, names):
-        below = Path(name.anchor).glob(str(name.relative_to(name.anchor)))
-        matches = [name] if name.is_file() else [match for match in below if match.is_file()]
+        matches = [name] if name.is_file() else _glob(name)
         shards.update(matches)
         if not matches:
             missing.append(str(name))
+    if missing and len(names) == 1:
+        raise DataError(f"no tar file matches {pattern}")
     if missing:
         raise DataError(
             f"{len(missing)} of {len(names)} tar files are missing, the first is {missing[0]}"
-            if len(names) > 1
-            else f"no tar file matches {pattern}"
         )
     return sorted(shards)
 
 
-def has_braces(text: str) -> bool:
-    """Return whether a path is a pattern with braces."""
-    return _BRACES.search(text) is not None
+def _glob(pattern: Path) -> list[Path]:
+    # "**" is only valid as the whole name of a folder.
+    with suppress(ValueError):
+        below = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+        return [path for path in below if path.is_file()]
+    return []
 
 
 def _expand_braces(text: str) -> Iterator[str]:
@@ -114,139 +119,157 @@ def _expand_braces(text: str) -> Iterator[str]:
     if match is None:
         yield text
         return
-    options = match[1].split(",") if "," in match[1] else [match[0]]
+    options: Iterable[str] = match[1].split(",") if "," in match[1] else [match[0]]
     if numbers := _RANGE.fullmatch(match[1]):
         first, last = sorted(map(int, numbers.groups()))
-        if last - first >= _MAX_SHARDS:
-            raise ConfigurationError(f"{match[0]} stands for more than {_MAX_SHARDS:,} tar files")
         is_padded = any(number[0] == "0" and len(number) > 1 for number in numbers.groups())
         width = max(map(len, numbers.groups())) if is_padded else 1
-        options = [f"{number:0{width}}" for number in range(first, last + 1)]
+        options = (f"{number:0{width}}" for number in range(first, last + 1))
     for option in options:
         for rest in _expand_braces(text[match.end() :]):
             yield text[: match.start()] + option + rest
 
 
-class Member(NamedTuple):
-    """An image in a tar file.
+class ShardIndex(NamedTuple):
+    """The images in a tar file.
 
     Attributes:
-        name: Path in the tar file.
-        offset: Position of its first byte in the tar file.
-        size: Number of bytes.
-        label: Class number, `NO_LABEL` without a `.cls` member, or `INVALID_LABEL`.
+        names: Paths in the tar file, sorted.
+        places: For each image its offset and size in bytes, and its class number, `NO_LABEL`
+            without a `.cls` member, or `INVALID_LABEL`.
+        state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
-    name: str
-    offset: int
-    size: int
-    label: int
+    names: list[str]
+    places: Int64[np.ndarray, "images 3"]
+    state: tuple[int, int]
 
 
-def index_shard(shard: Path) -> tuple[list[Member], tuple[int, int]]:
-    """Return the images of a tar file by name, and the size and modification time of the file.
-
-    The index is cached until the tar file changes.
+def index_shard(shard: Path) -> ShardIndex:
+    """List the images in a tar file. The list is cached until the tar file changes.
 
     Raises:
         DataError: The file is no uncompressed tar file, is damaged or changes while it is read, or
             a sample has no image.
     """
     begin_ns, state = time.time_ns(), file_state(shard)
-    key = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()[:32]
-    cache = None
-    try:
-        cache = cache_folder(None) / "tars" / key
-        if (stored := _load_index(cache)) and tuple(stored["state"]) == state:
-            return [Member(*member) for member in stored["members"]], state[:2]
-        members = _scan(shard)
+    names_and_places = _load_index(shard, state)
+    if names_and_places is None:
+        names_and_places = _scan(shard)
         if file_state(shard) != state:
-            raise DataError(f"{shard} changes while it is read; wait until it is complete")
-        # A file that was written just now could change again without another time.
+            raise DataError(f"{shard} changes while it is read. Wait until it is complete")
+        # If a file was written just now, its next change might not change its times.
         if max(state[1:3]) < begin_ns - _RECENT_NS:
-            body = json.dumps({"state": state, "members": members}).encode()
-            content = _CACHE_HEADER + hashlib.sha256(body).digest() + body
-            write_atomically(cache, lambda file: file.write(content))
-    except MachineError as error:
-        say_once(f"the index of tar files is not cached: {error}; XDG_CACHE_HOME=DIR moves it")
-        members = _scan(shard)
-    return members, state[:2]
+            _save_index(shard, state, *names_and_places)
+    return ShardIndex(*names_and_places, state[:2])
 
 
-def _load_index(cache: Path) -> dict[str, Any] | None:
-    """Return a cached index, or None if it is missing or damaged."""
+def _cache_file(shard: Path) -> Path:
+    digest = hashlib.sha256(os.fsencode(shard.absolute())).hexdigest()
+    return cache_folder(None) / "tars" / digest[:32]
+
+
+def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
+    """Return cached names and places, or None if they are missing, damaged or outdated."""
     start = len(_CACHE_HEADER) + hashlib.sha256().digest_size
-    with suppress(OSError), open_trusted(cache) as file:
+    with suppress(OSError), open_trusted(_cache_file(shard)) as file:
         content = file.read()
         body = content[start:]
         if content[:start] == _CACHE_HEADER + hashlib.sha256(body).digest():
-            return json.loads(body)
+            stored = json.loads(body)
+            if tuple(stored["state"]) == state:
+                return stored["names"], _to_array(stored["places"])
     return None
 
 
-def _scan(shard: Path) -> list[Member]:
-    """Read the headers of a tar file."""
+def _save_index(
+    shard: Path, state: tuple[int, ...], names: list[str], places: Int64[np.ndarray, "images 3"]
+) -> None:
+    body = json.dumps({"state": state, "names": names, "places": places.tolist()}).encode()
+    content = _CACHE_HEADER + hashlib.sha256(body).digest() + body
+    try:
+        write_atomically(_cache_file(shard), lambda file: file.write(content))
+    except MachineError as error:
+        say_once(f"cannot cache the index of tar files ({error}). XDG_CACHE_HOME=DIR moves it")
+
+
+def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
+    return np.array(places, np.int64).reshape(-1, 3)
+
+
+def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
+    """Return the names and places of the images in a tar file."""
     try:
         with open_regular(shard) as file:
-            return _images_in(file, shard)
+            return _list_images(file, shard)
     except DataError:
         raise
     # Damaged headers raise TarError, OSError, ValueError, OverflowError and others.
     except Exception as error:
-        raise DataError(f"{shard} is not a tar file or is damaged ({error})") from error
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{shard} is not a tar file or is damaged ({reason})") from error
 
 
-def _images_in(file: BufferedReader, shard: Path) -> list[Member]:
-    start = file.peek(8)
+def _list_images(
+    file: BufferedReader, shard: Path
+) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
+    start = file.peek(64)[:64]
+    if problem := describe_substitute(start):
+        raise DataError(f"{shard} {problem}")
     for magic, command in _COMPRESSED.items():
         if start.startswith(magic):
             raise DataError(
-                f"{shard} is compressed, so its images cannot be read one by one; "
-                f"decompress it: {command} {shard}"
+                f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
+                f"{command} {shard}"
             )
-    images, labels, keys = dict[str, Member](), dict[str, int](), dict[str, str]()
+    # By key: the name and place of the image, the class number, and the name of the first member.
+    images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
+            if member.size < 0:
+                raise DataError(f"{shard} is damaged: {member.name} has a negative size")
             match = _MEMBER.fullmatch(member.name)
             if match is None or member.isdir():
                 continue
-            key, extension = match[1], match[2].lower()
+            key, extension = match[1], f".{match[2].lower()}"
             keys.setdefault(key, member.name)
-            if extension not in (*_IMAGE_EXTENSIONS, "cls"):
+            if extension not in (".cls", *IMAGE_SUFFIXES):
                 continue
-            if not member.isreg() or member.issparse() or member.size < 0:
+            if not member.isreg() or member.issparse():
                 raise DataError(
-                    f"{shard}/{member.name} is a link or sparse; write the tar file with "
-                    "`tar --dereference --hard-dereference`"
+                    f"{shard}/{member.name} is a link or a sparse file. Write the tar file with "
+                    "copies of the images"
                 )
-            if key in (labels if extension == "cls" else images):
-                raise DataError(f"{shard} has two {extension} members of the sample {key}")
-            if extension == "cls":
+            if key in labels and extension == ".cls":
+                raise DataError(f"{shard} has {member.name} twice")
+            if key in images and extension != ".cls":
+                raise DataError(f"{shard} has two images {images[key][0]} and {member.name}")
+            if extension == ".cls":
                 file.seek(member.offset_data)
                 label = _LABEL.fullmatch(file.read(min(member.size, _MAX_LABEL_BYTES)))
                 labels[key] = int(label[1]) if label else INVALID_LABEL
             else:
-                name = f"{key}.{match[2]}"
-                images[key] = Member(name, member.offset_data, member.size, NO_LABEL)
+                images[key] = f"{key}.{match[2]}", member.offset_data, member.size
         # tarfile also stops at a damaged header.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
         raise DataError(f"{shard} is damaged or incomplete after byte {tar.offset:,}")
-    if without := sorted(keys.keys() - images.keys()):
+    if incomplete := sorted(keys.keys() - images.keys()):
+        key = incomplete[0]
         raise DataError(
-            f"{shard} has {len(without)} samples without an image, such as {keys[without[0]]}; "
-            f"expected {without[0]}.jpg, .jpeg, .png or .webp"
+            f"{shard} has {len(incomplete)} samples without an image, such as {keys[key]}. "
+            f"Expected {key}.jpg or another image"
         )
-    members = (image._replace(label=labels.get(key, NO_LABEL)) for key, image in images.items())
-    return sorted(members, key=lambda image: image.name)
+    rows = sorted((*image, labels.get(key, NO_LABEL)) for key, image in images.items())
+    return [name for name, *_ in rows], _to_array([place for _, *place in rows])
 
 
 @dataclass(frozen=True, eq=False)
 class TarImages:
-    """An `ImageSet` over the images in tar files, which are turned upright as EXIF says.
+    """An `ImageSet` over the images in tar files. Images are turned upright as EXIF says.
 
-    The id of an image is the path of its tar file, relative to `folder`, and its name in there.
+    The id of an image is `TAR/NAME`: the path of its tar file below `folder`, and its name in it.
 
     Attributes:
         folder: Folder above all tar files.
@@ -275,18 +298,18 @@ class TarImages:
             DataError: As in `index_shard`, or there is no image.
         """
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
-        ids, states, rows = list[str](), list[tuple[int, int]](), list[tuple[int, ...]]()
+        ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
         progress = show_progress(shards, f"index of {name} {split}", len(shards))
         with closing(map_in_threads(index_shard, progress)) as indices:
-            for number, (shard, (members, state)) in enumerate(indices):
-                states.append(state)
+            for number, (shard, index) in enumerate(indices):
+                states.append(index.state)
                 prefix = shard.absolute().relative_to(folder).as_posix()
-                ids += [f"{prefix}/{member.name}" for member in members]
-                rows += [(number, *member[1:]) for member in members]
+                ids += [f"{prefix}/{member}" for member in index.names]
+                places.append(np.insert(index.places, 0, number, axis=1))
         if not ids:
             raise DataError(f"{folder} has no image in its {len(shards)} tar files")
-        places = np.array(rows, np.int64)
-        return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), places)
+        rows = np.concatenate(places)
+        return cls(name, split, folder, tuple(ids), tuple(shards), tuple(states), rows)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -298,10 +321,8 @@ class TarImages:
             UnreadableImage: The image is damaged.
             DataError: The tar file cannot be read or has changed.
         """
-        image_id, options = self.ids[index], self.options
-        data = self._read(index)
-        image = decode_upright(data, self.folder / image_id, options.bits)
-        return Sample(image_id, image)
+        image = decode_upright(self._read(index), self.path(index), self.options.bits)
+        return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
         """Return the same images with other options."""
@@ -311,6 +332,18 @@ class TarImages:
         """Return the images with these indices under another name."""
         ids = tuple(self.ids[index] for index in kept)
         return replace(self, name=name, ids=ids, places=self.places[list(kept)])
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image as messages show it, with its name in the tar file."""
+        return self.folder / self.ids[index]
+
+    def files(self, index: int) -> tuple[Path, ...]:
+        """Return the path of the tar file of an image."""
+        return (self.shards[int(self.places[index, 0])],)
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of an image, however files are identified."""
+        return hashlib.sha256(self._read(index)).hexdigest()
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the ids and the bytes of the images, or over sizes and times.
@@ -331,30 +364,28 @@ class TarImages:
     @cached_property
     def _identity(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
         if self.options.fingerprint == "stat":
-            # A tar file is stated once, not once for each of its images.
             digests = (
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"
                 for shard, offset, size, _ in self.places.tolist()
             )
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
         parts = (
-            Part(self.shards[shard], self.ids[index], partial(self._read, index))
-            for index, shard in enumerate(self.places[:, 0].tolist())
+            Part(self.shards[shard], f"{offset} {size}", partial(self._read, index))
+            for index, (shard, offset, size, _) in enumerate(self.places.tolist())
         )
         title = f"{self.name} {self.split}"
-        found = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
-        with closing(found) as digests:
+        hashing = identify_parts(parts, "content", title=title, folder=self.folder, total=len(self))
+        with closing(hashing) as digests:
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
 
     def _read(self, index: int) -> bytes:
-        """Return the bytes of an image."""
         number, offset, size, _ = self.places[index].tolist()
         shard = self.shards[number]
         try:
             with open_regular(shard) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_size, status.st_mtime_ns) != self.states[number]:
-                    raise DataError(f"{shard} has changed since it was opened; start again")
+                    raise DataError(f"{shard} has changed since it was opened. Start again")
                 file.seek(offset)
                 return file.read(size)
         except OSError as error:

@@ -1,6 +1,5 @@
 """Tar files as WebDataset writes them: images, and perhaps their class numbers."""
 
-import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from ssl_bench.data.files.tar_shards import (
     SHARD_SUFFIXES,
     TarImages,
     find_shards,
-    has_braces,
 )
 from ssl_bench.data.layouts.class_folders import LabelledImages
 from ssl_bench.data.layouts.folder import pictures_below
@@ -21,6 +19,7 @@ from ssl_bench.data.samples import Layout, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, list_files
 
+_CHOOSE_SPLITS = ("dataset.train_split={folder}", "dataset.val_split={folder}")
 _TRAIN_NAMES, _VAL_NAMES = ("train",), ("val", "test")
 
 
@@ -28,8 +27,7 @@ def is_webdataset(root: str | Path) -> bool:
     """Return whether a path is a tar file, a pattern, or a folder with tar files but no images."""
     path = expand_path(root)
     if not path.is_dir():
-        is_pattern = has_braces(str(path)) or glob.has_magic(str(path))
-        return is_pattern or path.name.lower().endswith(SHARD_SUFFIXES)
+        return not set("*?[{").isdisjoint(str(path)) or path.name.lower().endswith(SHARD_SUFFIXES)
     if next(pictures_below(path), None) is not None:
         return False
     return any(name.lower().endswith(SHARD_SUFFIXES) for name in list_files(path))
@@ -86,13 +84,15 @@ class WebDataset(Layout):
         if shared := sorted({*shards}.intersection(self._train_shards)):
             raise DataError(
                 f"{shared[0]} belongs to both splits",
-                hint=("dataset.train_split={pattern}", "dataset.val_split={pattern}"),
+                hint=_CHOOSE_SPLITS,
             )
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
         numbers = _class_numbers(images)
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
+            if not kept:
+                raise DataError(f"{images.folder} has no image of a class with training images")
             images = images.select(images.name, kept)
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
@@ -132,14 +132,17 @@ class WebDataset(Layout):
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
         """Return the tar files of a split, which by default has one of these names."""
         if not self._root.is_dir():
-            raise DataError(f"{self._root} is not a folder with tar files of two splits")
+            raise DataError(
+                f"{self._root} is not a folder, expected one with train/*.tar and val/*.tar",
+                hint=("--data-root", "{folder}"),
+            )
         if split is not None:
             return find_shards(self._root / split)
         if shards := self._find(names):
             return shards
         raise DataError(
             f"{self._root} has neither {names[0]}/*.tar nor *{names[0]}*.tar",
-            hint=(f"dataset.{'train' if names is _TRAIN_NAMES else 'val'}_split={{pattern}}",),
+            hint=_CHOOSE_SPLITS,
         )
 
     def _find(self, names: Sequence[str]) -> list[Path]:
@@ -169,10 +172,10 @@ def _with_labels(images: TarImages) -> LabelledImages:
 def _class_numbers(images: TarImages) -> list[int]:
     numbers: list[int] = images.places[:, -1].tolist()
     for value, problem in (
-        (NO_LABEL, "no class number, expected a member KEY.cls"),
+        (NO_LABEL, "no member KEY.cls with a class number"),
         (INVALID_LABEL, "a member KEY.cls that is not a class number such as 7"),
     ):
         if value in numbers:
             first = images.folder / images.ids[numbers.index(value)]
-            raise DataError(f"{numbers.count(value)} images have {problem}; the first is {first}")
+            raise DataError(f"{numbers.count(value)} images have {problem}, such as {first}")
     return numbers

@@ -128,9 +128,11 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
         names = [f"{prefix}{third}.{kind}" for third in ("query", "key", "value")]
         shapes = [weights[name].shape if name in weights else None for name in names]
         if len(set(shapes)) > 1 or not shapes[0]:
-            found = ", ".join("nothing" if shape is None else str(tuple(shape)) for shape in shapes)
+            listed = ", ".join(
+                "nothing" if shape is None else str(tuple(shape)) for shape in shapes
+            )
             raise CheckpointError(
-                f"{path}: expected equal shapes of {', '.join(names)}, got {found}. Copy or "
+                f"{path}: expected equal shapes of {', '.join(names)}, got {listed}. Copy or "
                 "download it again"
             )
         weights[f"{prefix}qkv.{kind}"] = torch.cat([weights.pop(name) for name in names])
@@ -242,10 +244,10 @@ def _require_needed(
 ) -> None:
     missing = [name for name in _NEEDED if name not in weights]
     if missing:
-        found = ", ".join(list(weights)[:3]) or "no tensors"
+        first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in a known layout: expected {', '.join(missing)}, "
-            f"got {found}. Rename its keys, or {IN_PYTHON}",
+            f"got {first}. Rename its keys, or {IN_PYTHON}",
             hint=ways_to_load(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
@@ -263,10 +265,10 @@ def _require_needed(
         )
     has_axes = (kernel.ndim, positions.ndim, linear.ndim) == (4, 3, 2) and positions.shape[1] > 1
     if not has_axes or len(kernel) % head_dim:
-        found = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
+        shapes = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(found)}. Take timm's name of its "
+            f"multiple of {head_dim}, got {', '.join(shapes)}. Take timm's name of its "
             "architecture",
             hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
         )

@@ -59,7 +59,7 @@ def load_torch_hub(uri: str) -> Encoder:
     url = HUB_WEIGHTS.get(repository, {}).get(name)
     if url is None:
         known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
-        raise CheckpointError(f"unknown {uri!r}, expected one of {', '.join(known)}")
+        raise CheckpointError(f"unknown {uri!r}, known are {', '.join(known)}")
     return load_foreign(downloaded_file(url), uri=uri, name=name)
 
 

@@ -251,7 +251,7 @@ _BY_NAME = "take timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
 # Networks that are no plain Vision Transformer, and how they are loaded.
 _NOT_VIT = (
-    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_BLOCKS.format("layer3")),
+    (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
     (
         r"stages\.\d+\.(?:\d+\.depthwise_conv|blocks\.\d+\.(?:attn\.w_msa|ffn))\..*",
         "stages of mmpretrain",
@@ -261,7 +261,7 @@ _NOT_VIT = (
     (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer", _BY_NAME),
     (r"features\.5\.\d+\..*", "a network of torchvision", _BY_BLOCKS.format("features.5")),
     (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
-    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", IN_PYTHON),
+    (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _BY_NAME),
 )
 # Names of blocks for which timm's name of the architecture may help.
 _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -23,11 +23,8 @@ from ssl_bench.errors import (
 from ssl_bench.layers import parse_layer_numbers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
-    COLOURS,
-    DEMO,
     LAST,
     OWN,
-    RANDOM,
     display_name,
     expand,
     has_random_weights,
@@ -57,96 +54,69 @@ _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Address:
-    """A form of address, as `ssl-bench models` lists it."""
+    """A form of address, as `ssl-bench models` lists it.
+
+    Attributes:
+        form: The address with placeholders.
+        example: An example.
+        meaning: What the address loads.
+        loader: Module of this package and function that loads addresses that begin with the same
+            scheme, the text before the colon. It is imported when it is used, because timm takes
+            seconds to import. Empty for paths and other addresses without a scheme.
+    """
 
     form: str
     example: str
     meaning: str
+    loader: str = ""
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """A kind of address that begins with a name and a colon.
-
-    Attributes:
-        loader: Module of this package and function that loads an encoder from an address. It is
-            imported when it is used, because timm takes seconds to import.
-        addresses: Forms of address.
-    """
-
-    loader: str
-    addresses: tuple[Address, ...]
-
-
-SCHEMES: Mapping[str, Scheme] = {
-    "timm": Scheme(
-        "timm_encoder.load_timm",
-        (
-            Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights"),
-            Address(
-                "timm:NAME@FILE",
-                "timm:vit_small_patch16_224@mine.pth",
-                "timm model with your weights",
-            ),
-            Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights"),
-        ),
-    ),
-    "hf-hub": Scheme(
-        "hugging_face.load_hugging_face",
-        (
-            Address(
-                "hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"
-            ),
-        ),
-    ),
-    "local-dir": Scheme(
-        "hugging_face.load_hugging_face",
-        (
-            Address(
-                "local-dir:FOLDER",
-                "local-dir:/models/dinov2-small",
-                "config.json and model.safetensors",
-            ),
-        ),
-    ),
-    "torchhub": Scheme(
-        "hub.load_torch_hub",
-        (
-            Address(
-                "torchhub:REPOSITORY:NAME",
-                "torchhub:facebookresearch/dino:dino_vits16",
-                "weights of torch hub (its code is not run)",
-            ),
-        ),
-    ),
-    DEMO: Scheme(
-        "load.load_path",
-        (Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)"),),
-    ),
-    RANDOM: Scheme(
-        "baselines.load_random",
-        (Address("random:URI", "random:runs/skip", "encoder of URI with random weights"),),
-    ),
-    COLOURS: Scheme(
-        "baselines.load_colours",
-        (Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),),
-    ),
-}
-"""The schemes of this package. Other packages add schemes by entry points `ssl_bench.encoder`."""
-
+_TIMM, _FOLDER = "timm_encoder.load_timm", "hugging_face.load_hugging_face"
+_HUB_EXAMPLE = "torchhub:facebookresearch/dino:dino_vits16"
+_MINE = "timm:vit_small_patch16_224@mine.pth"
 ADDRESSES = (
     Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
     Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run saved at an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
     Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
-    *(address for scheme in SCHEMES.values() for address in scheme.addresses),
+    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights", _TIMM),
+    Address("timm:NAME@FILE", _MINE, "timm model with your weights", _TIMM),
+    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights", _TIMM),
     Address(
-        "mean=0.5,std=0.5:URI",
-        "mean=0.5,std=0.5:my.pth",
-        "checkpoint with this image normalisation",
+        "hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers", _FOLDER
+    ),
+    Address(
+        "local-dir:FOLDER",
+        "local-dir:/models/dinov2-small",
+        "config.json and model.safetensors",
+        _FOLDER,
+    ),
+    Address(
+        "torchhub:REPOSITORY:NAME",
+        _HUB_EXAMPLE,
+        "weights of torch hub (its code is not run)",
+        "hub.load_torch_hub",
+    ),
+    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)", "load.load_path"),
+    Address("mean=0.5,std=0.5:URI", "mean=0.5,std=0.5:my.pth", "URI with this image normalisation"),
+    Address(
+        "random:URI",
+        "random:runs/skip",
+        "encoder of URI with random weights",
+        "baselines.load_random",
+    ),
+    Address(
+        "colours:PATCH",
+        "colours:16",
+        "raw colours of patches of this size",
+        "baselines.load_colours",
     ),
 )
+LOADERS = {
+    address.form.partition(":")[0]: address.loader for address in ADDRESSES if address.loader
+}
+"""The loaders of this package by scheme. Entry points `ssl_bench.encoder` add those of others."""
 
 
 def list_addresses() -> list[Address]:
@@ -189,8 +159,8 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
     scheme, colon, _ = uri.partition(":")
     if uri.startswith("mean="):
         return _load_normalized
-    if colon and scheme in SCHEMES:
-        module, _, function = SCHEMES[scheme].loader.partition(".")
+    if colon and scheme in LOADERS:
+        module, _, function = LOADERS[scheme].partition(".")
         return getattr(import_module(f"ssl_bench.models.loading.{module}"), function)
     if OWN.fullmatch(uri):
         from ssl_bench.models.loading.own_module import load_python_object

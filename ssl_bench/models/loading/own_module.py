@@ -32,6 +32,10 @@ from ssl_bench.system.files import expand_path, resolve_links
 _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE, _USUAL_PATCH = 224, 16
+_UNIFORM_BLOCKS = (
+    "Name a list of blocks that all give the same: Encoder.from_module(module, blocks='NAME'), or "
+    "load the model by timm:NAME if timm has it"
+)
 # A token has changed if it changes by more than this share of the largest change.
 _ROUNDING = 1e-3
 
@@ -47,15 +51,15 @@ def load_python_object(uri: str) -> Encoder:
     path, name = resolve_links(expand_path(address[1])), address[2]
     if not path.is_file():
         raise CheckpointError(f"no file {path}", hint=("--checkpoint", "{file}.py:{name}"))
-    found = _run_file(path, name)
-    if isinstance(found, Encoder):
-        return replace(found, uri=uri)
-    if not isinstance(found, nn.Module):
+    target = _run_file(path, name)
+    if isinstance(target, Encoder):
+        return replace(target, uri=uri)
+    if not isinstance(target, nn.Module):
         raise CheckpointError(
-            f"{name} of {path} gives a {type(found).__name__}, expected a torch.nn.Module, an "
+            f"{name} of {path} gives a {type(target).__name__}, expected a torch.nn.Module, an "
             "ssl_bench.Encoder, or a function without arguments that returns one"
         )
-    encoder = wrap_module(found, name=f"{path.stem}.{name}")
+    encoder = wrap_module(target, name=f"{path.stem}.{name}")
     return replace(encoder, uri=uri, contents=Contents("module", file=path))
 
 
@@ -80,17 +84,17 @@ def _run_file(path: Path, name: str) -> Any:
                 and (not isinstance(value, type | FunctionType) or value.__module__ == spec.name)
             ]
             raise CheckpointError(f"{path} has no {name}, only {', '.join(known) or 'nothing'}")
-        found = getattr(module, name)
-        if isinstance(found, nn.Module) or not callable(found):
-            return found
+        target = getattr(module, name)
+        if isinstance(target, nn.Module) or not callable(target):
+            return target
         try:
-            inspect.signature(found).bind()
+            inspect.signature(target).bind()
         except TypeError as error:
             raise CheckpointError(
                 f"{path}:{name} cannot be called without arguments ({error}). Name a function that "
                 "makes the module"
             ) from error
-        return found()
+        return target()
     except CheckpointError:
         raise
     except Exception as error:  # A user's file can raise any exception.
@@ -139,10 +143,11 @@ def wrap_module(
         stride = _map_stride(outputs, size)
         patch = patch_size or stride or kernel
         if patch is None:
+            is_uniform = len({output.shape for output in outputs}) == 1
             raise CheckpointError(
                 f"{label} has no convolution of three channels that embeds patches, and its "
-                f"blocks give {_shapes_text(outputs)}. Pass patch_size=16, or a list of blocks "
-                "that all give the same: Encoder.from_module(module, blocks='NAME')"
+                f"blocks give {_shapes_text(outputs)}. "
+                + ("Pass patch_size=16" if is_uniform else _UNIFORM_BLOCKS)
             )
         try:
             _trace_blocks(own, (size[0] + patch, size[1] + 2 * patch))
@@ -208,8 +213,8 @@ class _MissingNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
         """Raise UnfitEncoder."""
         raise UnfitEncoder(
-            "this module has no final norm that is known. Name it: "
-            "ssl_bench.Encoder.from_module(module, norm='NAME') is what to probe then"
+            "this module has no final norm with a known name. Name it: "
+            "ssl_bench.Encoder.from_module(module, norm='NAME')"
         )
 
 
@@ -375,7 +380,7 @@ def _infer_layout(
     elif stride is not None:
         remedy = f"Pass patch_size={stride}"
     elif len(shapes) > 1:
-        remedy = "Name a list of blocks that all give the same: blocks='NAME'"
+        remedy = _UNIFORM_BLOCKS
     else:
         remedy = "Name another list of blocks, or pass the true patch_size"
     raise CheckpointError(

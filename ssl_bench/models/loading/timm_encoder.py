@@ -1,8 +1,8 @@
-"""timm's models as encoders, with positions resized as in DINO.
+"""Load models of timm as encoders.
 
-A file's tensors come into a model as they are: timm renames those of many libraries, and resizes
-positions, patches and tables of relative positions that do not fit, without a word, so what it made
-is held against the file.
+timm renames the tensors of many libraries. It also resizes positions, patches and tables of
+relative positions to the model's shapes without a message. Therefore, the loaded weights are
+compared with the file, and files with other shapes are refused.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,7 @@ import numpy as np
 import timm
 import torch
 from jaxtyping import Int
-from timm.models.cait import Cait
-from timm.models.convnext import ConvNeXt
 from timm.models.eva import Eva
-from timm.models.pvt_v2 import PyramidVisionTransformerV2
-from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -51,29 +48,29 @@ from ssl_bench.models.loading.checkpoint import (
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
-from ssl_bench.models.timm_config import family_of
-from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
+from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
+from ssl_bench.models.timm_model import (
+    KNOWN,
+    TimmBackbone,
+    native_size,
+    shape_of_model,
+    token_arrangement,
+)
 from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
-# Eva holds timm's ViTs with rotary positions, DINOv3 among them.
+# timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
 PlainViT = VisionTransformer | Eva
-Supported = PlainViT | SwinTransformer | PyramidVisionTransformerV2 | ConvNeXt | Cait
 Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
-_SUPPORTED = (
-    "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
-    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt; of others "
-    f"{IN_PYTHON}"
-)
 
 
 def load_timm(uri: str) -> Encoder:
     """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
 
-    Without tag and file the weights are random, always the same, and the name says so.
+    Without a tag or file, the weights are random with a fixed seed. Tables show "(random)" then.
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
@@ -97,25 +94,30 @@ def load_timm(uri: str) -> Encoder:
 
 
 def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
-    """Load weights that timm wrote, with what the config.json beside them says.
+    """Load weights in a folder of timm's form.
 
-    That is `architecture`, and `pretrained_cfg` and `model_args` where they matter.
+    Args:
+        config: Content of its config.json, with the key `architecture` and optionally
+            `pretrained_cfg` and `model_args`.
+        path: The weights file.
+        uri: The address that the user typed.
+        label: Name of the encoder in tables.
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
     arguments = _mapping(config, "model_args", path)
-    # Such as checkpoint_path, which would put other weights in place of these.
-    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
-    if strange:
+    # For example, `checkpoint_path` would load other weights.
+    reserved = [name for name in signature(timm.create_model).parameters if name in arguments]
+    if reserved:
         raise CheckpointError(
-            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
-            "architecture's arguments alone; take it out"
+            f"config.json next to {path} has {', '.join(reserved)} in model_args, expected only "
+            "arguments of the architecture. Remove it"
         )
     return _from_file(uri, name, path, label=label, config=config)
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
-    """Load a DINOv3 that transformers wrote, as the architecture of timm that is the same."""
+    """Load a DINOv3 in the format of transformers as the equal architecture of timm."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
@@ -123,8 +125,8 @@ def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalizati
 def _from_file(
     uri: str, name: str | None, path: Path, *, label: str, config: Mapping[str, Any]
 ) -> Encoder:
-    """A file as timm's architecture of a name; without one it is a DINOv3 of transformers."""
-    # A file of safetensors is mapped: its weights are read when they are copied into the model.
+    """Load a file as the architecture `name` of timm. None means a DINOv3 of transformers."""
+    # Tensors of safetensors files are read when they are copied into the model.
     with require_unchanged(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
@@ -135,12 +137,12 @@ def _from_file(
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
         if name is None:
             raise CheckpointError(
-                f"{path} is no DINOv3 of a published size; {IN_PYTHON}", hint=PYTHON_FILE
+                f"{path} is not a DINOv3 of a published size; {IN_PYTHON}", hint=PYTHON_FILE
             )
         if not backbone.weights:
-            # timm would take "no weights" for "none given" and ask the network.
-            raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
-        model, note = _with_weights(name, path, backbone, config)
+            # timm would download weights instead.
+            raise CheckpointError(f"{path} contains no tensors. Save model.state_dict() in it")
+        model, note = _load_weights(name, path, backbone, config)
     source = f"timm {timm.__version__}, {name}"
     note = (backbone.note + note).strip(" ;")
     encoder = timm_encoder(
@@ -159,13 +161,15 @@ def _from_file(
 def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
-        near = get_close_matches(architecture, timm.list_models("*vit*"), n=3)
-        near = near or ["vit_small_patch16_224"]
+        similar = get_close_matches(architecture, timm.list_models(), n=3)
+        similar = similar or ["vit_small_patch16_224"]
         raise CheckpointError(
             f"timm {timm.__version__} has no model {architecture!r}",
-            hint=join_alternatives(*[("--checkpoint", f"timm:{timm_name}") for timm_name in near]),
+            hint=join_alternatives(
+                *[("--checkpoint", f"timm:{timm_name}") for timm_name in similar]
+            ),
         )
-    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
+    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
     if tag and tag not in tags:
         raise CheckpointError(
             f"timm {timm.__version__} has no weights {tag!r} for {architecture}; "
@@ -173,73 +177,107 @@ def _check_name(name: str) -> None:
         )
 
 
-def _with_weights(
+def _load_weights(
     name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
-) -> tuple[Supported, str]:
-    """The model with the very tensors of the file, and what was assumed of their shapes."""
+) -> tuple[nn.Module, str]:
+    """Return a model with the weights of a file, and a note on assumptions about its shapes."""
+    weights = _without_register_positions(backbone.weights)
+    arguments, overlay = _stated_arguments(config, path)
+    plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
     pretrained = _mapping(config, "pretrained_cfg", path)
-    arguments = dict(_mapping(config, "model_args", path))
-    overlay: dict[str, Any] = {}
-    if (given := pretrained.get("input_size", ...)) is not ...:
-        sizes = given if isinstance(given, (list, tuple)) else ()
-        if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
-            raise CheckpointError(
-                f"config.json beside {path} has input_size={given!r}, expected [3, HEIGHT, WIDTH]; "
-                "fetch it again"
-            )
-        overlay["input_size"] = tuple(sizes)
-    weights, note = _without_register_positions(backbone.weights), ""
-    plan = _create(name, path, arguments, overlay, device="meta")
-    kernel, own = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
-    if "patch_size" not in arguments and kernel is not None and own is not None:
-        rows, cols = kernel.shape[2:] if kernel.ndim == own.ndim == 4 else (0, 0)
-        if rows and rows == cols != own.shape[3]:
-            arguments["patch_size"] = rows
-            note = f"patches of {rows} pixels as in the file"
-            plan = _create(name, path, arguments, overlay, device="meta")
-    positions, own = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
-    is_said = "img_size" in arguments or "input_size" in overlay
-    if not is_said and positions is not None and own is not None and positions.ndim == 3:
-        # Another square of them than the model's; any other number is refused below.
-        patch_embed: Any = plan.patch_embed
-        num_patches = positions.shape[1] - own.shape[1] + patch_embed.num_patches
-        side = math.isqrt(max(num_patches, 0))
-        if num_patches not in (0, patch_embed.num_patches) and side**2 == num_patches:
-            arguments["img_size"] = side * patch_embed.feat_ratio()
-            note = "; ".join(filter(None, [note, ASSUMED_GRID.format(side, side)]))
-            plan = _create(name, path, arguments, overlay, device="meta")
     for key in ("mean", "std"):
         if key in pretrained:
             overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
-        # Else timm would take positions of equally many patches for those of another grid.
+        # timm would confuse the positions of grids with equal numbers of patches.
         overlay["input_size"] = (3, *size)
     _require_depth(name, plan, weights, path)
-    shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
-    if wrong := {o: value for o, value in shapes.items() if weights[o].shape != value.shape}:
+    expected = plan.state_dict()
+    if wrong := {
+        tensor: value
+        for tensor, value in expected.items()
+        if tensor in weights and weights[tensor].shape != value.shape
+    }:
         raise _mismatch(path, name, weights, wrong)
-    # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
-    # missing keys without a word.
+    # `weights` has no heads. timm loads strictly only if the numbers of classes are equal.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
-    # Nor draws it what the file replaces, half of the seconds of a large one; who it is says
-    # how it is drawn, and stays.
-    undrawn = "weight_init" in signature(type(plan).__init__).parameters
-    drawing = {"weight_init": "skip"} if undrawn else {}
+    # Weights that the file replaces are not drawn, because drawing them takes long.
+    can_skip = "weight_init" in signature(type(plan).__init__).parameters
+    drawing = {"weight_init": "skip"} if can_skip else {}
+    has_timm_names = 2 * len(expected.keys() & weights.keys()) >= len(expected)
     with torch.random.fork_rng(devices=[]):
-        model = _create(name, path, arguments | drawing, overlay, pretrained=True)
+        model = _create(
+            *(name, path, arguments | drawing, overlay),
+            pretrained=True,
+            suggest_name=has_timm_names,
+        )
     if (mode := getattr(plan, "weight_init_mode", None)) is not None:
+        # The identity of an encoder contains this attribute.
         model.weight_init_mode = mode
     _require_weights(model, weights, path, name)
     return model, note
 
 
+def _stated_arguments(
+    config: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments and the input size of the model that a config.json states."""
+    pretrained = _mapping(config, "pretrained_cfg", path)
+    overlay: dict[str, Any] = {}
+    if (stated := pretrained.get("input_size", ...)) is not ...:
+        sizes = stated if isinstance(stated, (list, tuple)) else ()
+        if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
+            raise CheckpointError(
+                f"config.json next to {path} has input_size={stated!r}, expected "
+                "[3, HEIGHT, WIDTH]. Download it again"
+            )
+        overlay["input_size"] = tuple(sizes)
+    return dict(_mapping(config, "model_args", path)), overlay
+
+
+def _infer_sizes(
+    name: str,
+    path: Path,
+    weights: Weights,
+    arguments: Mapping[str, Any],
+    overlay: Mapping[str, Any],
+) -> tuple[nn.Module, dict[str, Any], str]:
+    """Infer the patch size and the image size from the file, if config.json does not state them.
+
+    Returns:
+        The model without values, its arguments, and a note on what was inferred.
+    """
+    arguments, notes = dict(arguments), list[str]()
+    plan = _create(name, path, arguments, overlay, device="meta")
+    kernel, expected = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
+    if "patch_size" not in arguments and kernel is not None and expected is not None:
+        rows, cols = kernel.shape[2:] if kernel.ndim == expected.ndim == 4 else (0, 0)
+        if rows and rows == cols != expected.shape[3]:
+            arguments["patch_size"] = rows
+            notes.append(f"patches of {rows} pixels as in the file")
+            plan = _create(name, path, arguments, overlay, device="meta")
+    positions, expected = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
+    is_stated = "img_size" in arguments or "input_size" in overlay
+    if not is_stated and positions is not None and positions.ndim == 3 and expected is not None:
+        # A square grid of another size is accepted. Other shapes are refused later.
+        patch_embed: Any = plan.patch_embed
+        own_patches = getattr(patch_embed, "num_patches", 0)
+        num_patches = positions.shape[1] - expected.shape[1] + own_patches
+        side = math.isqrt(max(num_patches, 0))
+        if own_patches and num_patches not in (0, own_patches) and side**2 == num_patches:
+            arguments["img_size"] = side * patch_embed.feat_ratio()
+            notes.append(ASSUMED_GRID.format(side, side))
+            plan = _create(name, path, arguments, overlay, device="meta")
+    return plan, arguments, "; ".join(notes)
+
+
 def _mapping(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
         raise CheckpointError(
-            f"config.json beside {path} has {key}={found!r}, expected an object; fetch it again"
+            f"config.json next to {path} has {key}={value!r}, expected an object. Download it again"
         )
-    return found
+    return value
 
 
 def _create(
@@ -250,31 +288,41 @@ def _create(
     *,
     pretrained: bool = False,
     device: str | None = None,
-) -> Supported:
-    family = family_of(name)
-    options: dict[str, Any] = {**arguments, "num_classes": 0, "device": device}
-    if family is None or family.dynamic:
-        # Convolutions need nothing to take images of any size, CaiT gets it later.
-        options["dynamic_img_size"] = True
+    suggest_name: bool = True,
+) -> Any:
+    """Create a model of timm for RGB images, which accepts all image sizes that timm supports.
+
+    Args:
+        name: timm's name of the architecture.
+        path: Weights file for error messages. None if the weights are random.
+        arguments: Arguments of the model.
+        overlay: Values that replace those of timm's configuration of pretrained weights.
+        pretrained: Whether to load the weights in `overlay`.
+        device: "meta" for a model without values.
+        suggest_name: Whether an error suggests the name of another architecture.
+    """
+    build = partial(
+        timm.create_model,
+        name,
+        pretrained=pretrained,
+        pretrained_cfg_overlay=dict(overlay) or None,
+        num_classes=0,
+        device=device,
+        **arguments,
+    )
     try:
-        model = timm.create_model(
-            name,
-            pretrained=pretrained,
-            pretrained_cfg_overlay=dict(overlay) or None,
-            **options,
-        )
-    except TypeError as error:
-        raise CheckpointError(
-            f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE
-        ) from error
+        try:
+            model: Any = build(dynamic_img_size=True)
+        except TypeError:  # Models without this argument accept any size or only one.
+            model = build()
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         reraise_out_of_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         file = path or "its random weights"
+        advice = "take timm's name of another architecture, or " if suggest_name else ""
         raise CheckpointError(
-            f"timm:{name} does not fit {file}: {reason}; take timm's name of another "
-            f"architecture, or {IN_PYTHON}",
-            hint=join_alternatives(TIMM_NAME, PYTHON_FILE),
+            f"timm:{name} does not fit {file}: {reason}; {advice}{IN_PYTHON}",
+            hint=join_alternatives(*([TIMM_NAME] if suggest_name else []), PYTHON_FILE),
         ) from error
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
@@ -283,22 +331,11 @@ def _create(
             f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
             "(RGB); take another encoder"
         )
-    if isinstance(model, (*STAGED, Cait)):
-        return model
-    if not isinstance(model, PlainViT):
-        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}", hint=PYTHON_FILE)
-    patch_embed: Any = model.patch_embed
-    rows, cols = patch_embed.feat_ratio(as_scalar=False)
-    if rows != cols:
-        raise CheckpointError(
-            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}",
-            hint=PYTHON_FILE,
-        )
     return model
 
 
 def timm_encoder(
-    model: Supported,
+    model: Any,
     *,
     uri: str,
     name: str,
@@ -306,27 +343,53 @@ def timm_encoder(
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
 ) -> Encoder:
-    """Freeze a model of timm; a Vision Transformer's attention gets one layer for q, k and v."""
-    # Any: what timm declares for these is wider than what they are.
-    published: Any = model.pretrained_cfg
+    """Freeze a model of timm as an encoder.
+
+    A layer `attn.qkv` that computes all of the queries, keys and values replaces separate layers
+    and biases.
+
+    Raises:
+        CheckpointError: The blocks of the model do not return features of every patch.
+    """
+    published = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    module, shape = TimmBackbone(model), shape_of_model(model)
-    staged: dict[str, Any] = {}
-    if isinstance(model, PlainViT):
+    is_plain = isinstance(model, PlainViT)
+    if is_plain:
         patch_embed: Any = model.patch_embed
-        num_heads, native_size = _give_queries_keys_values(model.blocks), patch_embed.img_size
-        described = describe_library_model(model, "timm", architecture)
-    else:
-        # Blocks differ in grid and width, or, in CaiT, [CLS] comes last.
-        described = describe_library_model(model, "timm", architecture) | {
-            "strides": list(shape.strides)
-        }
-        num_heads, native_size = shape.num_heads, tuple(published["input_size"][1:])
-        staged = {
+        rows, cols = patch_embed.feat_ratio(as_scalar=False)
+        if rows != cols:
+            raise CheckpointError(
+                f"timm:{architecture} has patches of {rows} x {cols} pixels, expected squares; "
+                f"{IN_PYTHON}",
+                hint=PYTHON_FILE,
+            )
+    try:
+        traced = None if isinstance(model, KNOWN) else trace_blocks(model)
+    except UnsupportedBlocks as error:
+        raise CheckpointError(
+            f"timm:{architecture} is not supported: {error}; expected blocks or stages that return "
+            f"one feature for each patch; {IN_PYTHON}",
+            hint=PYTHON_FILE,
+        ) from error
+    module, shape = TimmBackbone(model, traced), traced or shape_of_model(model)
+    _join_queries_keys_values(module.blocks)
+    height, width = native_size(model)
+    if traced is not None and traced.any_size:
+        # Some ConvNets were trained at sizes such as 176, which have no whole number of strides.
+        coarsest = max(traced.strides)
+        height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
+    described = describe_library_model(model, "timm", architecture)
+    stages: dict[str, Any] = {}
+    if not is_plain:
+        # The blocks differ in grid and width, return maps, or do not contain [CLS].
+        described |= {"strides": list(shape.strides)}
+        stages = {
             "strides": shape.strides,
             "widths": shape.widths,
             "channels_last": shape.channels_last,
+            "any_size": shape.any_size,
+            "arrange": token_arrangement(model),
         }
     return Encoder(
         module=module.eval().requires_grad_(False),
@@ -337,10 +400,10 @@ def timm_encoder(
         patch_size=shape.strides[0],
         depth=len(shape.strides),
         dim=shape.widths[-1],
-        num_heads=num_heads,
+        num_heads=shape.num_heads,
         num_prefix_tokens=shape.num_prefix_tokens,
         num_registers=shape.num_registers,
-        native_size=native_size,
+        native_size=(height, width),
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
         colours_from=f"timm's {architecture}",
@@ -348,35 +411,30 @@ def timm_encoder(
         total_keys=keys[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
         position_rule=module.position_rule,
-        **staged,
+        **stages,
     )
 
 
 @torch.no_grad()
-def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
-    """Let `attn.qkv` compute all of q, k and v wherever that is the same arithmetic.
+def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
+    """Let `attn.qkv` compute all queries, keys and values of a block, biases included.
 
-    Some of timm's blocks add biases outside of `qkv`, others have three layers in its place; their
-    outputs stay the same to rounding. Blocks without one attention layer, and those with fewer
-    keys than queries, are left as they are.
-
-    Returns:
-        Heads of the first block.
+    Some attention layers of timm add biases outside of `qkv`, others have three layers instead.
+    Their outputs stay the same up to rounding. Blocks with other layers, or with fewer keys than
+    queries, do not change.
     """
-    heads = 0
     for block in blocks:
         # Any: the layers differ from model to model, and so do their types.
         attention: Any = getattr(block, "attn", None)
-        heads = heads or getattr(attention or block, "num_heads", 0)
-        if attention is None:
-            continue
         if getattr(attention, "qkv", None) is not None:
-            if getattr(attention, "q_bias", None) is not None:
-                biases = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
-                attention.qkv.bias = nn.Parameter(biases)
+            biases: list[Any] = [getattr(attention, f"{part}_bias", None) for part in "qkv"]
+            if all(bias is not None for bias in biases):
+                attention.qkv.bias = nn.Parameter(torch.cat(biases))
                 attention.q_bias = attention.k_bias = attention.v_bias = None
             continue
-        parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        parts: list[Any] = [getattr(attention, f"{part}_proj", None) for part in "qkv"]
+        if not all(isinstance(part, nn.Linear) for part in parts):
+            continue
         width = parts[0].out_features
         if any(part.out_features != width for part in parts):
             continue
@@ -390,89 +448,99 @@ def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
             qkv.bias.copy_(torch.cat([zeros if p.bias is None else p.bias for p in parts]))
         attention.qkv = qkv
         attention.q_proj = attention.k_proj = attention.v_proj = None
-    return heads
 
 
 def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
-    """Those of a DINOv2 with registers as timm has them: the position of [CLS] is added to it."""
-    found = dict(weights)
+    """Add the position of [CLS] to [CLS] in a DINOv2 with registers, as timm stores it."""
+    converted = dict(weights)
     positions, cls_token = weights.get(_POSITIONS), weights.get("cls_token")
     if "register_tokens" not in weights or positions is None or cls_token is None:
-        return found
+        return converted
     if positions.ndim == cls_token.ndim == 3 and positions.shape[2] == cls_token.shape[2]:
-        found["reg_token"] = found.pop("register_tokens")
-        found["cls_token"] = cls_token + positions[:, 0]
-        found[_POSITIONS] = positions[:, 1:]
-    return found
+        converted["reg_token"] = converted.pop("register_tokens")
+        converted["cls_token"] = cls_token + positions[:, 0]
+        converted[_POSITIONS] = positions[:, 1:]
+    return converted
 
 
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
-    """Every number of the model is one of the file, under timm's name or another."""
+    """Raise an error if the model has a number that is not in the file.
+
+    A tensor with the name of a tensor of the file must be equal to it. Numbers of other tensors
+    may have any place in the file, because timm renames, joins and splits tensors.
+    """
     own = model.state_dict()
-    made = {
-        ours: value
-        for ours, value in own.items()
-        if ours in weights and not torch.equal(_bits(weights[ours]), _bits(value))
+    changed = {
+        tensor: value
+        for tensor, value in own.items()
+        if tensor in weights and not torch.equal(_bits(weights[tensor]), _bits(value))
     }
     if renamed := own.keys() - weights.keys():
-        # Some are joined or cut under other names, and there are biases that are 0 here.
+        # timm adds biases of zero.
         numbers = np.concatenate([np.zeros(1, np.int32), *map(_bits, weights.values())])
-        # Once for all layers: a ViT-S has 22 million and some hundred layers.
+        # Sort once for all tensors: a ViT-S has 22 million numbers in some hundred tensors.
         numbers.sort()
-        made |= {ours: own[ours] for ours in renamed if not _are_of(numbers, _bits(own[ours]))}
-    if made:
-        raise _mismatch(path, name, weights, made)
+        changed |= {
+            tensor: own[tensor] for tensor in renamed if not _contains(numbers, _bits(own[tensor]))
+        }
+    if changed:
+        raise _mismatch(path, name, weights, changed)
 
 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
-    """Blocks of each stage, where the names are timm's, and width of the first convolution."""
-    found = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
-    blocks = sorted({(one[1], one[2]) for one in found if one})
+    """Return the number of blocks in each stage, and the width of the first convolution.
+
+    Blocks are counted if they have timm's names.
+    """
+    names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
+    blocks = sorted({(match[1], match[2]) for match in names if match})
     width = next((len(value) for value in weights.values() if value.ndim == 4), 0)
     return list(Counter(stage for stage, _ in blocks).values()), width
 
 
-def _require_depth(name: str, plan: Supported, weights: Weights, path: Path) -> None:
+def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
+    """Raise an error if a file has other numbers of blocks than the architecture."""
     depths, width = _depths_and_width(weights)
-    expected, own_width = _depths_and_width(plan.state_dict())
-    if depths == expected or len(depths) != len(expected) or width != own_width:
+    expected, expected_width = _depths_and_width(plan.state_dict())
+    if depths == expected or len(depths) != len(expected) or width != expected_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
-    way, stated = advise_model_folder(path, different, name), ()
+    advice, bare_file = advise_model_folder(path, different, name), ()
     # The ViT of this suite has any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
-    if plain == {re.sub(r"^blocks\.\d+", "blocks.0", key) for key in weights}:
+    if plain == {re.sub(r"^blocks\.\d+", "blocks.0", tensor) for tensor in weights}:
         known: Any = plan.pretrained_cfg
-        mean, std = ("/".join(f"{one:g}" for one in known[key]) for key in ("mean", "std"))
-        stated = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
+        mean, std = ("/".join(f"{value:g}" for value in known[key]) for key in ("mean", "std"))
+        bare_file = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {way}",
-        hint=join_alternatives(MODEL_FOLDER, stated),
+        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {advice}",
+        hint=join_alternatives(MODEL_FOLDER, bare_file),
     )
 
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
-    shown = "; ".join(
-        f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
+    """Return an error that names the first three tensors that do not fit."""
+    differences = "; ".join(
+        f"{tensor} is {shape_text(weights[tensor]) if tensor in weights else 'not in the file'}, "
         f"expected {shape_text(value)}"
-        for ours, value in list(wrong.items())[:3]
+        for tensor, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return CheckpointError(
-        f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        f"name of the file's architecture, or {advise_model_folder(path, different, name)}",
+        f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized; take "
+        f"timm's name of the file's architecture, or {advise_model_folder(path, different, name)}",
         hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
 
 
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
-    """Of all numbers in single precision; any NaN equals itself."""
+    """Return all numbers in single precision as integers, so that NaN equals NaN."""
     return value.detach().float().contiguous().flatten().view(torch.int32)
 
 
-def _are_of(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) -> bool:
-    """Whether each of the bits is one of the numbers, which ascend."""
-    asked = np.sort(bits.numpy())
-    places = np.searchsorted(numbers, asked).clip(max=len(numbers) - 1)
-    return bool((numbers[places] == asked).all())
+def _contains(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) -> bool:
+    """Return whether all bits are among the numbers, which are in ascending order."""
+    wanted = np.sort(bits.numpy())
+    places = np.searchsorted(numbers, wanted).clip(max=len(numbers) - 1)
+    return bool((numbers[places] == wanted).all())

@@ -1,0 +1,425 @@
+"""Datasets of Hugging Face: from the hub or its cache, or a folder of parquet files.
+
+They are read by the library `datasets`, which is an optional dependency (`ssl-bench[hf]`). Images
+and masks are decoded by our own reader, so that they have the same pixels as files with the same
+bytes.
+"""
+
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from jaxtyping import Integer
+
+from ssl_bench.composition.fields import OptionalPath
+from ssl_bench.data.files.images import decode_image, decode_indices, decode_upright
+from ssl_bench.data.layouts.indexed import (
+    Annotation,
+    Facts,
+    IndexedDataset,
+    Item,
+    Items,
+    Part,
+    digest_of_parts,
+    require_box_format,
+    to_corners,
+)
+from ssl_bench.data.splits import Split, absent_split, require_disjoint
+from ssl_bench.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    escape_braces,
+    join_alternatives,
+)
+from ssl_bench.network import DownloadError, open_url
+from ssl_bench.system.files import read_regular
+from ssl_bench.system.output import say_once
+from ssl_bench.system.process import reraise_out_of_memory
+
+_IMAGE_NAMES = ("image", "img")
+_LABEL_NAMES = ("label", "labels")
+_BOX_NAMES = ("bbox", "bboxes", "box", "boxes")
+_VALIDATION_NAMES = ("validation", "val", "valid", "dev", "test")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns to read. A box column in a nested column is written "objects.bbox"."""
+
+    image: str
+    label: str | None
+    mask: str | None
+    boxes: str | None
+
+    def annotations(self) -> frozenset[Annotation]:
+        names: dict[Annotation, str | None] = {
+            "label": self.label,
+            "mask": self.mask,
+            "boxes": self.boxes,
+        }
+        return frozenset(kind for kind, name in names.items() if name is not None)
+
+
+class TableItems(Items):
+    """Rows of a `datasets.Dataset`.
+
+    Args:
+        table: The dataset.
+        split: Name of the split, for messages.
+        options: Columns and format of the boxes.
+    """
+
+    def __init__(self, table: Any, split: str, options: IndexedDataset) -> None:
+        super().__init__()
+        import datasets
+
+        self.title = f"{table.info.dataset_name or type(table).__name__} {split}"
+        if table.format["type"] == "custom":
+            raise ConfigurationError(
+                f"{split} has a transform, which would be ignored. Pass the dataset without it: "
+                "dataset.with_format(None)"
+            )
+        self.columns = find_columns(table.features, options, self.title)
+        self.annotations = self.columns.annotations()
+        self._box_format = (
+            require_box_format(options.box_format, f"{self.title}, {self.columns.boxes}")
+            if self.columns.boxes
+            else None
+        )
+        self.boxes_may_be_empty = self._box_format == "xywh"
+        if self.columns.label:
+            self.class_names = tuple(getattr(table.features[self.columns.label], "names", ()) or ())
+        names = [self.columns.image, self.columns.label, self.columns.mask]
+        names += [self.columns.boxes.partition(".")[0]] if self.columns.boxes else []
+        table = table.with_format(None).select_columns([name for name in names if name])
+        for column in filter(None, (self.columns.image, self.columns.mask)):
+            table = table.cast_column(column, datasets.Image(decode=False))
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, index: int, bits: int | None = None) -> Item:
+        row, place, columns = self._table[index], self.place(index), self.columns
+        # Masks and boxes belong to the pixels as they are stored.
+        decode = decode_image if columns.mask or columns.boxes else decode_upright
+        image = decode(_bytes_of(row[columns.image], place), place, bits)
+        mask, boxes = self.read_mask(index) if columns.mask else None, None
+        if columns.boxes and self._box_format:
+            try:
+                boxes = to_corners(_boxes_of(row, columns.boxes), self._box_format)
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{place}, {columns.boxes}: {error}") from error
+        return Item(image, self._label_of(row, place), mask, boxes)
+
+    def find_facts(self, index: int) -> Facts:
+        row, place, columns = self._table[index], self.place(index), self.columns
+        image_digest = digest_of_parts(_bytes_of(row[columns.image], place))
+        parts = [_bytes_of(row[columns.mask], place)] if columns.mask else []
+        label = self._label_of(row, place)
+        boxes = repr(_boxes_of(row, columns.boxes)) if columns.boxes else None
+        described = repr((image_digest, label, boxes, self._box_format)).encode()
+        return Facts(digest_of_parts(described, *parts), image_digest, label)
+
+    def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
+        data = _bytes_of(self._table[index][self.columns.mask], self.place(index))
+        return decode_indices(data, f"the mask of {self.place(index)}")
+
+    @cached_property
+    def labels(self) -> list[int]:
+        """The label of each row."""
+        return list(self._table[self.columns.label])
+
+    def _label_of(self, row: Mapping[str, Any], place: str) -> int | None:
+        if self.columns.label is None:
+            return None
+        label = row[self.columns.label]
+        if not isinstance(label, int):
+            raise DataError(f"{place} has the label {label!r}, expected a whole number")
+        return label
+
+
+def _bytes_of(value: Any, place: str) -> bytes:
+    """Return the bytes of an encoded image, which are in the table or in a file."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{place} is missing")
+    if value.get("bytes") is not None:
+        return value["bytes"]
+    try:
+        return read_regular(Path(value["path"]))
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"cannot read {value.get('path')} of {place} ({error})") from error
+
+
+def _boxes_of(row: Mapping[str, Any], column: str) -> Any:
+    """Return the boxes of a row. A nested column has one dictionary, or one for each object."""
+    first, *rest = column.split(".")
+    value = row[first]
+    for name in rest:
+        value = [one[name] for one in value] if isinstance(value, list) else value[name]
+    return value
+
+
+def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: str) -> Columns:
+    """Find the columns of images and annotations by their types and names.
+
+    Raises:
+        ConfigurationError: A column that the user named does not exist, or several columns fit.
+    """
+    import datasets
+
+    pictures = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = labels or [
+        name
+        for name, kind in features.items()
+        if name in _LABEL_NAMES and str(getattr(kind, "dtype", "")).startswith(("int", "uint"))
+    ]
+    boxes = [*_box_columns(features)]
+    image = options.image_column
+    if image is None:
+        usual = [name for name in pictures if name in _IMAGE_NAMES]
+        image = _choose_column("image", usual or pictures, title)
+    if image is None:
+        raise DataError(f"{title} has no images, only the columns {', '.join(features)}")
+    mask, label, box = options.mask_column, options.label_column, options.box_column
+    # A dataset may have labels and masks. The user chooses by naming one of the columns.
+    others = [name for name in pictures if name != image]
+    if mask is None and label is None:
+        mask = _choose_column("mask", others, title)
+        label = _choose_column("label", labels, title)
+        if mask and label:
+            raise ConfigurationError(
+                f"{title} has the labels {label} and the masks {mask}",
+                hint=(
+                    f"dataset.label_column={escape_braces(label)}",
+                    "or",
+                    f"dataset.mask_column={escape_braces(mask)}",
+                ),
+            )
+    if box is None and not (mask or label):
+        box = _choose_column("box", boxes, title)
+    known = {"image": pictures, "label": [*features], "mask": pictures, "box": boxes}
+    for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
+        if name is not None and name not in known[kind]:
+            raise ConfigurationError(
+                f"dataset.{kind}_column={name} does not fit {title} (columns that fit: "
+                f"{', '.join(known[kind]) or 'none'})"
+            )
+    chosen = {"labels": label, "masks": mask, "boxes": box}
+    described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
+    say_once(f"{title}: images in {image}{described}")
+    return Columns(image, label, mask, box)
+
+
+def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
+    """Return the only name, or None if there is none. Several names raise ConfigurationError."""
+    if len(names) < 2:
+        return next(iter(names), None)
+    ways = [(f"dataset.{kind}_column={escape_braces(name)}",) for name in names]
+    raise ConfigurationError(
+        f"{title} has several columns that may be the {kind} column: {', '.join(names)}",
+        hint=join_alternatives(*ways),
+    )
+
+
+def _box_columns(features: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    for name, kind in features.items():
+        inner = getattr(kind, "feature", kind)
+        if name in _BOX_NAMES and not isinstance(inner, Mapping):
+            yield f"{before}{name}"
+        elif isinstance(inner, Mapping) and not before:
+            yield from _box_columns(inner, f"{name}.")
+
+
+@dataclass(frozen=True)
+class HuggingFace(IndexedDataset):
+    """A dataset of Hugging Face.
+
+    Attributes:
+        root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
+        subset: Name of a subset, which is also called a configuration (default: the only one).
+        train_split: Split to train on, or part of a split such as train:0-75%.
+        val_split: Split to score (default: validation, else test).
+    """
+
+    name: str = "hf"
+    root: OptionalPath = None
+    subset: str | None = None
+    train_split: str | None = None
+    val_split: str | None = None
+
+    @property
+    def supports(self) -> frozenset[str]:
+        if self.root is None:
+            return frozenset(
+                {"classification", "segmentation", "saliency", "discovery", "boxes", "images"}
+            )
+        return super().supports
+
+    def available(self) -> Mapping[str, Items]:
+        return self._items
+
+    def part(self, role: str) -> Part | None:
+        if role == "images" or (split := self._splits[role]) is None:
+            return None
+        share = Split.parse(split)
+        if self._splits["train"] and self._splits["val"]:
+            require_disjoint(self._splits["train"], self._splits["val"])
+        items = self._items[share.name]
+        # Each class has the same share, because the rows of many datasets are sorted by class.
+        groups: dict[int, list[str]] = {}
+        labels = items.labels if "label" in items.annotations else [0] * len(items)
+        for index, label in enumerate(labels):
+            groups.setdefault(label, []).append(f"{index:09}")
+        return Part(items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids)))
+
+    def missing_error(self, role: str) -> DataError:
+        return absent_split(role, [*self._tables], Path(str(self.root)))
+
+    def images_name(self) -> str:
+        if self.name != "hf":
+            return self.name
+        name = str(self.root).partition("@")[0].rstrip("/").rpartition("/")[2]
+        return f"{name}-{sum(map(len, self._items.values()))}"
+
+    @cached_property
+    def _splits(self) -> dict[str, str | None]:
+        """The split or the share of train and val, None if there is none."""
+        present = (name for name in _VALIDATION_NAMES if name in self._tables)
+        train = self.train_split or ("train" if "train" in self._tables else None)
+        val = self.val_split or next(present, None)
+        if train is None and val is None:
+            train = next(iter(self._tables))
+        return {"train": train, "val": val}
+
+    @cached_property
+    def _items(self) -> Mapping[str, TableItems]:
+        names = {Split.parse(split).name for split in self._splits.values() if split}
+        for name in names - set(self._tables):
+            raise absent_split(name, [*self._tables], Path(str(self.root)))
+        return {name: TableItems(self._tables[name], name, self) for name in sorted(names)}
+
+    @property
+    def _tables(self) -> Mapping[str, Any]:
+        if self.root is None:
+            raise DataError(
+                "dataset hf expects the name of a dataset on the hub, or a folder of parquet files",
+                hint=("--dataset", "hf:{org}/{name}", "or", "--data-root", "{folder}"),
+            )
+        return load_tables(str(self.root), self.subset)
+
+
+@cache
+def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
+    """Return the splits of a dataset by name.
+
+    Args:
+        address: A folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
+        subset: Name of a subset.
+
+    Raises:
+        MachineError: The library `datasets` is missing, or the hub cannot be reached.
+        DataError: There is no such dataset, or it cannot be read without its own code.
+    """
+    folder = Path(address).expanduser()
+    name, _, revision = address.partition("@")
+    if not folder.is_dir() and (folder.exists() or not _REPOSITORY.fullmatch(name)):
+        raise DataError(
+            f"{address} is neither a folder nor a dataset on the hub, expected ORG/NAME or a folder"
+        )
+    datasets = _import_datasets()
+    with _quiet(datasets):
+        try:
+            if folder.is_dir():
+                loaded = datasets.load_dataset(str(folder.absolute()), subset)
+            else:
+                loaded = _load_from_hub(datasets, name, subset, revision or None)
+        except (DataError, MachineError):
+            raise
+        # The readers of many formats raise errors of many types.
+        except Exception as error:
+            reraise_out_of_memory(error)
+            reason = " ".join(str(error).split())[:300]
+            raise DataError(
+                f"the library datasets cannot read {address} ({type(error).__name__}: {reason})"
+            ) from error
+    return dict(loaded)
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MachineError(
+            "dataset hf needs the package datasets, which is not installed; "
+            "pip install 'ssl-bench[hf]'"
+        ) from error
+    return datasets
+
+
+def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str | None) -> Any:
+    """Load a dataset from the hub, or from the cache if the hub cannot be reached."""
+    url = f"{huggingface_hub.constants.ENDPOINT}/api/datasets/{name}"
+    headers = huggingface_hub.utils.build_hf_headers()
+    try:
+        open_url(urllib.request.Request(url, headers=headers)).close()
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403, 404):
+            raise DataError(
+                f"the hub has no dataset {name}, or you have no access to it ({url} answered "
+                f"{error.code})"
+            ) from error
+    except DownloadError as error:
+        with _offline(datasets):
+            try:
+                return datasets.load_dataset(name, subset, revision=revision)
+            # An incomplete cache raises errors of many types.
+            except Exception as missing:
+                raise MachineError(
+                    f"{error}, and {name} is not in the cache of the library datasets. Download "
+                    "its parquet files on another machine",
+                    hint=("--dataset", "hf:{folder}"),
+                ) from missing
+    return datasets.load_dataset(name, subset, revision=revision)
+
+
+@contextmanager
+def _offline(datasets: Any) -> Generator[None]:
+    """Keep the library from requests that would be repeated for half a minute."""
+    modules = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Generator[None]:
+    """Hide warnings of the library, and its progress bars unless stderr is a terminal."""
+    level = datasets.logging.get_verbosity()
+    had_bars = datasets.is_progress_bar_enabled()
+    datasets.logging.set_verbosity_error()
+    if not os.isatty(2):
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if had_bars:
+            datasets.enable_progress_bars()

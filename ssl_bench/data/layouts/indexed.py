@@ -1,0 +1,469 @@
+"""Image sets whose images are items of a sequence, such as a Python dataset or the rows of a table.
+
+`Items` is one sequence, and `IndexedDataset` the dataset that is made of one to three sequences.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Integer, UInt8
+
+from ssl_bench.composition.fields import MaskValue
+from ssl_bench.data.files.file_sets import LabelMap, validate_boxes
+from ssl_bench.data.files.fingerprints import ReadOptions, map_in_threads
+from ssl_bench.data.samples import IGNORED, ImageSet, Layout, Sample, lacking, require_own_name
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
+from ssl_bench.system.output import say_once, show_progress
+
+BoxFormat = Literal["xyxy", "xywh"]
+"""The four numbers of a box: two corners, or a corner with width and height, in pixels."""
+Annotation = Literal["label", "mask", "boxes"]
+_UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Content of an item before it is checked.
+
+    Attributes:
+        image: RGB, 0 to 255.
+        label: Class of the whole image.
+        mask: Stored numbers of the classes.
+        boxes: Corners (x0, y0, x1, y1) in pixels, far edges exclusive.
+    """
+
+    image: UInt8[np.ndarray, "height width 3"]
+    label: int | None = None
+    mask: Integer[np.ndarray, "rows cols"] | None = None
+    boxes: Float64[np.ndarray, "boxes 4"] | None = None
+
+
+class Facts(NamedTuple):
+    """Identity of an item.
+
+    Attributes:
+        digest: SHA-256 of image and annotations, in hexadecimal digits.
+        image_digest: SHA-256 of the image.
+        label: Class of the whole image.
+    """
+
+    digest: str
+    image_digest: str
+    label: int | None
+
+
+class Items:
+    """A sequence of images of the same kind.
+
+    Attributes:
+        title: Name of the sequence in messages.
+        annotations: Annotations that each image has.
+        class_names: Names of the classes, or an empty tuple if they are unknown.
+        boxes_may_be_empty: Whether boxes without height or width are allowed.
+    """
+
+    title: str
+    annotations: frozenset[Annotation]
+    class_names: tuple[str, ...] = ()
+    boxes_may_be_empty: bool = False
+
+    def __init__(self) -> None:
+        self._facts: dict[int, Facts] = {}
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int, bits: int | None = None) -> Item:
+        """Return an item. `bits` is the number of bits that 16-bit images use.
+
+        Raises:
+            DataError: The item has no image, or annotations of another kind.
+            UnreadableImage: The image cannot be read.
+        """
+        raise NotImplementedError
+
+    def find_facts(self, index: int) -> Facts:
+        """Read what determines the identity of an item."""
+        raise NotImplementedError
+
+    def largest_number(self, index: int, ignored: Sequence[int]) -> int:
+        """Return the largest number of an item's mask that is not ignored, -1 without any."""
+        mask = self.read_mask(index)
+        counted = mask[~np.isin(mask, ignored)]
+        return int(counted.max()) if counted.size else -1
+
+    def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
+        """Return the stored mask of an item whose annotations include "mask"."""
+        mask = self.read(index).mask
+        assert mask is not None
+        return mask
+
+    def place(self, index: int) -> str:
+        """Return the name of an item in messages."""
+        return f"image {index} of {self.title}"
+
+    def facts(self, indices: Sequence[int]) -> list[Facts]:
+        """Return the facts of items. Items that have not been read yet are read in threads."""
+
+        def read(index: int) -> Facts:
+            try:
+                return self.find_facts(index)
+            except UnreadableImage:
+                return Facts(_UNREADABLE, f"{_UNREADABLE} {self.place(index)}", None)
+
+        missing = [index for index in indices if index not in self._facts]
+        shown = show_progress(missing, f"sha256 of {self.title}", len(missing))
+        for index, facts in map_in_threads(read, shown):
+            self._facts[index] = facts
+        return [self._facts[index] for index in indices]
+
+
+def digest_of_parts(*parts: bytes) -> str:
+    """Return the SHA-256 of a sequence of byte strings. Their lengths are part of it."""
+    digest = sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class IndexedImages:
+    """An `ImageSet` of some items of a sequence.
+
+    Attributes:
+        items: The sequence.
+        indices: Indices into `items`.
+        class_names: Names of the classes. Without names, images have no labels and no masks.
+        numbers: Class of each number that masks store. None for images without masks.
+        is_255_unclear: Whether 255 may be the number of the second class or of ignored pixels.
+        options: How images are read. Only `bits` has an effect.
+    """
+
+    name: str
+    split: str
+    items: Items
+    indices: tuple[int, ...]
+    class_names: tuple[str, ...] = ()
+    numbers: LabelMap | None = None
+    is_255_unclear: bool = False
+    options: ReadOptions = field(default_factory=ReadOptions)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self._ids
+
+    @cached_property
+    def _ids(self) -> tuple[str, ...]:
+        # Zeros in front, so that sorted ids have the order of the items.
+        return tuple(f"{index:07}" for index in self.indices)
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """Return the class of each image, None without classes. Items may have to be read."""
+        if "label" not in self._annotations:
+            return None
+        labels = []
+        for index, facts in zip(self.indices, self.items.facts(self.indices), strict=True):
+            # The item of an unreadable image has no label, and reading it raises the error.
+            label = self.items.read(index).label if facts.label is None else facts.label
+            labels.append(self._require_class(index, label))
+        return tuple(labels)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read an image with its label, mask or boxes.
+
+        Raises:
+            DataError: An annotation is invalid, or the mask has another size than the image.
+            UnreadableImage: The image cannot be read.
+        """
+        number = self.indices[index]
+        item, place = self.items.read(number, self.options.bits), self.items.place(number)
+        size = item.image.shape[:2]
+        mask = boxes = None
+        if item.mask is not None and self.numbers is not None:
+            if item.mask.shape != size:
+                raise DataError(
+                    f"the mask of {place} has {item.mask.shape[1]} x {item.mask.shape[0]} pixels, "
+                    f"expected {size[1]} x {size[0]} as its image"
+                )
+            if self.is_255_unclear and {*np.unique(item.mask)} == {0, IGNORED}:
+                raise DataError(
+                    f"the mask of {place} stores 0 and 255. If 255 is the second class, set "
+                    "dataset.numbers, and if such pixels do not count, set dataset.ignored",
+                    hint=("dataset.numbers=[0,255]", "or", "dataset.ignored=[255]"),
+                )
+            mask = self.numbers.apply(item.mask, place)
+        if item.boxes is not None:
+            boxes = validate_boxes(
+                item.boxes,
+                place,
+                range(len(item.boxes)),
+                size,
+                may_be_flat=self.items.boxes_may_be_empty,
+            )
+        label = self._require_class(number, item.label) if "label" in self._annotations else None
+        return Sample(self.ids[index], item.image, mask, boxes, label)
+
+    @property
+    def _annotations(self) -> frozenset[Annotation]:
+        return self.items.annotations if self.class_names else frozenset()
+
+    def _require_class(self, index: int, label: int | None) -> int:
+        if label is not None and 0 <= label < len(self.class_names):
+            return label
+        raise DataError(
+            f"{self.items.place(index)} has label {label}, expected 0 to "
+            f"{len(self.class_names) - 1} for {len(self.class_names)} classes"
+        )
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of ids, contents of the items, class names and meaning of masks."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        meaning = sorted(self.numbers.classes.items()) if self.numbers else None
+        rows = ([i, digest] for i, digest in zip(self.ids, self.sample_hashes(), strict=True))
+        return self.options.fingerprint_of([["items", self.class_names, meaning], *rows])
+
+    def sample_hashes(self) -> list[str]:
+        """Return the digest of each item."""
+        return [facts.digest for facts in self.items.facts(self.indices)]
+
+    def image_digests(self) -> list[str]:
+        """Return the digest of each image without its annotations."""
+        return [facts.image_digest for facts in self.items.facts(self.indices)]
+
+    def with_read_options(self, options: ReadOptions) -> "IndexedImages":
+        """Return the same images, read with other options. They are identified by their content."""
+        return replace(self, options=replace(options, fingerprint="content"))
+
+    def select(self, name: str, kept: Sequence[int]) -> "IndexedImages":
+        """Return the images at some positions as a set of another name."""
+        return replace(self, name=name, indices=tuple(self.indices[position] for position in kept))
+
+
+class Part(NamedTuple):
+    """The items of a role, with the name of their split and the indices of its share."""
+
+    items: Items
+    split: str
+    indices: Sequence[int]
+
+
+@dataclass(frozen=True)
+class IndexedDataset(Layout):
+    """Base class of datasets of items.
+
+    Attributes:
+        name: Name in records and tables (default: derived from the data and its number of images).
+        class_names: Names of the classes (default: those of the data).
+        numbers: Numbers that masks store, one for each class (default: 0, 1, 2 and so on).
+        ignored: Numbers of masks that no score counts (default: 255, unless it is in `numbers`).
+        one_object: Whether masks show one object, class 1, on a background, class 0.
+        box_format: Meaning of the four numbers of a box in pixels: xyxy are the corners (x0, y0,
+            x1, y1), and xywh are a corner, the width and the height as in COCO.
+        image_column: Column with the images of a Hugging Face dataset.
+        label_column: Column with class labels.
+        mask_column: Column with masks.
+        box_column: Column with boxes, such as objects.bbox.
+    """
+
+    name: str = ""
+    class_names: Sequence[str] = ()
+    numbers: Sequence[MaskValue] | None = None
+    ignored: Sequence[MaskValue] | None = None
+    one_object: bool = False
+    box_format: BoxFormat | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    mask_column: str | None = None
+    box_column: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_own_name(self.name)
+        if self.one_object and self.class_names and len(self.class_names) != 2:
+            raise ConfigurationError(
+                "dataset.one_object=true expects two class names, background and object, got "
+                f"{len(self.class_names)}",
+                hint=("dataset.class_names=[background,object]",),
+            )
+
+    def part(self, role: str) -> Part | None:
+        """Return the items of "train", "val" or "images", None if there are none.
+
+        Raises:
+            DataError: The items exist, but cannot be used.
+        """
+        raise NotImplementedError
+
+    def available(self) -> Mapping[str, Items]:
+        """Return all items by role or split. Every role of `part` is read from one of them."""
+        raise NotImplementedError
+
+    def missing_error(self, role: str) -> DataError:
+        """Return the error for a task that needs "train" or "val" images, if there are none."""
+        raise NotImplementedError
+
+    def images_name(self) -> str:
+        """Return the name of the images in records."""
+        raise NotImplementedError
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """The roles of the annotations. Objects can be discovered in images without boxes too."""
+        roles = set[str]()
+        for role, items in self.available().items():
+            roles.add("images")
+            if "label" in items.annotations:
+                roles.add("classification")
+            if "mask" in items.annotations:
+                roles.add("saliency" if self.one_object else "segmentation")
+            if "boxes" in items.annotations:
+                roles |= {"discovery", "boxes"}
+            if role == "images" or not items.annotations:
+                roles.add("discovery")
+        return frozenset(roles)
+
+    def train(self) -> ImageSet:
+        """Return the training images with labels or masks."""
+        return self._annotated("train")
+
+    def val(self) -> ImageSet:
+        """Return the images to score with labels or masks."""
+        return self._annotated("val")
+
+    def discovery(self) -> ImageSet:
+        """Return images with boxes, or images of which no annotation is needed."""
+        parts = [part for role in ("images", "val", "train") if (part := self.part(role))]
+        with_boxes = [part for part in parts if "boxes" in part.items.annotations]
+        without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
+        if not (found := [*with_boxes, *without, *filter(None, [self.part("images")])]):
+            raise lacking(self.name, "discovery")
+        return self._open(found[0], with_classes=False)
+
+    def images(self) -> ImageSet:
+        """Return images of which no annotation is needed."""
+        parts = (self.part(role) for role in ("images", "train", "val"))
+        return self._open(next(part for part in parts if part), with_classes=False)
+
+    def _annotated(self, role: str) -> ImageSet:
+        part = self.part(role)
+        if part is None:
+            raise self.missing_error(role)
+        if not {"label", "mask"} & part.items.annotations:
+            raise lacking(self.images_name(), "classification")
+        return self._open(part)
+
+    def _open(self, part: Part, *, with_classes: bool = True) -> IndexedImages:
+        if not part.indices:
+            raise DataError(f"{part.items.title} has no images in {part.split}")
+        annotations = part.items.annotations
+        names = self._class_names if with_classes else ()
+        images = IndexedImages(
+            name=self.images_name(),
+            split=part.split,
+            items=part.items,
+            indices=tuple(part.indices),
+            class_names=names,
+            numbers=self._map_numbers(len(names)) if "mask" in annotations and names else None,
+            is_255_unclear=self.numbers is None and self.ignored is None and len(names) <= 2,
+        )
+        # The first image usually shows annotations that are read in a wrong way.
+        with suppress(UnreadableImage):
+            _ = images[0]
+        return images
+
+    def _map_numbers(self, num_classes: int) -> LabelMap:
+        numbers = list(range(num_classes) if self.numbers is None else self.numbers)
+        ignored = {*self._ignored}
+        if len({*numbers}) != num_classes or ignored & {*numbers}:
+            raise ConfigurationError(
+                f"dataset.numbers expects {num_classes} different numbers, one for each class and "
+                f"none of dataset.ignored={sorted(ignored)}, got {numbers}"
+            )
+        classes: dict[int, int] = {number: index for index, number in enumerate(numbers)}
+        hint = "set dataset.class_names, dataset.numbers or dataset.ignored"
+        return LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
+
+    @property
+    def _ignored(self) -> tuple[int, ...]:
+        if self.ignored is not None:
+            return tuple(self.ignored)
+        return () if IGNORED in (self.numbers or ()) else (IGNORED,)
+
+    @cached_property
+    def _class_names(self) -> tuple[str, ...]:
+        """Names of the classes, which all sets share."""
+        if self.class_names:
+            return tuple(self.class_names)
+        if self.one_object:
+            return ("background", "object")
+        sets = [
+            items for items in self.available().values() if {"label", "mask"} & items.annotations
+        ]
+        names = list(dict.fromkeys(items.class_names for items in sets if items.class_names))
+        if len(names) > 1:
+            raise DataError(
+                f"{' and '.join(items.title for items in sets)} have different class names",
+                hint=("dataset.class_names=[a,b]",),
+            )
+        if names:
+            return names[0]
+        if self.numbers is not None:
+            count = len(self.numbers)
+        else:
+            count = 1 + max(self._largest_class(items) for items in sets)
+        title = " and ".join(items.title for items in sets)
+        say_once(f"{title}: number of classes: {count} (dataset.class_names=[a,b] names them)")
+        return tuple(map(str, range(count)))
+
+    def _largest_class(self, items: Items) -> int:
+        indices = range(len(items))
+        if "label" in items.annotations:
+            return max((facts.label or 0 for facts in items.facts(indices)), default=0)
+
+        def largest(index: int) -> int:
+            try:
+                return items.largest_number(index, self._ignored)
+            except UnreadableImage:
+                return -1
+
+        shown = show_progress(indices, f"classes of {items.title}", len(items))
+        return max((number for _, number in map_in_threads(largest, shown)), default=-1)
+
+
+def require_box_format(box_format: BoxFormat | None, title: str) -> BoxFormat:
+    """Return the format of boxes. Raise ConfigurationError if the user has not chosen one."""
+    if box_format is None:
+        raise ConfigurationError(
+            f"{title} has boxes of four numbers, whose meaning is not stated",
+            hint=("dataset.box_format=xyxy", "or", "dataset.box_format=xywh"),
+        )
+    return box_format
+
+
+def to_corners(boxes: Any, box_format: BoxFormat) -> Float64[np.ndarray, "boxes 4"]:
+    """Return boxes as corners (x0, y0, x1, y1).
+
+    Raises:
+        ValueError: The boxes are not an array of n x 4 numbers.
+    """
+    corners = np.array(boxes, np.float64)
+    if corners.size == 0:
+        return np.zeros((0, 4))
+    if corners.ndim != 2 or corners.shape[1] != 4:
+        raise ValueError(f"expected boxes of 4 numbers, got the shape {corners.shape}")
+    if box_format == "xywh":
+        corners[:, 2:] += corners[:, :2]
+    return corners

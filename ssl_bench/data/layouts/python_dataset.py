@@ -1,0 +1,321 @@
+"""Datasets of Python: torchvision, a `torch.utils.data.Dataset` of one's own, or Hugging Face.
+
+Supported are sequences (`__len__` and `__getitem__`) of pairs (image, target) or of images. The
+first item determines the kind of target:
+
+- An integer is a class label.
+- A PIL image, an array or a tensor of the image's height and width is a mask of class numbers.
+- An array or a list of n x 4 numbers are boxes, whose format is `box_format` (default: xyxy).
+- The targets of torchvision's VOCDetection, CocoDetection and detection models are boxes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from ssl_bench.data.layouts.indexed import (
+    Annotation,
+    BoxFormat,
+    Facts,
+    IndexedDataset,
+    Item,
+    Items,
+    Part,
+    digest_of_parts,
+    to_corners,
+)
+from ssl_bench.errors import ConfigurationError, DataError, SslBenchError, UnreadableImage
+from ssl_bench.system.output import say_once
+from ssl_bench.system.process import reraise_out_of_memory
+
+_PIL_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+_PIL_NUMBERS = ("1", "L", "P", "I", "I;16")
+ROLES = ("train", "val", "images")
+"""Keyword arguments of `ssl_bench.probe` that accept a dataset of Python."""
+
+
+class Target(NamedTuple):
+    """Kind of a target, and its value as a label, a mask or corners of boxes."""
+
+    kind: Annotation | None
+    value: Any = None
+    format: str = ""
+
+
+class PythonItems(Items):
+    """Items of a sequence such as `torchvision.datasets.CIFAR10`.
+
+    They are read one after the other, because many datasets allow no access by several threads.
+
+    Args:
+        dataset: The sequence.
+        argument: Name of the user's argument, for messages.
+        box_format: Format of boxes in plain arrays and lists.
+    """
+
+    def __init__(self, dataset: Any, argument: str, box_format: BoxFormat | None) -> None:
+        super().__init__()
+        self._dataset, self._lock = dataset, RLock()
+        self._box_format: BoxFormat = box_format or "xyxy"
+        base = base_dataset(dataset)
+        self.title = f"{argument} ({type(base).__name__})"
+        names = getattr(base, "classes", None)
+        # Some datasets have a mapping or a number of this name.
+        is_list = isinstance(names, (list, tuple)) and bool(names)
+        self.class_names = tuple(map(str, names)) if is_list else ()
+        self._length = len(dataset)
+        if not self._length:
+            raise DataError(f"{self.title} has no images")
+        first = self._read_raw(0)[1]
+        kind, self.boxes_may_be_empty = first.kind, first.format.startswith("COCO")
+        self._kind = kind
+        self.annotations = frozenset([kind] if kind else [])
+        described = {
+            None: "images without annotations",
+            "label": "images with class labels",
+            "mask": "images with masks of class numbers",
+            "boxes": f"images with boxes ({first.format})",
+        }
+        say_once(f"{self.title}: {self._length} {described[kind]}")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int, bits: int | None = None) -> Item:
+        """Read an item, and check that it has the same content as before."""
+        del bits
+        item, facts = self._read_item(index)
+        if self._facts.setdefault(index, facts).digest != facts.digest:
+            raise DataError(
+                f"{self.place(index)} has changed since it was first read. Remove random "
+                "transforms from the dataset, because results are stored by its content"
+            )
+        return item
+
+    def find_facts(self, index: int) -> Facts:
+        return self._read_item(index)[1]
+
+    def _read_item(self, index: int) -> tuple[Item, Facts]:
+        image, target = self._read_raw(index)
+        if target.kind != self._kind:
+            expected = self._kind or "no target"
+            raise DataError(f"{self.place(index)} has another target, expected {expected}")
+        item = Item(image, **({target.kind: target.value} if target.kind else {}))
+        arrays = [item.image, *(array for array in (item.mask, item.boxes) if array is not None)]
+        described = [str((array.shape, array.dtype.str, item.label)).encode() for array in arrays]
+        contents = [np.ascontiguousarray(array).tobytes() for array in arrays]
+        image_digest = digest_of_parts(str(image.shape).encode(), contents[0])
+        digest = digest_of_parts(image_digest.encode(), *described, *contents[1:])
+        return item, Facts(digest, image_digest, item.label)
+
+    def _read_raw(self, index: int) -> tuple[UInt8[np.ndarray, "height width 3"], Target]:
+        try:
+            with self._lock:
+                content = self._dataset[index]
+                image, target = _split_pair(content)
+                pixels = to_pixels(image)
+                return pixels, parse_target(target, pixels.shape[:2], self._box_format)
+        except SslBenchError:
+            raise
+        except _UnsupportedContent as error:
+            raise DataError(f"{self.place(index)}: {error}") from error
+        # The dataset of a user can raise any exception.
+        except Exception as error:
+            reraise_out_of_memory(error)
+            raise UnreadableImage(
+                f"{self.place(index)} cannot be read ({type(error).__name__}: {error})"
+            ) from error
+
+
+class _UnsupportedContent(Exception):
+    pass
+
+
+def base_dataset(dataset: Any) -> Any:
+    """Return the dataset inside of `torch.utils.data.Subset` and similar wrappers."""
+    while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _split_pair(content: Any) -> tuple[Any, Any]:
+    if isinstance(content, (tuple, list)):
+        if len(content) != 2:
+            raise _UnsupportedContent(
+                f"expected an image or a pair (image, target), got {len(content)} values"
+            )
+        return content[0], content[1]
+    return content, None
+
+
+def to_pixels(image: Any) -> UInt8[np.ndarray, "height width 3"]:
+    """Return an image of a user's dataset as RGB, 0 to 255."""
+    if isinstance(image, Image.Image):
+        if image.mode not in _PIL_COLOURS:
+            raise _UnsupportedContent(
+                f"expected an image of 8 bits per channel, got the mode {image.mode}"
+            )
+        # A direct conversion of transparent palettes to RGB prints a warning.
+        image = image.convert("RGBA") if image.mode == "P" else image
+        return np.array(image.convert("RGB"))
+    if isinstance(image, Tensor):
+        return _tensor_to_pixels(image.detach().cpu())
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+        if image.ndim == 2 or image.shape[2:] == (1,):
+            return np.repeat(image.reshape(*image.shape[:2], 1), 3, axis=2)
+        if image.ndim == 3 and image.shape[2] == 3:
+            return np.array(image)
+    shape = " x ".join(map(str, getattr(image, "shape", ())))
+    described = f"{shape} of {image.dtype}" if shape else type(image).__name__
+    raise _UnsupportedContent(
+        "expected a PIL image, a numpy.uint8 array of height x width x 3, or a tensor of 3 x "
+        f"height x width, got {described}"
+    )
+
+
+def _tensor_to_pixels(image: Tensor) -> UInt8[np.ndarray, "height width 3"]:
+    if image.ndim == 2:
+        image = image[None]
+    if image.ndim != 3 or image.shape[0] not in (1, 3) or not image.numel():
+        shape = " x ".join(map(str, image.shape))
+        raise _UnsupportedContent(f"expected a tensor of 3 x height x width, got {shape}")
+    if image.is_floating_point():
+        low, high = float(image.min()), float(image.max())
+        if not (low >= 0 and high <= 1):
+            raise _UnsupportedContent(
+                f"expected values in [0, 1], got {low:.3g} to {high:.3g}. Remove the "
+                "normalisation from the transform, because each encoder normalises its images"
+            )
+        image = (image.double() * 255).round().to(torch.uint8)
+    elif image.dtype != torch.uint8:
+        raise _UnsupportedContent(f"expected a tensor of uint8 or floats, got {image.dtype}")
+    return image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+
+
+def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> Target:
+    """Return the kind and the value of a target of an image with this height and width."""
+    if target is None:
+        return Target(None)
+    if isinstance(target, Image.Image):
+        if target.mode not in _PIL_NUMBERS:
+            raise _UnsupportedContent(
+                f"expected a mask of class numbers, got an image of the mode {target.mode}"
+            )
+        return Target("mask", np.array(target).astype(np.int64))
+    if isinstance(target, Mapping):
+        return _parse_mapping(target)
+    if isinstance(target, list) and target and all(isinstance(one, Mapping) for one in target):
+        # The segments of a crowd have no box of a single object.
+        boxes = [one["bbox"] for one in target if not one.get("iscrowd")]
+        return Target("boxes", to_corners(boxes, "xywh"), "COCO's x, y, width, height")
+    own_format = getattr(getattr(target, "format", None), "name", None)
+    array = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
+    if array.ndim == 0 and np.issubdtype(array.dtype, np.integer):
+        return Target("label", int(array))
+    is_integer = array.dtype.kind in "iub"
+    if is_integer and array.shape in (size, (1, *size)):
+        return Target("mask", array.reshape(size).astype(np.int64))
+    if array.dtype.kind in "iuf" and (array.size == 0 or array.shape[1:] == (4,)):
+        formats: dict[str | None, BoxFormat] = {None: box_format, "XYXY": "xyxy", "XYWH": "xywh"}
+        if own_format not in formats:
+            raise _UnsupportedContent(f"expected boxes as XYXY or XYWH, got {own_format}")
+        used = formats[own_format]
+        return Target("boxes", to_corners(array, used), used)
+    shape = " x ".join(map(str, array.shape))
+    described = f"an array of {shape} of {array.dtype}" if shape else type(target).__name__
+    raise _UnsupportedContent(
+        "expected a class label (int), a mask of the image's size, or n x 4 boxes as target, got "
+        f"{described}"
+    )
+
+
+def _parse_mapping(target: Mapping[str, Any]) -> Target:
+    """Parse the target of torchvision's VOCDetection or of its detection models."""
+    if "annotation" in target:
+        corners = []
+        for one in target["annotation"].get("object", []):
+            x0, y0, x1, y1 = (float(one["bndbox"][key]) for key in ("xmin", "ymin", "xmax", "ymax"))
+            # VOC counts pixels from 1, and its far edges are inclusive.
+            corners.append([x0 - 1, y0 - 1, x1, y1])
+        return Target("boxes", to_corners(corners, "xyxy"), "VOC's corners")
+    if "boxes" in target:
+        return parse_target(target["boxes"], (), "xyxy")
+    raise _UnsupportedContent(
+        f"expected a target with the key boxes or annotation, got {', '.join(map(str, target))}"
+    )
+
+
+@dataclass(frozen=True)
+class PythonDataset(IndexedDataset):
+    """Datasets that `ssl_bench.probe` receives as `train`, `val` and `images`."""
+
+    name: str = "python"
+
+    def with_sets(self, sets: Mapping[str, Any]) -> "PythonDataset":
+        """Return a copy with the user's datasets, by role.
+
+        Raises:
+            DataError: A dataset has no images, or its first item is not supported.
+            ConfigurationError: It is not a sequence.
+        """
+        items = {role: self._make_items(role, one) for role, one in sets.items()}
+        kinds = {items[role].annotations for role in ("train", "val") if role in sets}
+        if len(kinds) > 1:
+            raise DataError("train and val expect the same kind of target, got two kinds")
+        title = dataset_title(next(iter(sets.values())))
+        name = f"{title}-{sum(map(len, items.values()))}" if self.name == "python" else self.name
+        copy = replace(self, name=name)
+        object.__setattr__(copy, "_sets", items)
+        return copy
+
+    def _make_items(self, role: str, dataset: Any) -> Items:
+        if isinstance(dataset, Mapping):
+            raise ConfigurationError(
+                f"{role} expects one split, got {type(dataset).__name__} with {', '.join(dataset)}"
+            )
+        if isinstance(dataset, torch.utils.data.DataLoader):
+            raise ConfigurationError(
+                f"{role} expects a dataset, got a DataLoader. Pass its .dataset"
+            )
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ConfigurationError(
+                f"{role} expects a dataset with __len__ and __getitem__, got "
+                f"{type(dataset).__name__}"
+            )
+        if hasattr(dataset, "features") and hasattr(dataset, "cast_column"):
+            from ssl_bench.data.layouts.hugging_face import TableItems
+
+            return TableItems(dataset, role, self)
+        return PythonItems(dataset, role, self.box_format)
+
+    def available(self) -> Mapping[str, Items]:
+        return getattr(self, "_sets", {})
+
+    def part(self, role: str) -> Part | None:
+        if not self.available():
+            raise DataError(
+                "the dataset python exists only in Python, as ssl_bench.probe(encoder, task=TASK, "
+                "train=DATASET, val=DATASET)",
+                hint=("--dataset", "class_folders", "--data-root", "{folder}"),
+            )
+        items = self.available().get(role)
+        return Part(items, role, range(len(items))) if items else None
+
+    def missing_error(self, role: str) -> DataError:
+        return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")
+
+    def images_name(self) -> str:
+        return self.name
+
+
+def dataset_title(dataset: Any) -> str:
+    """Return the name of a dataset of Hugging Face, or the name of its class."""
+    base = base_dataset(dataset)
+    return getattr(getattr(base, "info", None), "dataset_name", None) or type(base).__name__

@@ -1,0 +1,231 @@
+"""Find the blocks of any model of timm, and check them against timm's own feature extraction."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ssl_bench.models.timm_model import (
+    Shape,
+    count_heads,
+    count_registers,
+    native_size,
+    token_arrangement,
+)
+from ssl_bench.system.device import evaluation_mode, preserve_process_state
+
+Images = Float[Tensor, "1 3 height width"]
+Map = Float[Tensor, "1 width rows cols"]
+# Rows and columns of the coarsest token grid in the trial pass.
+_TRIAL_GRID = (2, 3)
+# Largest difference from timm's features, as a fraction of their largest value.
+_TOLERANCE = 1e-5
+
+
+class UnsupportedBlocks(ValueError):
+    """Blocks that do not return one feature for each patch of an image."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The blocks of one stage.
+
+    Attributes:
+        blocks: Names of the blocks. If the stage cannot be divided, this is the stage's own name.
+        num_prefix_tokens: Number of tokens before the patches. None if the blocks return maps.
+        channels_last: Whether the channels are the last axis of maps.
+    """
+
+    blocks: tuple[str, ...]
+    width: int
+    stride: int
+    num_prefix_tokens: int | None
+    channels_last: bool
+
+
+def trace_blocks(model: Any) -> Shape:
+    """Find the blocks of a model of timm in a trial pass over an image of noise.
+
+    A model of timm lists its stages in `feature_info`. If the modules inside a stage return
+    features of the same shape, each of them is a block. Otherwise the stage is one block. The stem
+    is not a block. The output of each stage must equal the features that
+    `model.forward_intermediates` returns.
+
+    Returns:
+        The names and shapes of the blocks. `any_size` is true if the model accepts a size other
+        than its native size.
+
+    Raises:
+        UnsupportedBlocks: A stage does not return the features that timm extracts from it.
+    """
+    # Some models store a list, others a `FeatureInfo`.
+    infos = list(getattr(model.feature_info, "info", model.feature_info))
+    names = [info["module"] for info in infos]
+    coarsest = max(int(info["reduction"]) for info in infos)
+    rows, cols = _TRIAL_GRID
+    trial_size = (rows * coarsest, cols * coarsest)
+    if trial_size == native_size(model):
+        trial_size = (cols * coarsest, rows * coarsest)
+    with preserve_process_state(), evaluation_mode(model), torch.no_grad():
+        try:
+            stages, any_size = _trace_stages(model, names, trial_size), True
+        except Exception:  # A model may reject an image size with any exception.
+            try:
+                stages, any_size = _trace_stages(model, names, native_size(model)), False
+            except UnsupportedBlocks:
+                raise
+            except Exception as error:
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+                raise UnsupportedBlocks(reason) from error
+    stages = _without_stem(model, names, stages)
+    prefixes = {stage.num_prefix_tokens for stage in stages}
+    layouts = {stage.channels_last for stage in stages if stage.num_prefix_tokens is None}
+    if (
+        len(prefixes - {None}) > 1
+        or (None in prefixes and prefixes > {None, 0})
+        or len(layouts) > 1
+    ):
+        raise UnsupportedBlocks("its blocks return tokens in different orders")
+    blocks = [(name, stage) for stage in stages for name in stage.blocks]
+    return Shape(
+        widths=tuple(stage.width for _, stage in blocks),
+        strides=tuple(stage.stride for _, stage in blocks),
+        num_heads=count_heads(model.get_submodule(blocks[0][0])),
+        num_prefix_tokens=max(prefix or 0 for prefix in prefixes),
+        num_registers=count_registers(model),
+        channels_last=True in layouts,
+        any_size=any_size,
+        blocks=tuple(name for name, _ in blocks),
+    )
+
+
+def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> list[_Stage]:
+    images = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+    outputs = _record_outputs(model, names, images)
+    expected = model.forward_intermediates(images, intermediates_only=True)
+    stages = list[_Stage]()
+    for name, features in zip(names, expected, strict=True):
+        if name not in outputs:
+            raise UnsupportedBlocks(f"{name or 'a stage'} does not return one tensor in each pass")
+        rows, cols = features.shape[2:]
+        stride = size[0] // rows
+        if size != (rows * stride, cols * stride):
+            raise UnsupportedBlocks(f"{name} returns {rows} x {cols} positions for {size} pixels")
+        used = {*names, *(block for stage in stages for block in stage.blocks)}
+        blocks = _divide_stage(model, name, outputs, used)
+        prefix, channels_last = _find_layout(model, name, outputs[name], features)
+        stages.append(_Stage(blocks, features.shape[1], stride, prefix, channels_last))
+    return stages
+
+
+def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
+    """Return the outputs of stages, and of modules that may be their blocks, in a forward pass.
+
+    A module is left out if it is called several times, returns something other than a tensor, or
+    returns a tensor that a later module modifies.
+    """
+    parts = dict(model.named_modules())
+    candidates = {sibling for name in names for sibling in (*_earlier_siblings(name), name)}
+    candidates &= parts.keys()
+    candidates |= {inner for name in candidates for inner in _inner_blocks(parts, name)}
+    calls: dict[str, list[tuple[Any, Any]]] = {}
+
+    def record(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        copy = output.clone() if isinstance(output, Tensor) else None
+        calls.setdefault(name, []).append((output, copy))
+
+    handles = [parts[name].register_forward_hook(partial(record, name)) for name in candidates]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        name: copy
+        for name, [(output, copy), *others] in calls.items()
+        if not others and copy is not None and torch.equal(output, copy)
+    }
+
+
+def _earlier_siblings(name: str) -> list[str]:
+    """Return the names of all modules before this one in the same list, such as blocks.0."""
+    parent, _, index = name.rpartition(".")
+    return [f"{parent}.{number}" for number in range(int(index))] if index.isdigit() else []
+
+
+def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
+    """Return the names of the modules in the list `blocks` of a stage, or else of its children."""
+    owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
+    return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
+
+
+def _divide_stage(
+    model: Any, stage: str, outputs: Mapping[str, Tensor], used: Collection[str]
+) -> tuple[str, ...]:
+    """Return the names of the blocks of a stage, in order.
+
+    Modules before the stage in the same list belong to it if they return features of the same
+    shape, as in Hiera, for which timm lists only the last block of each stage.
+    """
+    parts = dict(model.named_modules())
+    shape, kind = outputs[stage].shape, type(parts[stage])
+
+    def is_alike(name: str, kind: type[nn.Module]) -> bool:
+        return name in outputs and outputs[name].shape == shape and type(parts[name]) is kind
+
+    earlier = takewhile(
+        lambda name: name not in used and is_alike(name, kind), reversed(_earlier_siblings(stage))
+    )
+    blocks = list[str]()
+    for name in (*reversed(list(earlier)), stage):
+        inner = _inner_blocks(parts, name)
+        kind_inside = type(parts[inner[0]]) if inner else nn.Module
+        is_divided = (
+            all(is_alike(block, kind_inside) and [*parts[block].children()] for block in inner)
+            and inner
+            and torch.equal(outputs[inner[-1]], outputs[name])
+        )
+        blocks += inner if is_divided else [name]
+    return tuple(blocks)
+
+
+def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple[int | None, bool]:
+    """Return the number of prefix tokens, None for maps, and whether maps have channels last.
+
+    Raises:
+        UnsupportedBlocks: The output differs from timm's features in all layouts.
+    """
+    grid = expected.shape[2:]
+    prefix = output.shape[1] - grid[0] * grid[1]
+    maps: list[tuple[int | None, bool, Tensor]] = []
+    if output.ndim == 4:
+        maps = [(None, False, output), (None, True, output.permute(0, 3, 1, 2))]
+    elif output.ndim == 3 and prefix >= 0:
+        patches, arrange = output[:, prefix:], token_arrangement(model)
+        if arrange is None:
+            rows = patches.unflatten(1, grid)
+        else:
+            rows = arrange(patches, int(stage.rpartition(".")[2]))
+        maps = [(prefix, False, rows.permute(0, 3, 1, 2))]
+    tolerance = _TOLERANCE * expected.abs().max().item()
+    for num_prefix_tokens, channels_last, features in maps:
+        if features.shape == expected.shape and torch.allclose(
+            features, expected, rtol=0, atol=tolerance, equal_nan=True
+        ):
+            return num_prefix_tokens, channels_last
+    raise UnsupportedBlocks(f"{stage} does not return the features that timm extracts from it")
+
+
+def _without_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
+    """Leave out the modules before the first stage that is divided into blocks."""
+    for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
+        if stage.blocks != (name,):
+            kind = type(model.get_submodule(stage.blocks[0]))
+            before = [s for s in stages[:first] if type(model.get_submodule(s.blocks[0])) is kind]
+            return [*before, *stages[first:]]
+    return stages

@@ -1,0 +1,392 @@
+"""Images in tar files: patterns, the index, refused files, identities and splits."""
+
+import gzip
+import os
+import shutil
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.files import tar_shards
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.readable import count_shared_files, find_read_errors
+from ssl_bench.data.files.tar_shards import TarImages, find_shards, index_shard
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
+from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
+from tests.support.faults import class_folders, encoded, picture
+from tests.support.shards import tars_of, write_tar
+
+JPEG = encoded("JPEG", picture(0))
+PNG = encoded("PNG", picture(1))
+
+
+def opened(*shards: Path, **options) -> TarImages:
+    return TarImages.open(shards, name="webdataset", split="all").with_read_options(
+        ReadOptions(**options)
+    )
+
+
+def make_old(path: Path) -> None:
+    """Date a file back, so that its index may be cached."""
+    os.utime(path, (1e9, 1e9))
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> Path:
+    for number in range(3):
+        write_tar(
+            tmp_path / f"shards/{number:03}.tar", {f"{number}.jpg": JPEG, f"{number}.cls": b"7"}
+        )
+    return tmp_path / "shards"
+
+
+def test_images_in_tar_files_are_those_of_the_folder(tmp_path):
+    class_folders(tmp_path / "photos")
+    train = tmp_path / "photos/train"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(9).save(train / "cat/turned.jpg", exif=exif)
+    expected, found = (
+        ImageFolder(train).images(),
+        WebDataset(tars_of(train, tmp_path / "tars")).images(),
+    )
+
+    assert [image_id.split("/", 1)[1] for image_id in found.ids] == list(expected.ids)
+    for index in range(len(expected)):
+        assert np.array_equal(found[index].image, expected[index].image)
+
+
+def test_members_may_have_any_order_and_side_files(tmp_path):
+    members = {
+        "./b.cls": b"1\n",
+        "./": b"",
+        "./b.json": b"{}",
+        "./a.PNG": PNG,
+        "./._a.png": b"a resource fork",
+        "./b.jpg": JPEG,
+        "./a.cls": b"0",
+        "LICENSE": b"CC0",
+        "./a.seg.png": b"a mask",
+    }
+    images = WebDataset(write_tar(tmp_path / "x.tar", members)).pretraining_images()
+
+    assert images.ids == ("x.tar/a.PNG", "x.tar/b.jpg")
+    assert images.class_names == ("0", "1")
+    assert [images[index].label for index in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "",
+        "{000..002}.tar",
+        "{0..2}.tar",
+        "*.tar",
+        "00[0-2].tar",
+        "{000,001,002}.tar",
+        "0{00..02}.tar",
+    ],
+)
+def test_a_folder_and_every_pattern_name_the_same_images(tars, pattern):
+    if pattern == "{0..2}.tar":
+        for path in tars.iterdir():
+            path.rename(tars / path.name[2:])
+
+    assert is_webdataset(tars / pattern)
+    assert len(find_shards(tars / pattern)) == 3
+    assert len(WebDataset(tars / pattern).images()) == 3
+
+
+def test_ids_do_not_depend_on_the_pattern_or_the_place(tars):
+    by_folder = WebDataset(tars).images()
+    moved = tars.rename(tars.with_name("moved"))
+    by_braces = WebDataset(moved / "{000..002}.tar").images()
+
+    assert by_braces.ids == by_folder.ids
+    assert by_braces.fingerprint() == opened(*find_shards(moved)).fingerprint()
+
+
+def test_the_first_missing_tar_file_is_named(tars):
+    with pytest.raises(DataError, match=r"97 of 100 tar files are missing.*003\.tar$"):
+        find_shards(tars / "{000..099}.tar")
+    for pattern in ("x*.tar", "x.tar", "**x.tar"):
+        with pytest.raises(DataError, match=r"x\*?\.tar"):
+            find_shards(tars / pattern)
+    for pattern in ("{0..999999999}.tar", "{0..9999}{0..9999}.tar"):
+        with pytest.raises(ConfigurationError):
+            find_shards(tars / pattern)
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tgz", "{0..3}", "x?.tar"])
+def test_tar_files_and_patterns_are_recognised(tmp_path, name):
+    assert is_webdataset(tmp_path / name)
+
+
+def test_a_folder_with_images_is_no_webdataset(tars):
+    (tars / "photos").mkdir()
+    assert is_webdataset(tars)
+    (tars / "photos/0.png").write_bytes(PNG)
+    assert not is_webdataset(tars)
+    assert not is_webdataset(tars / "photos")
+    assert not is_webdataset(tars / "absent")
+
+
+@pytest.mark.parametrize(
+    ("members", "word"),
+    [
+        ({"a.jpg": JPEG, "b.cls": b"0"}, "b.cls"),
+        ({"a.json": b"{}"}, "a.json"),
+        ([("a.jpg", JPEG), ("a.jpg", JPEG)], "two"),
+        ([("a.jpg", JPEG), ("a.png", PNG)], "two"),
+        ([("a.jpg", JPEG), ("a.cls", b"0"), ("a.cls", b"1")], "twice"),
+        ({}, "no image"),
+    ],
+)
+def test_samples_without_one_image_are_refused(tmp_path, members, word):
+    with pytest.raises(DataError, match=word):
+        opened(write_tar(tmp_path / "x.tar", members))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_are_refused(tmp_path, kind):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        link = tarfile.TarInfo("a.jpg")
+        link.type, link.linkname = kind, "/etc/passwd"
+        tar.addfile(link)
+
+    with pytest.raises(DataError, match=r"a\.jpg is a link"):
+        opened(tmp_path / "x.tar")
+
+
+def test_names_that_lead_outwards_are_only_ids(tmp_path):
+    images = opened(write_tar(tmp_path / "in/x.tar", {"../../out.jpg": JPEG, "/etc/0.jpg": JPEG}))
+
+    assert images[0].image.shape == images[1].image.shape == (32, 40, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_compressed_tar_file_is_refused_with_the_command_that_helps(tars):
+    path = tars / "000.tar"
+    Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+    with pytest.raises(DataError, match=rf"gunzip {path}\.gz"):
+        WebDataset(tars).images()
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"x" * 99])
+def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path, content):
+    (tmp_path / "x.tar").write_bytes(content)
+
+    with pytest.raises(DataError, match="LFS" if b"lfs" in content else "not a tar file"):
+        opened(tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("length", [0, 10, 512, 700, 1024, 1536, 2048, 2500])
+def test_a_tar_file_that_is_cut_is_refused(tmp_path, length):
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG[:600], "b.cls": b"", "b.jpg": JPEG})
+    path.write_bytes(path.read_bytes()[:length])
+
+    with pytest.raises(DataError, match=r"x\.tar"):
+        opened(path)
+
+
+def test_damaged_headers_end_in_an_error_that_names_the_file(tmp_path):
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG, "a.cls": b"0", "b" * 200 + ".jpg": JPEG})
+    whole, generator = path.read_bytes(), np.random.default_rng(0)
+    errors = list[str]()
+    for _ in range(300):
+        damaged = bytearray(whole)
+        place = int(generator.integers(len(whole) // 512)) * 512 + int(generator.integers(512))
+        damaged[place : place + 12] = generator.bytes(12)
+        path.write_bytes(damaged)
+        try:
+            images = opened(path)
+            _ = [images[index] for index in range(len(images))]
+        except DataError as error:
+            errors.append(str(error))
+    assert len(errors) > 50
+    assert all(str(path) in error for error in errors)
+
+
+def test_two_tar_files_in_one_are_refused(tmp_path):
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG})
+    path.write_bytes(2 * path.read_bytes())
+
+    with pytest.raises(DataError, match="after byte"):
+        opened(path)
+
+
+def test_a_damaged_image_is_named_with_its_tar_file(tmp_path):
+    images = opened(write_tar(tmp_path / "x.tar", {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
+
+    assert images[0].image.shape == (32, 40, 3)
+    with pytest.raises(UnreadableImage, match=rf"^{tmp_path}/x\.tar/b/c\.jpg"):
+        _ = images[1]
+
+
+def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch):
+    path, scans = tars / "000.tar", []
+    usual = tar_shards._scan
+    monkeypatch.setattr(tar_shards, "_scan", lambda shard: scans.append(1) or usual(shard))
+
+    # The change time of the inode is never old in a test.
+    monkeypatch.setattr(tar_shards, "_RECENT_NS", -(10**12))
+    first = index_shard(path)
+    assert index_shard(path).names == first.names
+    assert len(scans) == 1
+    write_tar(path, {"other.jpg": PNG})
+    assert index_shard(path).names[0] == "other.jpg"
+    for index in (cache.parent / "tars").iterdir():
+        index.write_bytes(index.read_bytes()[:-1] + b"x")
+    assert index_shard(path).names[0] == "other.jpg"
+    assert len(scans) == 3
+
+
+def test_a_new_tar_file_is_indexed_anew(tars, monkeypatch):
+    index_shard(tars / "000.tar")
+    usual, scans = tar_shards._scan, []
+    monkeypatch.setattr(tar_shards, "_scan", lambda shard: scans.append(1) or usual(shard))
+
+    index_shard(tars / "000.tar")
+    assert scans == [1]
+
+
+def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
+    images = opened(*find_shards(tars))
+    write_tar(tars / "001.tar", {"1.jpg": PNG})
+
+    assert images[0].image.shape == (32, 40, 3)
+    with pytest.raises(DataError, match=r"001\.tar has changed"):
+        _ = images[1]
+
+
+def test_the_fingerprint_follows_the_bytes_or_the_times(tars):
+    before = [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+    content, stat = (images.fingerprint() for images in before)
+    marks = before[0].file_hashes()
+    make_old(tars / "001.tar")
+    touched = [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+
+    assert touched[0].fingerprint() == content
+    assert touched[1].fingerprint() != stat
+    assert stat.startswith("stat-")
+    write_tar(tars / "001.tar", {"1.jpg": PNG, "1.cls": b"7"})
+    changed = opened(*find_shards(tars))
+    assert changed.fingerprint() != content
+    assert (changed.file_hashes() != marks).tolist() == [False, True, False]
+    assert [
+        a == b for a, b in zip(changed.sample_hashes(), before[0].sample_hashes(), strict=True)
+    ] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_some_images_are_those_of_the_indices(tars):
+    images = opened(*find_shards(tars)).select("few", [2, 0])
+
+    assert images.name == "few"
+    assert images.ids == ("002.tar/2.jpg", "000.tar/0.jpg")
+    assert images[1].image_id == "000.tar/0.jpg"
+
+
+def split_tars(root: Path) -> Path:
+    class_folders(root / "photos")
+    tars_of(root / "photos/train", root / "tars/train")
+    tars_of(root / "photos/val", root / "tars/val")
+    return root / "tars"
+
+
+@pytest.mark.parametrize("layout", ["folders", "names", "chosen"])
+def test_splits_have_the_labels_of_class_folders(tmp_path, layout):
+    root = split_tars(tmp_path)
+    dataset = WebDataset(root)
+    if layout == "chosen":
+        dataset = WebDataset(root, train_split="train/{000..001}.tar", val_split="v*/*.tar")
+    elif layout == "names":
+        for path in sorted(root.glob("*/*.tar")):
+            path.rename(root / f"cats-{path.parent.name}idation-{path.name}")
+        for split in ("train", "val"):
+            (root / split).rmdir()
+    folders = ClassFolders(tmp_path / "photos")
+
+    for found, expected in ((dataset.train(), folders.train()), (dataset.val(), folders.val())):
+        assert found.labels == expected.labels
+        assert found.class_names == ("0", "1")
+        assert np.array_equal(found[3].image, expected[3].image)
+    assert dataset.pretraining_images().ids == dataset.train().ids
+    assert len(dataset.images()) == 12
+
+
+def test_classes_of_the_scored_images_must_have_training_images(tmp_path):
+    root = split_tars(tmp_path)
+    write_tar(root / "val/more.tar", {"x.jpg": JPEG, "x.cls": b"9"})
+
+    with pytest.raises(DataError, match="class 9") as caught:
+        WebDataset(root).val()
+    assert caught.value.hint == ("dataset.known_only=true",)
+    assert len(WebDataset(root, known_only=True).val()) == 6
+    with pytest.raises(DataError):
+        WebDataset(root, val_split="val/more.tar", known_only=True).val()
+
+
+@pytest.mark.parametrize(
+    ("members", "word"),
+    [
+        ({"a.jpg": JPEG, "b.jpg": JPEG, "b.cls": b"1"}, r"no member KEY\.cls.*a\.jpg"),
+        ({"a.jpg": JPEG, "a.cls": b"cat"}, r"not a class number.*a\.jpg"),
+        ({"a.jpg": JPEG, "a.cls": b"1" * 90}, "not a class number"),
+        ({"a.jpg": JPEG, "a.cls": b"1"}, "single class 1"),
+    ],
+)
+def test_labels_need_class_numbers(tmp_path, members, word):
+    dataset = WebDataset(write_tar(tmp_path / "x.tar", members))
+
+    assert dataset.images()[0].label is None
+    with pytest.raises(DataError, match=word):
+        dataset.pretraining_images()
+
+
+def test_splits_that_are_not_there_or_share_a_tar_file_are_refused(tars):
+    with pytest.raises(DataError) as caught:
+        WebDataset(tars).train()
+    assert "dataset.train_split={folder}" in caught.value.hint
+    with pytest.raises(DataError):
+        WebDataset(tars / "*.tar").train()
+    write_tar(tars / "001.tar", {"1.jpg": JPEG, "1.cls": b"1"})
+    with pytest.raises(DataError, match="both splits"):
+        WebDataset(tars, train_split="00[01].tar", val_split="00[12].tar").val()
+
+
+@pytest.mark.parametrize("fingerprint", ["content", "stat"])
+def test_scored_images_that_are_training_images_are_found(tmp_path, fingerprint):
+    root, options = split_tars(tmp_path), ReadOptions(fingerprint)
+    shutil.copy2(root / "train/000.tar", root / "val/copy.tar")
+    dataset = WebDataset(root)
+    train, val = (with_read_options(images, options) for images in (dataset.train(), dataset.val()))
+
+    with pytest.raises(DataError, match=r"train/000\.tar/cat/0\.jpg.*val/copy\.tar/cat/0\.jpg"):
+        count_shared_files(train, val, allowed=False)
+    assert count_shared_files(train, val, allowed=True) == 4
+    photos = with_read_options(ClassFolders(tmp_path / "photos").train(), ReadOptions())
+    if fingerprint == "content":
+        assert count_shared_files(photos, val, allowed=True) == 4
+
+
+def test_images_that_were_read_are_not_decoded_again(tars, cache, monkeypatch):
+    write_tar(tars / "003.tar", {"damaged.jpg": JPEG[:200]})
+    time.sleep(0.05)
+    images = WebDataset(tars).images()
+    errors = find_read_errors(images, {})
+    assert [error is None for error in errors] == [True, True, True, False]
+    monkeypatch.setattr(TarImages, "__getitem__", lambda *_: pytest.fail("decoded"))
+
+    assert find_read_errors(WebDataset(tars / "00[0-2].tar").images(), {}) == [None] * 3

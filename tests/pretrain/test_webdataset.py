@@ -1,0 +1,157 @@
+"""Pretraining from tar files equals pretraining from folders, and continues after SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.checkpoints import ENCODER, LOG
+from pretrain.objectives.supervised import Supervised
+from pretrain.options import DataOptions
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError, UnreadableImage
+from ssl_bench.system.output import say_once
+from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
+from tests.support.faults import fails, pretraining
+from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
+from tests.support.shards import tars_of, write_tar
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Thirteen pictures of two classes in `album`, the same ones in `shards`."""
+    root = tmp_path_factory.mktemp("data")
+    tars_of(album(root / "album"), root / "shards")
+    return root
+
+
+@pytest.mark.parametrize("objective", [SMALL_DINO, Supervised()], ids=["dino", "supervised"])
+def test_tar_files_give_the_weights_of_the_folder(root, tmp_path, objective):
+    plans = {
+        "folder": plan_of(root / "album", objective=objective),
+        "tars": plan_of(root / "shards", objective=objective),
+        "pattern": plan_of(root / "shards/{000..003}.tar", objective=objective, num_workers=2),
+    }
+    paths = [plan.run(tmp_path / name, device="cpu") for name, plan in plans.items()]
+
+    folder, tars, pattern = (path.read_bytes() for path in paths)
+    assert folder == tars == pattern
+    assert log_rows(tmp_path / "folder") == log_rows(tmp_path / "tars")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stopped_run_continues_to_the_bit(root, tmp_path, workers):
+    plan = plan_of(root / "shards", num_workers=workers)
+
+    assert_goes_on_to_the_bit(plan, tmp_path, workers=2 - workers)
+
+
+@pytest.mark.slow
+def test_a_killed_process_continues_to_the_bit(root, tmp_path):
+    words = ["--resume", "train.num_workers=2", "train.checkpoint_minutes=0", "train.max_steps=40"]
+    words = pretraining(root / "shards/{000..003}.tar", "killed", *words)
+    command = [sys.executable, "-m", "ssl_bench", *words]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = 0
+    for _ in range(3):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, process_group=0
+        )
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "killed" / LOG).is_file() or len(log_rows_now(tmp_path)) < done + 5:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        done = len(log_rows_now(tmp_path))
+        assert done < 40
+    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
+    whole = [word.replace("killed", "whole") for word in command]
+    assert subprocess.run(whole, cwd=tmp_path, env=environment, check=False).returncode == 0
+
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def log_rows_now(folder: Path) -> list[str]:
+    return (folder / "killed" / LOG).read_text().splitlines()
+
+
+def test_a_resumed_run_notices_other_images(root, tmp_path):
+    shards = tars_of(root / "album", tmp_path / "shards")
+    stopped_after_a_step(plan_of(shards), tmp_path / "run")
+    members = {"class0/0.png": (root / "album/class0/10.png").read_bytes()}
+    write_tar(shards / "000.tar", {**members, "class0/10.png": members["class0/0.png"]})
+
+    with pytest.raises(ConfigurationError, match="images"):
+        plan_of(shards).run(tmp_path / "run", resume=True, device="cpu")
+
+
+@pytest.mark.parametrize("fingerprint", ["content", "stat"])
+def test_tar_files_may_move_before_a_run_continues(root, tmp_path, fingerprint):
+    shards = tars_of(root / "album", tmp_path / "shards")
+    data = {"fingerprint": fingerprint}
+    stopped_after_a_step(plan_of(shards, data=data), tmp_path / "run")
+    moved = shards.rename(tmp_path / "moved")
+
+    plan_of(moved / "*.tar", data=data).run(tmp_path / "run", resume=True, device="cpu")
+
+    plan_of(moved, data=data).run(tmp_path / "whole", device="cpu")
+    assert (tmp_path / "run" / ENCODER).read_bytes() == (tmp_path / "whole" / ENCODER).read_bytes()
+
+
+def test_damaged_images_end_a_run_or_are_left_out(root, tmp_path):
+    shards = tars_of(root / "album", tmp_path / "shards")
+    write_tar(shards / "004.tar", {"damaged.png": b"\x89PNG\r\n\x1a\n", "damaged.cls": b"0"})
+
+    with pytest.raises(UnreadableImage, match=r"004\.tar/damaged\.png") as caught:
+        plan_of(shards).run(tmp_path / "fails", device="cpu")
+    assert caught.value.hint == ("--on-bad-image", "skip")
+    plan_of(shards, data={"on_bad_image": "skip"}).run(tmp_path / "skips", device="cpu")
+    config = yaml.safe_load((tmp_path / "skips/config.yaml").read_text())
+    assert config["left_out"] == ["004.tar/damaged.png"]
+
+
+def test_a_part_of_the_images_can_be_learned_from(root):
+    images = DataOptions(root=str(root / "shards"), limit=5, labels=True).open()
+
+    assert len(images) == 5
+    assert images.name == "webdataset-limit5"
+    assert {images[index].label for index in range(5)} == {0, 1}
+
+
+def test_the_monitor_reads_tar_files(root, tmp_path):
+    for split, seed in (("train", 0), ("val", 1)):
+        tars_of(album(tmp_path / "album" / split, 8, seed=seed), tmp_path / "shards" / split)
+    seen = {}
+    for name in ("album", "shards"):
+        plan = plan_of(tmp_path / name, objective=Supervised(), max_steps=4)
+        plan = monitored(plan, knn_epochs=1, accuracy_epochs=1, neighbours=2, crop_share=1.0)
+        plan.run(tmp_path / f"run_{name}", device="cpu")
+        seen[name] = log_rows(tmp_path / f"run_{name}")
+    assert "val_top1" in seen["album"][-1]
+    assert seen["album"] == seen["shards"]
+
+
+@pytest.mark.parametrize("flag", ["data.root={}", "data.root='{}'"])
+def test_a_pattern_can_be_typed(root, monkeypatch, capsys, flag):
+    monkeypatch.chdir(root)
+    say_once.cache_clear()
+    words = ["pretrain", flag.format("shards/{000..003}.tar"), "train.batch_size=2", "--dry-run"]
+
+    assert main([*words, "--out", "run"]) == 0
+    out, err = capsys.readouterr()
+    assert "13 of webdataset all" in out
+    assert "13 images in tar files" in err
+
+
+def test_a_missing_tar_file_ends_the_command(root, tmp_path, capsys):
+    words = pretraining(root / "shards/{000..009}.tar", str(tmp_path / "run"))
+
+    assert "6 of 10 tar files are missing" in fails(capsys, words, 3)
+    assert not (tmp_path / "run" / LOG).exists()
