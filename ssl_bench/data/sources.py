@@ -1,4 +1,4 @@
-"""Where each dataset comes from, as facts: addresses, digests, licences, expected trees, counts."""
+"""Published facts about each dataset: addresses, digests, licences, files and image counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +16,13 @@ _COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
 
 @dataclass(frozen=True)
 class Download:
-    """A published file and where it belongs.
+    """A published file and its place in the folder of the dataset.
 
     Attributes:
-        name: Of the file.
-        size: Bytes; about where they are not published.
-        into: Folder below that of the data into which it is unpacked or, if it is no archive, put.
+        name: Name of the file.
+        published: Address and digest of the file.
+        size: Size in bytes, or an estimate if it is not published.
+        into: Folder below that of the dataset for the file, or for its content if it is an archive.
     """
 
     name: str
@@ -31,20 +32,24 @@ class Download:
 
     @property
     def is_archive(self) -> bool:
-        """Whether it is unpacked; any other file is left as it is."""
+        """Whether the file is unpacked after the download."""
         return self.name.lower().endswith((".tar", ".zip"))
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is published about a dataset.
+    """Facts about a dataset.
 
     Attributes:
-        tree: Lines that show what must lie below the folder of the data.
-        counts: Images of `train`, `val` and `discovery` as published; none for data of one's own.
-        num_classes: 0 where there are none, or none in common.
-        downloads: All that `tree` needs.
-        by_hand: What to do where there is no free address, or in place of one.
+        name: Name of the dataset.
+        title: Name and year in one line.
+        homepage: Address of the publisher, or the page that describes the layout.
+        licence: Licence in one line.
+        tree: Expected files below the folder of the dataset, one pattern per line.
+        counts: Published number of images of each split. Empty for data of the user.
+        num_classes: Number of classes, or 0 if the classes depend on the files.
+        downloads: Files that contain everything in `tree`.
+        by_hand: Instructions for datasets that cannot be downloaded automatically.
     """
 
     name: str
@@ -59,16 +64,16 @@ class Source:
 
     @property
     def is_generated(self) -> bool:
-        """Whether it is drawn at first use and has no folder of its own."""
+        """Whether the dataset is generated on first use and needs no folder."""
         return not self.tree
 
     @property
     def size(self) -> int:
-        """Bytes of all downloads, about."""
-        return sum(one.size for one in self.downloads)
+        """Approximate size of all downloads in bytes."""
+        return sum(file.size for file in self.downloads)
 
 
-def _known(url: str, sha256: str, size: int, into: str = "") -> Download:
+def _create_download(url: str, sha256: str, size: int, into: str = "") -> Download:
     published = PublishedFile(url, sha256, size=size)
     return Download(url.rpartition("/")[2], published, size, into)
 
@@ -88,7 +93,7 @@ def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]
         ),
         counts=counts,
         num_classes=21,
-        downloads=(_known(f"{_VOC}/voc{year}/{file}", sha256, size),),
+        downloads=(_create_download(f"{_VOC}/voc{year}/{file}", sha256, size),),
         by_hand="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
         if year == 2012
         else "",
@@ -127,7 +132,7 @@ _ADE20K = Source(
     counts=PUBLISHED["ade20k"],
     num_classes=150,
     downloads=(
-        _known(
+        _create_download(
             "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
             "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
             967_382_037,
@@ -143,20 +148,20 @@ _COCO_STUFF = Source(
     counts=PUBLISHED["coco_stuff"],
     num_classes=171,
     downloads=(
-        _known(
+        _create_download(
             f"{_COCO}/zips/train2017.zip",
             "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
             19_336_861_798,
             "images",
         ),
-        _known(
+        _create_download(
             f"{_COCO}/zips/val2017.zip",
             "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
             815_585_330,
             "images",
         ),
-        # Nobody publishes a digest or the bytes of it: the server must say how long it is, it must
-        # list its members to the end, and each of them carries a checksum of its own.
+        # Neither a digest nor the size is published. Instead, the server must state the length, the
+        # zip must be complete, and each file in it has a checksum.
         Download(
             "stuffthingmaps_trainval2017.zip",
             PublishedFile(
@@ -181,13 +186,13 @@ _COCO20K = Source(
     ),
     counts=PUBLISHED["coco20k"],
     downloads=(
-        _known(
+        _create_download(
             f"{_COCO}/zips/train2014.zip",
             "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
             13_510_573_713,
             "images",
         ),
-        _known(
+        _create_download(
             f"{_COCO}/annotations/annotations_trainval2014.zip",
             "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
             252_872_794,
@@ -230,7 +235,7 @@ _ECSSD = Source(
     num_classes=2,
     by_hand="fetch images and ground truth from the homepage and unpack both into one folder",
 )
-# Nobody publishes a digest of its archive, so that no download of it could be told from another.
+# No digest of the archive is published, so a download could not be verified.
 _SPAIR = Source(
     name="spair71k",
     title="SPair-71k, pairs of images with points",

@@ -17,7 +17,7 @@ import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.python_dataset import PythonDataset
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.splits import limited
+from ssl_bench.data.splits import limit_images
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, UnreadableImage
 
 CLASSES = ("light red", "green", "blue")
@@ -214,7 +214,7 @@ def test_class_names_come_from_the_dataset_the_user_or_the_labels():
 def test_a_limit_reads_only_the_images_that_remain():
     images: Any = open_sets(val=Items(0, 30)).val()
 
-    few = limited(images, 5)
+    few = limit_images(images, 5)
     assert few.name == "Items-30-limit5"
     assert few.ids == ("0000000", "0000006", "0000012", "0000018", "0000024")
     few.fingerprint()

@@ -38,7 +38,7 @@ class PublishedIds(IndexMasks):
             raise DataError(
                 f"{path} holds 255, which occurs only in masks of training ids. They are usually "
                 "named *_labelTrainIds.png. To read all masks as training ids",
-                hint=("dataset.numbers=null", f"dataset.ignored=[{IGNORED}]"),
+                hint=("dataset.numbers=null", "dataset.ignored=[255]"),
             )
 
 

@@ -1,6 +1,7 @@
-"""Generated scenes with exact masks and boxes: every probe runs on them without a download.
+"""Generated scenes with exact masks and boxes, on which most probes run without a download.
 
-Textured objects before photographs that other packages ship, and the same objects cut out.
+A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
+scikit-learn. `ToyObjects` has the same objects, cropped.
 """
 
 import hashlib
@@ -34,16 +35,19 @@ _NumScenes = Annotated[int, Bounds(1, 100_000)]
 
 _MANIFEST = "files.json"
 VERSION = 1
-"""Count up when a scene of the same seed comes out differently."""
+"""Increase this number if the scenes of a seed change."""
 
 
 @dataclass(frozen=True)
 class Photograph:
-    """A picture inside an installed package.
+    """An image in an installed package.
 
     Attributes:
-        scale: Size at which it is used; textures are shrunk until a few patches show them.
-        cut: Columns and rows (left, top, right, bottom) that show the texture, if not all do.
+        package: Name of the package.
+        file: Path of the image in the package.
+        scale: Factor by which the image is resized, so that a few patches show its texture.
+        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. None
+            for the whole image.
     """
 
     package: str
@@ -62,7 +66,7 @@ TEXTURES = {
     "stars": Photograph("skimage", "data/hubble_deep_field.jpg", 0.5),
     "print": Photograph("skimage", "data/page.png", 0.7, cut=(5, 58, 375, 140)),
 }
-"""The classes from 1 on; 0 is the background."""
+"""Photograph of each class, beginning with class 1. Class 0 is the background."""
 
 BACKGROUNDS = (
     Photograph("skimage", "data/astronaut.png"),
@@ -75,22 +79,23 @@ BACKGROUNDS = (
 
 CLASS_NAMES = ("background", *TEXTURES)
 
-# Height and width. Never square, and not always a multiple of the patch.
+# Height and width. No scene is square, and some sizes are no multiple of the patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Left and right part of every photograph, so that no pixel of a texture is in both splits.
+# Left and right part of each photograph, so that the splits share no pixel of a texture.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One drawn scene.
+    """A generated scene.
 
     Attributes:
-        mask: Class of the object that is seen at each pixel, 0 for none.
-        classes: Of each object, furthest first.
-        boxes: Around the part of each object that is seen, far edges exclusive.
-        truncated: Whether an object touches the edge of the scene.
+        image: RGB, 0 to 255.
+        mask: Class of the visible object at each pixel, or 0 for the background.
+        classes: Class of each object, from the farthest to the nearest.
+        boxes: Box of the visible part of each object as (x0, y0, x1, y1). Far edges are exclusive.
+        truncated: Whether each object touches the edge of the scene.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
@@ -101,10 +106,14 @@ class Scene:
 
 
 class Painter:
-    """Draws the scenes of one split, "train" or "val"; scene `index` of a seed is always the same.
+    """Generator of the scenes of a split. The seed and the index determine a scene.
+
+    Args:
+        split: "train" or "val".
+        seed: Seed of all scenes.
 
     Raises:
-        MachineError: an installed package lacks its photograph.
+        MachineError: A photograph is missing in an installed package.
     """
 
     def __init__(self, split: str, seed: int) -> None:
@@ -121,15 +130,15 @@ class Painter:
         for depth, number in zip(depths, classes, strict=True):
             texture = _texture(rng, self._textures[number - 1], height, width)
             pixels = _paste(pixels, texture, depth)
-        seen = _seen(depths)
+        visible = _visible_objects(depths)
         boxes = []
         for number in range(len(depths)):
-            rows, cols = np.nonzero(seen == number)
+            rows, cols = np.nonzero(visible == number)
             box = (cols.min(), rows.min(), cols.max() + 1, rows.max() + 1)
             boxes.append((int(box[0]), int(box[1]), int(box[2]), int(box[3])))
         return Scene(
             image=pixels.round().clip(0, 255).astype(np.uint8),
-            mask=np.array([0, *classes], np.uint8)[seen + 1],
+            mask=np.array([0, *classes], np.uint8)[visible + 1],
             classes=tuple(classes.tolist()),
             boxes=tuple(boxes),
             truncated=tuple(
@@ -141,10 +150,10 @@ class Painter:
 def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
-        raise MachineError(f"the toy scenes need {photograph.package}; install it again")
+        raise MachineError(f"the toy scenes need the package {photograph.package}. Install it")
     path = Path(package.submodule_search_locations[0]) / photograph.file
     if not path.is_file():
-        raise MachineError(f"{path} is not in the installed package; install another version")
+        raise MachineError(f"{path} is not in the installed package. Install another version")
     image = Image.fromarray(read_image(path)).crop(photograph.cut)
     height, width = round(image.height * photograph.scale), round(image.width * photograph.scale)
     pixels = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS), np.float32)
@@ -155,19 +164,19 @@ def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height wid
 def _place(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
-    """Outlines of one to three objects, furthest first, each of them half in sight at least."""
+    """Return one to three outlines, farthest first. At least half of each object is visible."""
     number = int(rng.integers(1, 4))
     while True:
         depths = [_outline(rng, height, width) for _ in range(number)]
-        seen = _seen(depths)
-        if all((seen == k).sum() >= 0.5 * (depth < 1).sum() for k, depth in enumerate(depths)):
+        visible = _visible_objects(depths)
+        if all((visible == k).sum() >= 0.5 * (depth < 1).sum() for k, depth in enumerate(depths)):
             return depths
 
 
 def _outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """A smooth random shape: 0 at its center, 1 on its outline, more outside."""
+    """Return a smooth random shape: 0 at its centre, 1 on its outline, and more outside."""
     y, x = np.mgrid[:height, :width] - np.array(
         [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
     ).reshape(2, 1, 1)
@@ -179,20 +188,20 @@ def _outline(
     return np.hypot(y, x) / radius
 
 
-def _seen(
+def _visible_objects(
     depths: list[Float64[np.ndarray, "height width"]],
 ) -> Int64[np.ndarray, "height width"]:
-    """Number of the object that is seen at each pixel, -1 for the background."""
-    seen = np.full(depths[0].shape, -1, np.int64)
+    """Return the index of the visible object at each pixel, or -1 for the background."""
+    visible = np.full(depths[0].shape, -1, np.int64)
     for number, depth in enumerate(depths):
-        seen[depth < 1] = number
-    return seen
+        visible[depth < 1] = number
+    return visible
 
 
 def _background(
     rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """A random cut of the asked proportions."""
+    """Return a random crop of a photograph, resized to the given size."""
     rows, cols = photograph.shape[:2]
     zoom = rng.uniform(0.6, 1.0) * min(rows / height, cols / width)
     top = rng.uniform(0, rows - zoom * height)
@@ -207,8 +216,8 @@ def _background(
 def _texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """The source, slightly turned, scaled and tinted, mirrored where it ends."""
-    # A second, and whoever names the scenes alone draws none.
+    """Return a texture that is slightly rotated, scaled and tinted, and mirrored at its edges."""
+    # Imported only here, because the import takes a second and stored scenes do not need it.
     from scipy.ndimage import map_coordinates
 
     turn, zoom = rng.uniform(-0.4, 0.4), rng.uniform(0.8, 1.1)
@@ -227,7 +236,7 @@ def _paste(
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
-    """An object before what is drawn so far: darker towards its rim, with a soft shadow below."""
+    """Paste an object that is darker towards its rim and casts a soft shadow."""
     from scipy.ndimage import gaussian_filter
 
     inside = depth < 1
@@ -238,13 +247,13 @@ def _paste(
 
 @dataclass(frozen=True)
 class Drawn(Layout):
-    """Scenes that are drawn when they are first asked for.
+    """Base class of generated datasets, which are written to the cache on first use.
 
     Attributes:
-        num_train: Scenes of the training split.
-        num_val: Scenes of the other split, cut from other parts of the photographs.
-        seed: Another seed gives other scenes.
-        cache: Folder that keeps them.
+        num_train: Number of training scenes.
+        num_val: Number of scored scenes. They show other parts of the photographs.
+        seed: Seed of the scenes.
+        cache: Folder in which the scenes are stored.
     """
 
     num_train: _NumScenes = 200
@@ -272,7 +281,7 @@ class Drawn(Layout):
             unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
         except OSError as error:
             raise MachineError(
-                f"cannot write to {path.parent} ({error.strerror}); choose another folder",
+                f"cannot write to {path.parent} ({error.strerror}). Choose another folder",
                 hint=("dataset.cache={folder}",),
             ) from error
         changed = unfinished.with_name(f"{unfinished.name}-changed")
@@ -320,7 +329,7 @@ def _is_intact(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Toy(Drawn):
-    """Textured objects before photographs, written in VOC's layout."""
+    """Textured objects in front of photographs, stored in VOC's layout."""
 
     name = "toy"
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -332,11 +341,11 @@ class Toy(Drawn):
         return self._folder().segmentation("val")
 
     def discovery(self) -> FileImageSet:
-        """All scenes, as VOC's trainval."""
+        """Return all scenes, like VOC's trainval."""
         return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
-        """The training scenes."""
+        """Return the training scenes."""
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
@@ -388,7 +397,7 @@ def _append(parent: ElementTree.Element, **texts: object) -> None:
 
 @dataclass(frozen=True)
 class ToyObjects(Drawn):
-    """Each object of the toy scenes in its box, in a folder for its class."""
+    """The objects of the toy scenes, cropped to their boxes, in one folder for each class."""
 
     name = "toy_objects"
     supports = frozenset({"classification", "images"})
@@ -400,11 +409,11 @@ class ToyObjects(Drawn):
         return self._folders().val()
 
     def images(self) -> ImageSet:
-        """The training pictures."""
+        """Return the training images."""
         return self.train()
 
     def _folders(self) -> Layout:
-        # Whoever names the scenes alone needs no classes of pictures.
+        # Imported only here, because the toy scenes do not need it.
         from ssl_bench.data.layouts.class_folders import ClassFolders
 
         root = str(self.draw_once("toy_objects", self._write))
