@@ -195,10 +195,14 @@ def _describe_dataset(name: str, root: str) -> str | None:
     dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):
         return None
-    roles = []
-    for role in sorted(dataset.supports & SPLITS_OF_ROLES.keys()):
+    roles: list[str] = []
+    # The roles of some datasets are only known when their files are opened.
+    with suppress(SslBenchError):
+        roles = sorted(dataset.supports & SPLITS_OF_ROLES.keys())
+    lines = []
+    for role in roles:
         with suppress(SslBenchError):
             splits: list[ImageSet] = [getattr(dataset, split)() for split in SPLITS_OF_ROLES[role]]
             counts = ", ".join(f"{len(images)} {images.split}" for images in splits)
-            roles.append(f"{role} ({counts})")
-    return f"{name} in {root}: {', '.join(roles)}" if roles else None
+            lines.append(f"{role} ({counts})")
+    return f"{name} in {root}: {', '.join(lines)}" if lines else None

@@ -27,6 +27,9 @@ from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 NOT_OURS: Mapping[str, str] = {
     "git show 010040d4:tests/benchmarks/evidence/__main__.py": "names a file of an earlier commit",
     "pre-commit install": "changes the checkout",
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pth": (
+        "a program of torch"
+    ),
     "sha256sum --binary": "another system's, named for the format of its lists",
     "sha256sum --check": "another system's, named for the format of its lists",
 }
