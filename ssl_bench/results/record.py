@@ -400,7 +400,7 @@ def _require_digest(content: bytes, expected: str) -> None:
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
         rest = {name: one for name, one in json.loads(content).items() if name != "record_sha256"}
         if hashlib.sha256(_file_text(rest)).hexdigest() != expected:
-            raise ValueError("edited or damaged: the content does not match its record_sha256")
+            raise ValueError("edited or damaged: the content is not what its record_sha256 states")
 
 
 class RecordReader:
