@@ -371,7 +371,7 @@ def test_fault_14_images_of_any_size_are_probed_and_boxes_lie_inside(place, task
         ("camvid", "segmentation", "{train,val}/*.png and {train,val}annot/*.png"),
         ("spair71k", "correspondence", "JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json"),
         ("paired_folders", "segmentation", "images/{train,val}/*.jpg and masks/{train,val}/*.png"),
-        ("class_folders", "knn", "train/CLASS/PICTURE"),
+        ("class_folders", "knn", "train/CLASS/IMAGE"),
         ("folder", "pca", "images"),
     ],
 )
