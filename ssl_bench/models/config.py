@@ -4,10 +4,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.composition.fields import (
     Bounds,
     CountOrZero,
@@ -22,7 +25,6 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models.initialisers import INITIALISERS, make_initialiser
-from ssl_bench.models.registry import AttentionKind, GrayingKind, build_part, find_registered
 
 if TYPE_CHECKING:
     from ssl_bench.models.vit import EncoderModule, VisionTransformer
@@ -32,6 +34,76 @@ Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
 # Fields of ViTConfig that were keys of `init_options` in earlier versions.
 _FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
+# Import paths of the built-in kinds. A module is imported when its name is used. Installed packages
+# add names with entry points (docs/extending.md).
+_BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    # Subclasses of `EncoderConfig`, by their `kind`.
+    "model": {
+        "vit": "config:ViTConfig",
+        "conv_mixer": "convolutional:ConvMixerConfig",
+        "convnext": "convolutional:ConvNeXtConfig",
+        "timm": "timm_config:TimmConfig",
+        "state_space": "state_space:StateSpaceConfig",
+    },
+    # Functions from a configuration to a module, by the value of the field with the group's name.
+    "attention": {
+        "softmax": "vit:Attention.from_config",
+        "linear": "orthogonal:LinearAttention.from_config",
+        "osa_qr": "orthogonal:OrthogonalAttention.from_config",
+        "osa_newton_schulz": "orthogonal:OrthogonalAttention.from_config",
+    },
+    "graying": {
+        "none": "vit:no_graying",
+        "svd": "graying:TokenGraying.from_config",
+        "dct": "graying:TokenGraying.from_config",
+    },
+}
+
+
+def registered_names(group: str) -> list[str]:
+    """Return all names in the group "model", "attention" or "graying"."""
+    return [*_BUILT_IN[group], *entry_points(group)]
+
+
+def find_registered(group: str, name: str) -> Any:
+    """Import and return the class or function that has a name.
+
+    Raises:
+        ConfigurationError: The group does not contain the name.
+        BrokenFile: The module of an installed package cannot be imported.
+    """
+    if address := _BUILT_IN[group].get(name):
+        module, _, attribute = address.partition(":")
+        return attrgetter(attribute)(import_module(f"ssl_bench.models.{module}"))
+    if name in (points := entry_points(group)):
+        return load_entry_point(points[name])
+    expected = " or ".join(registered_names(group))
+    raise ConfigurationError(
+        f"expected {expected} as the name of a {group}, got {name!r}, which may need a package "
+        "that is not installed"
+    )
+
+
+def build_part(group: str, config: Any) -> Any:
+    """Build the attention or the graying that a configuration names."""
+    return find_registered(group, getattr(config, group))(config)
+
+
+class RegisteredName:
+    """A rule that accepts the names in a group."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+
+    def contains(self, value: str) -> bool:
+        return value in _BUILT_IN[self.group] or value in entry_points(self.group)
+
+    def __str__(self) -> str:
+        return " or ".join(registered_names(self.group))
+
+
+AttentionKind = Annotated[str, RegisteredName("attention")]
+GrayingKind = Annotated[str, RegisteredName("graying")]
 
 
 class EncoderConfig(ABC):

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.registry import GrayingKind
+from ssl_bench.models.config import GrayingKind, ViTConfig
 from ssl_bench.system.device import disable_autocast
 
 Tokens = Float[Tensor, "batch tokens dim"]

@@ -15,9 +15,8 @@ from ssl_bench.composition.fields import (
     Width,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import EncoderConfig, check_divisible
+from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, make_initialiser
-from ssl_bench.models.registry import GrayingKind
 
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape, TimmEncoder

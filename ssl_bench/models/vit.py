@@ -10,14 +10,13 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.config import ViTConfig, build_part
 from ssl_bench.models.initialisers import (
     INITIALISERS,
     draw_uniform,
     make_initialiser,
     set_block,
 )
-from ssl_bench.models.registry import build_part
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02

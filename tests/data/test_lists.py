@@ -6,8 +6,7 @@ from unicodedata import normalize
 import pytest
 
 from ssl_bench.data.files.file_sets import Files
-from ssl_bench.data.layouts.lists import find_image_ids, read_list
-from ssl_bench.data.splits import read_lines
+from ssl_bench.data.splits import find_image_ids, read_lines, read_list
 from ssl_bench.errors import DataError
 
 

@@ -34,8 +34,7 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.config import config_from_dict
-from ssl_bench.models.registry import find_registered, registered_names
+from ssl_bench.models.config import config_from_dict, find_registered, registered_names
 from ssl_bench.results import ResultStore
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()

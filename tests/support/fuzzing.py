@@ -32,8 +32,8 @@ from ssl_bench.data.files.images import read_image
 from ssl_bench.data.layouts.ade20k import class_names
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import parse_boxes
-from ssl_bench.data.layouts.lists import read_list
 from ssl_bench.data.layouts.voc import VocBoxes
+from ssl_bench.data.splits import read_list
 from ssl_bench.errors import SslBenchError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes

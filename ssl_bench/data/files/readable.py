@@ -4,20 +4,20 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
+    ReadOptions,
     extend_fingerprint,
     file_hashes,
     map_in_threads,
     sample_hashes,
 )
-from ssl_bench.data.files.tar_shards import TarImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage, join_alternatives
 from ssl_bench.system.output import say, show_progress
@@ -26,6 +26,33 @@ OnBadImage = Literal["fail", "skip"]
 _MAX_NAMES = 5
 # Digest that the cache stores for an image that could be decoded.
 _IS_READABLE = hashlib.sha256(b"readable").digest()
+
+
+@runtime_checkable
+class FileBackedSet(ImageSet, Protocol):
+    """An image set whose images are stored in files, each in its own file or in a tar file."""
+
+    @property
+    def options(self) -> ReadOptions: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image. In a tar file, the path ends in the name of the member."""
+        ...
+
+    def files(self, index: int) -> tuple[Path, ...]:
+        """Return the paths of all files of an image, including its mask and boxes."""
+        ...
+
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        """Return a number for each image that depends on the content of its file."""
+        ...
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of the file of an image."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -233,9 +260,9 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 
 def underlying_files(
     images: ImageSet,
-) -> tuple[FileImageSet | TarImages, Int64[np.ndarray, " images"]] | None:
+) -> tuple[FileBackedSet, Int64[np.ndarray, " images"]] | None:
     """Return the file-based set that a set is made from, and the indices into it, or None."""
-    if isinstance(images, FileImageSet | TarImages):
+    if isinstance(images, FileBackedSet):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
     files = underlying_files(inner) if isinstance(inner, ImageSet) else None

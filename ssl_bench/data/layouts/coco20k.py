@@ -13,9 +13,8 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
-from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import Layout, find_root, first_existing, name_of_images
-from ssl_bench.data.splits import Split
+from ssl_bench.data.splits import Split, find_image_ids, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
 from ssl_bench.scores import index_coco

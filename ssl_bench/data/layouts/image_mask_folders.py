@@ -13,9 +13,15 @@ from jaxtyping import Int64, Integer, UInt8
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
-from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
+from ssl_bench.data.splits import (
+    Split,
+    absent_split,
+    find_image_ids,
+    read_lines,
+    read_list,
+    require_disjoint,
+)
 from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.files import list_files
 

@@ -18,9 +18,8 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     validate_boxes,
 )
-from ssl_bench.data.layouts.lists import find_image_ids, read_list
 from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
-from ssl_bench.data.splits import Split, require_disjoint
+from ssl_bench.data.splits import Split, find_image_ids, read_list, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.process import reraise_out_of_memory
