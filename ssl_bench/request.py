@@ -9,7 +9,6 @@ from ssl_bench.composition.choices import choices, config_names, parse_names, re
 from ssl_bench.composition.compose import add_data_root, compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, ConfigurationError, escape_braces
-from ssl_bench.system.device import parse_device
 from ssl_bench.system.output import say
 
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
@@ -73,6 +72,9 @@ class ProbeRequest:
         `others` are not checked here.
         """
         if device is not None:
+            # `data list` imports this module, and is faster without torch.
+            from ssl_bench.system.device import parse_device
+
             parse_device(device)
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":

@@ -1,7 +1,7 @@
 """Corrupt images as in ImageNet-C, by name and severity, with the same random draws every time.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
-Perturbations", ICLR 2019. Only scored images are corrupted, never training images.
+Perturbations", ICLR 2019. All images except the training images are corrupted.
 """
 
 from collections.abc import Mapping, Sequence

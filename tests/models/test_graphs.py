@@ -49,7 +49,7 @@ for name, make in ENCODERS.items():
 # What runs on a GPU in the place of decompositions.
 X = torch.randn(2, 9, 6, requires_grad=True)
 FUNCTIONS = {
-    "gray_by_cholesky": lambda: raised(X, 0.7),
+    "gray_by_cholesky": lambda: gray_by_cholesky(X, 0.7),
     "basis": lambda: cholesky_basis(X),
     "phi": lambda: phi_without_waiting((X.mT @ X).tril(-1) - (X.mT @ X).triu(1)),
 }

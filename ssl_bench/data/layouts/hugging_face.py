@@ -42,7 +42,7 @@ from ssl_bench.errors import (
     join_alternatives,
 )
 from ssl_bench.network import DownloadError, open_url
-from ssl_bench.system.files import read_regular
+from ssl_bench.system.files import expand_path, read_regular
 from ssl_bench.system.output import say_once
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -291,7 +291,8 @@ class HuggingFace(IndexedDataset):
     def images_name(self) -> str:
         if self.name != "hf":
             return self.name
-        name = str(self.root).partition("@")[0].rstrip("/").rpartition("/")[2]
+        folder = expand_path(str(self.root))
+        name = folder.name if folder.is_dir() else str(self.root).partition("@")[0].split("/")[-1]
         return f"{name}-{sum(map(len, self._items.values()))}"
 
     @cached_property

@@ -35,7 +35,7 @@ def is_webdataset(root: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class WebDataset(Layout):
-    """Images `KEY.jpg`, `.jpeg`, `.png` or `.webp` in tar files, with class numbers in `KEY.cls`.
+    """Images such as `KEY.jpg` in tar files, with class numbers in `KEY.cls`.
 
     Attributes:
         root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. Training
