@@ -25,11 +25,10 @@ from ssl_bench.data.files.fingerprints import (
     ReadOptions,
     dataset_with_read_options,
 )
-from ssl_bench.data.files.images import IMAGE_SUFFIXES
+from ssl_bench.data.files.images import IMAGE_SUFFIXES, read_data_file
 from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, escape_braces
-from ssl_bench.system.files import read_regular
 
 DType = Literal["float32", "float16", "bfloat16"]
 """Names of data types in torch."""
@@ -109,15 +108,15 @@ def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file in UTF-8, or in UTF-16 with a byte order mark.
 
     Raises:
-        DataError: The file cannot be read or has another encoding.
+        DataError: The file is missing, cannot be read, or has another encoding.
     """
+    data = read_data_file(path)
     try:
-        data = read_regular(path)
         is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         text = data.decode("utf-16" if is_utf16 else "utf-8-sig")
         if "\0" in text:
             raise ValueError("it contains zero bytes")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(
             f"{path} is not a text file in UTF-8 ({error}). Download or save it again"
         ) from error

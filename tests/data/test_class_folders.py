@@ -1,10 +1,13 @@
 """Folders of pictures, plain or one a class: what is found, labelled how, and refused."""
 
+import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from ssl_bench.data.files.fingerprints import ReadOptions, with_read_options
+from ssl_bench.data.files.readable import count_shared_files
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -79,6 +82,30 @@ def test_a_share_is_taken_of_every_class_and_shares_do_not_meet(tmp_path):
     assert halves.val().ids == ("a/2.png", "a/3.png", "b/2.png", "b/3.png")
     with pytest.raises(ConfigurationError, match="share images"):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
+
+
+def test_a_class_may_be_called_train(tmp_path, capsys):
+    put(tmp_path, *(f"{name}/{number}.png" for name in ("train", "bus") for number in range(5)))
+
+    assert len(ClassFolders(tmp_path).train()) == 8
+    assert "no folder train" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fingerprint", ["content", "stat"])
+def test_a_copy_is_found_among_files_of_equal_size_and_time(tmp_path, fingerprint):
+    put(tmp_path, "train/a/1.bmp", "train/b/2.bmp", "train/b/3.bmp", "val/b/4.bmp")
+    for path in (original := tmp_path / "train/b/2.bmp", *tmp_path.rglob("*.bmp")):
+        if path.parent.parent.name == "val":
+            path.write_bytes(original.read_bytes())
+        os.utime(path, (1e9, 1e9))
+    options = ReadOptions(fingerprint)
+    dataset = ClassFolders(tmp_path)
+    train, val = (with_read_options(images, options) for images in (dataset.train(), dataset.val()))
+    assert len({path.stat().st_size for path in tmp_path.rglob("*.bmp")}) == 1
+
+    assert count_shared_files(train, val, allowed=True) == 1
+    with pytest.raises(DataError, match=r"train/b/2\.bmp is identical"):
+        count_shared_files(train, val, allowed=False)
 
 
 def test_a_useless_root_is_refused_when_it_is_used(tmp_path):

@@ -113,6 +113,16 @@ def test_boxes_of_every_form_are_the_same_corners(target):
     np.testing.assert_array_equal(sample.boxes, BOXES)
 
 
+def test_the_first_image_of_coco_may_have_no_boxes(capsys):
+    # COCO has boxes without width, which are allowed in its format only.
+    targets = [[], [{"bbox": [8, 8, 0, 16], "iscrowd": 0}]]
+    images = open_sets(images=Items(0, 2, target=targets.__getitem__)).discovery()
+
+    assert "xyxy" not in capsys.readouterr().err
+    boxes: list[Any] = [images[index].boxes for index in range(2)]
+    assert [found.tolist() for found in boxes] == [[], [[8, 8, 8, 24]]]
+
+
 def test_boxes_are_read_as_the_user_states_them():
     dataset = PythonDataset(box_format="xywh").with_sets(
         {"images": Items(0, 1, target=lambda _: [[8, 8, 16, 16]])}

@@ -93,6 +93,11 @@ def test_other_encodings_are_refused(tmp_path, content):
         read_lines(tmp_path / "list.txt")
 
 
+def test_a_missing_list_is_not_called_a_file_in_another_encoding(tmp_path):
+    with pytest.raises(DataError, match=r"list\.txt does not exist"):
+        read_lines(tmp_path / "list.txt")
+
+
 def test_an_absent_list_names_the_others(tmp_path):
     for name in ("bird_val", "boat_val", "cat_val", "cow_val", "dog_train", "train", "val"):
         (tmp_path / f"{name}.txt").touch()

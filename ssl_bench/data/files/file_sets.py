@@ -190,7 +190,7 @@ def validate_boxes(
     size: tuple[int, int] | None = None,
     *,
     stated: tuple[float, float] | None = None,
-    may_be_flat: bool = False,
+    allow_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
     """Return boxes as (x0, y0, x1, y1) with exclusive far edges, or refuse them.
 
@@ -203,7 +203,7 @@ def validate_boxes(
         names: Name of each object, for messages.
         size: Height and width of the decoded image, or None to skip the comparison with the image.
         stated: Height and width of the image according to the file, or None.
-        may_be_flat: Accept boxes without height or width, which no predicted box hits. COCO has a
+        allow_flat: Accept boxes without height or width, which no predicted box hits. COCO has a
             few, rounding creates more, and LOST counts them.
 
     Raises:
@@ -221,14 +221,14 @@ def validate_boxes(
         try:
             box = parse_numbers(row, 4)
             for axis, low, high in (("x", box[0], box[2]), ("y", box[1], box[3])):
-                if low > high or (low == high and not may_be_flat):
+                if low > high or (low == high and not allow_flat):
                     raise ValueError(
                         f"the box {box} begins at {axis} = {low:g} and ends at {high:g}"
                     )
             sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
             for axis, low, high, side in sides:
                 # A flat box may be on the edge of its image.
-                overlaps = low <= side and high >= 0 if may_be_flat else low < side and high > 0
+                overlaps = low <= side and high >= 0 if allow_flat else low < side and high > 0
                 if not overlaps or low < -side or high > 2 * side:
                     raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
         except ValueError as error:

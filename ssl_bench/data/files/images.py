@@ -42,6 +42,8 @@ _OPTIONAL_FORMATS = (
 )
 # Chunks of a PNG that may state an orientation.
 _PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+_LOSSY_FORMATS = frozenset({*_JPEG, "AVIF", "HEIF"})
+_LOSSY_NAMES = {"MPO": "JPEG", "HEIF": "HEIC", "WEBP": "lossy WebP", "TIFF": "lossy TIFF"}
 _LOSSY_COMPRESSIONS = frozenset({"jpeg", "tiff_jpeg", "webp"})
 _VOC_CLASSES = (*range(21), 255)
 
@@ -63,7 +65,7 @@ def read_image(
         UnreadableImage: The file is empty, truncated, too large or not a single image, or the range
             of its values is unknown.
     """
-    data = _read_bytes(path)
+    data = read_data_file(path)
     return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
 
 
@@ -82,7 +84,7 @@ def decode_upright(
 
 def file_orientation(path: Path) -> bytes:
     """Return the EXIF orientation of an image file as one ASCII digit, 1 to 8."""
-    return b"%d" % _read_orientation(_read_bytes(path))
+    return b"%d" % _read_orientation(read_data_file(path))
 
 
 def _read_orientation(data: bytes) -> int:
@@ -114,7 +116,7 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
     Raises:
         DataError: As for `read_image`, or the file was saved with a lossy compression.
     """
-    data = _read_bytes(path)
+    data = read_data_file(path)
     with _errors_with_name(path):
         return _to_rgb(_open_mask(data, path), data, path, bits=16)
 
@@ -133,7 +135,7 @@ def read_indices(
         DataError: As for `read_image`, or the file was saved with a lossy compression, stores
             colours instead of numbers, or has VOC's palette in another order.
     """
-    return decode_indices(_read_bytes(path), path, has_voc_palette=has_voc_palette)
+    return decode_indices(read_data_file(path), path, has_voc_palette=has_voc_palette)
 
 
 def decode_indices(
@@ -152,7 +154,8 @@ def decode_indices(
         return _stored_numbers(image, data, name)
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_data_file(path: Path) -> bytes:
+    """Return the content of a file. Raise DataError if it is missing or cannot be read."""
     try:
         return read_regular(path)
     except FileNotFoundError as error:
@@ -357,11 +360,11 @@ def _open_mask(data: bytes, name: str | Path) -> Image.Image:
     kind = str(image.format)
     is_lossy_webp = kind == "WEBP" and not _is_lossless_webp(data)
     has_lossy_parts = image.info.get("compression") in _LOSSY_COMPRESSIONS
-    if kind in _JPEG or is_lossy_webp or has_lossy_parts:
-        kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "lossy TIFF"}.get(kind, kind)
+    if kind in _LOSSY_FORMATS or is_lossy_webp or has_lossy_parts:
+        kind = _LOSSY_NAMES.get(kind, kind)
         raise DataError(
-            f"{name} is a {kind}, whose compression changes numbers and colours at edges. Use the "
-            "masks as published, or save them without loss, for example as PNG"
+            f"{name} has the format {kind}, whose compression changes numbers and colours at edges."
+            " Use the masks as published, or save them without loss, for example as PNG"
         )
     return image
 
@@ -378,10 +381,11 @@ def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
     """Return the numbers in the file. Pillow has scaled them if they have few bits."""
-    if image.mode in ("1", "P"):
-        return np.array(image).astype(np.uint8)
+    # Some programs invert the numbers of such a file and others do not.
     if _is_inverted(image):
         raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
+    if image.mode in ("1", "P"):
+        return np.array(image).astype(np.uint8)
     largest, scaled_to = _largest_sample(image, data), 255 if image.mode == "L" else _16_BITS
     if image.format == "PPM" or largest < 255:
         return (np.asarray(image).astype(np.int64) * largest + scaled_to // 2) // scaled_to
@@ -394,7 +398,7 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
     Only the header is decoded. A file without a header has no palette either.
     """
     try:
-        with Image.open(io.BytesIO(_read_bytes(path)), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(read_data_file(path)), formats=_FORMATS) as image:
             palette = image.palette.palette if image.mode == "P" and image.palette else b""
     except DataError:
         raise

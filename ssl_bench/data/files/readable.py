@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -287,17 +287,26 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
     fitted_hashes = fitted_set.file_hashes()[fitted_indices]
     scored_hashes = scored_set.file_hashes()[scored_indices]
+    is_certain = fitted_set.options.fingerprint == "content"
+
+    @cache
+    def by_content(file_hash: int) -> dict[str, int]:
+        """Return the first training image of each content among those with this hash."""
+        indices = fitted_indices[fitted_hashes == file_hash].tolist()
+        return {fitted_set.content_sha256(index): index for index in reversed(indices)}
+
     first = None
     count = 0
     for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
-        index = int(scored_indices[position])
-        match = np.flatnonzero(fitted_hashes == scored_hashes[position])[0]
-        copy = int(fitted_indices[match])
-        is_certain = fitted_set.options.fingerprint == "content"
-        if not is_certain and scored_set.content_sha256(index) != fitted_set.content_sha256(copy):
-            continue
-        first = first or (fitted_set.path(copy), scored_set.path(index))
-        count += 1
+        index, file_hash = int(scored_indices[position]), int(scored_hashes[position])
+        copy: int | None = None
+        if is_certain:
+            copy = int(fitted_indices[np.argmax(fitted_hashes == file_hash)])
+        else:
+            copy = by_content(file_hash).get(scored_set.content_sha256(index))
+        if copy is not None:
+            first = first or (fitted_set.path(copy), scored_set.path(index))
+            count += 1
     if first is not None and not allowed:
         raise DataError(
             f"the training image {first[0]} is identical to the scored image {first[1]}. "

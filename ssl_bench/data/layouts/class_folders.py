@@ -181,8 +181,8 @@ class ClassFolders(Layout):
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
             say_once(
-                f"{self._root} has no folder {_TRAIN}, so its folders are classes. The splits are "
-                f"{_ALL_TRAIN} for training and {_ALL_VAL} for scoring."
+                f"the folders in {self._root} contain images directly, so each folder is a class. "
+                f"The splits are {_ALL_TRAIN} for training and {_ALL_VAL} for scoring."
             )
             return _ALL_TRAIN, _ALL_VAL
         existing = (name for name in _VALIDATION_NAMES if (self._root / name).is_dir())

@@ -73,7 +73,7 @@ class CocoBoxes(Boxes):
             [f"{n} of {image_id}" for n in self.objects[own]],
             size,
             stated=(float(rows), float(columns)) if rows and columns else None,
-            may_be_flat=True,
+            allow_flat=True,
         )
 
     def missing(self, ids: Sequence[str]) -> list[str]:
@@ -216,7 +216,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     names, owners, corners = zip(*objects, strict=True) if objects else ((), (), ())
     # Boxes are validated before rounding, which could make an invalid box valid.
-    exact = validate_boxes(corners, annotations, names, may_be_flat=True)
+    exact = validate_boxes(corners, annotations, names, allow_flat=True)
     order = np.argsort(owners, kind="stable")
     known = sorted(images)
     return CocoBoxes(

@@ -97,7 +97,6 @@ class TableItems(Items):
             if self.columns.boxes
             else None
         )
-        self.boxes_may_be_empty = self._box_format == "xywh"
         if self.columns.label:
             self.class_names = tuple(getattr(table.features[self.columns.label], "names", ()) or ())
         names = [self.columns.image, self.columns.label, self.columns.mask]
@@ -121,7 +120,8 @@ class TableItems(Items):
                 boxes = to_corners(_boxes_of(row, columns.boxes), self._box_format)
             except (ValueError, TypeError) as error:
                 raise DataError(f"{place}, {columns.boxes}: {error}") from error
-        return Item(image, self._label_of(row, place), mask, boxes)
+        allows_flat_boxes = self._box_format == "xywh"
+        return Item(image, self._label_of(row, place), mask, boxes, allows_flat_boxes)
 
     def find_facts(self, index: int) -> Facts:
         row, place, columns = self._table[index], self.place(index), self.columns

@@ -35,12 +35,14 @@ class Item:
         label: Class of the whole image.
         mask: Stored numbers of the classes.
         boxes: Corners (x0, y0, x1, y1) in pixels, far edges exclusive.
+        allows_flat_boxes: Whether boxes without height or width are valid, as in COCO.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     label: int | None = None
     mask: Integer[np.ndarray, "rows cols"] | None = None
     boxes: Float64[np.ndarray, "boxes 4"] | None = None
+    allows_flat_boxes: bool = False
 
 
 class Facts(NamedTuple):
@@ -64,13 +66,11 @@ class Items:
         title: Name of the sequence in messages.
         annotations: Annotations that each image has.
         class_names: Names of the classes, or an empty tuple if they are unknown.
-        boxes_may_be_empty: Whether boxes without height or width are allowed.
     """
 
     title: str
     annotations: frozenset[Annotation]
     class_names: tuple[str, ...] = ()
-    boxes_may_be_empty: bool = False
 
     def __init__(self) -> None:
         self._facts: dict[int, Facts] = {}
@@ -208,7 +208,7 @@ class IndexedImages:
                 place,
                 range(len(item.boxes)),
                 size,
-                may_be_flat=self.items.boxes_may_be_empty,
+                allow_flat=item.allows_flat_boxes,
             )
         label = self._require_class(number, item.label) if "label" in self._annotations else None
         return Sample(self.ids[index], item.image, mask, boxes, label)

@@ -37,12 +37,16 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 _PIL_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _PIL_NUMBERS = ("1", "L", "P", "I", "I;16")
+_COCO_BOXES = "COCO's x, y, width, height"
 ROLES = ("train", "val", "images")
 """Keyword arguments of `ssl_bench.probe` that accept a dataset of Python."""
 
 
 class Target(NamedTuple):
-    """Kind of a target, and its value as a label, a mask or corners of boxes."""
+    """Kind of a target, and its value as a label, a mask or corners of boxes.
+
+    `format` describes the original boxes. It is "" for other targets and for an empty list.
+    """
 
     kind: Annotation | None
     value: Any = None
@@ -74,14 +78,13 @@ class PythonItems(Items):
         if not self._length:
             raise DataError(f"{self.title} has no images")
         first = self._read_raw(0)[1]
-        kind, self.boxes_may_be_empty = first.kind, first.format.startswith("COCO")
-        self._kind = kind
+        kind = self._kind = first.kind
         self.annotations = frozenset([kind] if kind else [])
         described = {
             None: "images without annotations",
             "label": "images with class labels",
             "mask": "images with masks of class numbers",
-            "boxes": f"images with boxes ({first.format})",
+            "boxes": "images with boxes" + (f" ({first.format})" if first.format else ""),
         }
         say_once(f"{self.title}: {self._length} {described[kind]}")
 
@@ -107,7 +110,11 @@ class PythonItems(Items):
         if target.kind != self._kind:
             expected = self._kind or "no target"
             raise DataError(f"{self.place(index)} has another target, expected {expected}")
-        item = Item(image, **({target.kind: target.value} if target.kind else {}))
+        item = Item(
+            image,
+            **({target.kind: target.value} if target.kind else {}),
+            allows_flat_boxes=target.format == _COCO_BOXES,
+        )
         arrays = [item.image, *(array for array in (item.mask, item.boxes) if array is not None)]
         described = [str((array.shape, array.dtype.str, item.label)).encode() for array in arrays]
         contents = [np.ascontiguousarray(array).tobytes() for array in arrays]
@@ -211,10 +218,13 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
         return Target("mask", np.array(target).astype(np.int64))
     if isinstance(target, Mapping):
         return _parse_mapping(target)
-    if isinstance(target, list) and target and all(isinstance(one, Mapping) for one in target):
+    if isinstance(target, list) and not target:
+        # CocoDetection returns this for an image without objects.
+        return Target("boxes", to_corners(target, box_format))
+    if isinstance(target, list) and all(isinstance(one, Mapping) for one in target):
         # The segments of a crowd have no box of a single object.
         boxes = [one["bbox"] for one in target if not one.get("iscrowd")]
-        return Target("boxes", to_corners(boxes, "xywh"), "COCO's x, y, width, height")
+        return Target("boxes", to_corners(boxes, "xywh"), _COCO_BOXES)
     own_format = getattr(getattr(target, "format", None), "name", None)
     array = target.detach().cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
     if array.ndim == 0 and np.issubdtype(array.dtype, np.integer):
