@@ -108,7 +108,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, which trusts files as soon as the clock of the files has moved on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprints, "_RACY_NS", 0)
+    monkeypatch.setattr(fingerprints, "RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
 
 
@@ -118,7 +118,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     whole = fingerprints._read
 
-    def read(part: fingerprints.Part) -> bytes:
+    def read(part: fingerprints.FilePart) -> bytes:
         names.append(part.file.name)
         return whole(part)
 

@@ -106,7 +106,7 @@ def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatc
     for path in photos.iterdir():
         # Files that were written this moment may change and keep their times.
         subprocess.run(["touch", "-d", "-1 hour", str(path)], check=True)
-    monkeypatch.setattr("ssl_bench.data.files.fingerprints._RACY_NS", -(10**12))
+    monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**12))
     words = probing("pca", "folder", photos, "--dry-run")
     assert main(words) == 0
 

@@ -122,7 +122,7 @@ def test_fault_54_an_interrupt_keeps_what_was_read(
     settle()
     whole = fingerprints._read
 
-    def soon_slow(part: fingerprints.Part) -> bytes:
+    def soon_slow(part: fingerprints.FilePart) -> bytes:
         if len(files_read) > 60:
             (place / "slow").touch()
             time.sleep(0.2)
@@ -147,7 +147,7 @@ def test_fault_54_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch)
     settle()
     whole = fingerprints._read
 
-    def meanwhile(part: fingerprints.Part) -> bytes:
+    def meanwhile(part: fingerprints.FilePart) -> bytes:
         digest = whole(part)
         if part.file.name == "2.jpg":
             part.file.write_bytes(b"more")

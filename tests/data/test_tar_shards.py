@@ -237,7 +237,7 @@ def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch)
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: scans.append(1) or usual(shard))
 
     # The change time of the inode is never old in a test.
-    monkeypatch.setattr(tar_shards, "_RECENT_NS", -(10**12))
+    monkeypatch.setattr(tar_shards, "RACY_NS", -(10**12))
     first = index_shard(path)
     assert index_shard(path).names == first.names
     assert len(scans) == 1

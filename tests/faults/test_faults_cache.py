@@ -201,7 +201,7 @@ def test_unfinished_work_that_others_put_there_is_not_continued(tmp_path, other_
 @pytest.mark.parametrize("kind", ["a pipe", "a link", "another user's"])
 def test_kept_digests_that_others_put_there_are_ignored(tmp_path, monkeypatch, other_owner, kind):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("ssl_bench.data.files.fingerprints._RACY_NS", -(10**18))
+    monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**18))
     file = tmp_path / "image"
     file.write_bytes(b"pixels")
 

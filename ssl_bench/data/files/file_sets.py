@@ -10,10 +10,12 @@ from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float64, Int16, Integer, UInt8, UInt64
+from jaxtyping import Float64, Int16, Integer, UInt8
 
 from ssl_bench.data.files.fingerprints import (
-    Part,
+    FilePart,
+    IdentifiedImages,
+    Identities,
     ReadOptions,
     cached_sha256,
     extend_fingerprint,
@@ -277,7 +279,7 @@ class FileSet:
         return replace(self, name=name, ids=tuple(self.ids[index] for index in indices))
 
     def identify_parts(
-        self, parts: Iterable[Part], total: int
+        self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
         """Yield the identity of each part of the files of this set, inside a `with` statement."""
         return closing(
@@ -317,7 +319,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class FileImageSet(FileSet):
+class FileImageSet(IdentifiedImages, FileSet):
     """An `ImageSet` that decodes the files of an image when it is accessed.
 
     Attributes:
@@ -350,24 +352,6 @@ class FileImageSet(FileSet):
         boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
 
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the ids, the files of images and labels, and the label meanings.
-
-        The SHA-256 of a file that has not changed since an earlier run comes from the cache.
-
-        Raises:
-            DataError: A file cannot be read.
-        """
-        return self._hashes[0]
-
-    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a number for each image that changes with the content of its file."""
-        return self._hashes[1]
-
-    def sample_hashes(self) -> list[str]:
-        """Return a text for each image that changes with its file, mask or boxes."""
-        return [f"{sample:016x}" for sample in self._hashes[2].tolist()]
-
     def path(self, index: int) -> Path:
         """Return the path of the file of an image."""
         return self.images.path(self.ids[index])
@@ -382,18 +366,17 @@ class FileImageSet(FileSet):
         return tuple(files.path(self.ids[index]) for files in (self.images, *labels) if files)
 
     @cached_property
-    def _hashes(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
-        """Fingerprint, hashes of the image files, and hashes of images with their labels."""
+    def _identities(self) -> Identities:
         # Files that are identified by size and time are not opened to read their orientation.
         reads_orientation = self.upright and self.options.fingerprint == "content"
         files_per_image = len(self.files(0)) if self.ids else 1
 
-        def parts() -> Iterator[Part]:
+        def parts() -> Iterator[FilePart]:
             for index in range(len(self)):
-                yield from map(Part, self.files(index))
+                yield from map(FilePart, self.files(index))
                 if reads_orientation:
                     path = self.path(index)
-                    yield Part(path, "orientation", partial(file_orientation, path))
+                    yield FilePart(path, "orientation", partial(file_orientation, path))
 
         def rows(identities: Iterator[str]) -> Iterator[tuple[str, ...]]:
             for image_id in self.ids:
@@ -406,10 +389,10 @@ class FileImageSet(FileSet):
         meaning = [self.masks.meaning(), self.class_names] if self.masks else []
         num_parts = (files_per_image + reads_orientation) * len(self)
         with self.identify_parts(parts(), num_parts) as identities:
-            fingerprint, files, samples = self.options.hash_rows(meaning, rows(identities))
+            hashes = self.options.hash_rows(meaning, rows(identities))
         if self.upright and not reads_orientation:
-            fingerprint = extend_fingerprint(fingerprint, ["upright"])
-        return fingerprint, files, samples
+            return hashes._replace(fingerprint=extend_fingerprint(hashes.fingerprint, ["upright"]))
+        return hashes
 
     def validate(self) -> "FileImageSet":
         """Return this set if all of its files exist. Nothing is decoded.

@@ -11,9 +11,9 @@ import stat
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from threading import Event, Lock
@@ -42,13 +42,11 @@ _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
 # Increase the number if the meaning of keys or states changes.
 _HEADER = b"ssl-bench sha256 of files 1\n"
-# An entry has a hash of the name, a hash of the state of the files, and the digest. All sizes are
-# in bytes.
-_KEY, _STATE, _DIGEST = 16, 16, 32
-_ENTRY = _KEY + _STATE + _DIGEST
-_START = len(_HEADER) + _DIGEST
+# An entry has a hash of the name, a hash of the state of the files, and the digest.
+_KEY_BYTES, _STATE_BYTES, _DIGEST_BYTES = 16, 16, 32
+_ENTRY_BYTES = _KEY_BYTES + _STATE_BYTES + _DIGEST_BYTES
 # Resolution of times on FAT. A file written more recently may change again and keep its times.
-_RACY_NS = 2 * 10**9
+RACY_NS = 2 * 10**9
 
 
 def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
@@ -95,18 +93,12 @@ class ReadOptions:
             return fingerprint
         return extend_fingerprint(fingerprint, ["bits", self.bits])
 
-    def hash_rows(
-        self, first: Sequence[object], rows: Iterable[tuple[str, ...]]
-    ) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
+    def hash_rows(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> "Identities":
         """Hash an image set as a whole and image by image.
 
         Args:
             first: Description of the set, such as the meaning of its labels.
             rows: For each image: its id, the identity of its file, and further identities.
-
-        Returns:
-            The fingerprint of the set, a hash of each image file, and a hash of each image with its
-            labels.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -115,12 +107,52 @@ class ReadOptions:
         def collect_hashes() -> Iterator[Sequence[object]]:
             yield first
             for row in rows:
-                files.append(_hash64(row[1]))
-                samples.append(_hash64(repr((first, row[1:], bits))))
+                files.append(_to_number(row[1]))
+                samples.append(_to_number(repr((first, row[1:], bits))))
                 yield row
 
         fingerprint = self.fingerprint_of(collect_hashes())
-        return fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64)
+        return Identities(fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64))
+
+
+class Identities(NamedTuple):
+    """Identities of an image set and of its images.
+
+    Attributes:
+        fingerprint: Identity of the whole set.
+        files: A number for each image that changes with its file.
+        samples: A number for each image that changes with its file, mask or boxes.
+    """
+
+    fingerprint: str
+    files: UInt64[np.ndarray, " images"]
+    samples: UInt64[np.ndarray, " images"]
+
+
+class IdentifiedImages:
+    """Base class of image sets that compute `Identities` from their files."""
+
+    @cached_property
+    def _identities(self) -> Identities:
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the ids, the files of images and labels, and the label meanings.
+
+        The SHA-256 of a file that has not changed since an earlier run comes from the cache.
+
+        Raises:
+            DataError: A file cannot be read, or has changed since the set was opened.
+        """
+        return self._identities.fingerprint
+
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        """Return a number for each image that changes with the content of its file."""
+        return self._identities.files
+
+    def sample_hashes(self) -> list[str]:
+        """Return a text for each image that changes with its file, mask or boxes."""
+        return [f"{number:016x}" for number in self._identities.samples.tolist()]
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
@@ -140,7 +172,7 @@ def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
     If the image set cannot tell its files apart, all images get the hash of its fingerprint.
     """
     method = getattr(images, "file_hashes", None)
-    return method() if method else np.full(len(images), _hash64(images.fingerprint()), np.uint64)
+    return method() if method else np.full(len(images), _to_number(images.fingerprint()), np.uint64)
 
 
 def sample_hashes(images: ImageSet) -> list[str]:
@@ -156,11 +188,11 @@ def sample_hashes(images: ImageSet) -> list[str]:
     return [f"{fingerprint} {image_id}" for image_id in images.ids]
 
 
-def _hash64(identity: str) -> int:
+def _to_number(identity: str) -> int:
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8])
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Part of a file that has an identity of its own.
 
     Attributes:
@@ -175,7 +207,7 @@ class Part(NamedTuple):
 
 
 def identify_parts(
-    parts: Iterable[Part], kind: FingerprintKind, *, title: str, folder: Path, total: int
+    parts: Iterable[FilePart], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
     """Yield the SHA-256 of each part, or the size and time of its file for the kind "stat".
 
@@ -200,7 +232,7 @@ def identify_parts(
     cache, start = DigestCache(folder), time.monotonic()
     last_save, is_announced = start, False
 
-    def digest(part: Part) -> bytes:
+    def digest(part: FilePart) -> bytes:
         name = f"{part.file.absolute()}\0{part.name}"
         return cache.get_or_compute(name, [part.file], partial(_read, part))
 
@@ -227,10 +259,10 @@ def identify_parts(
 
 def cached_sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file. Errors are those of `identify_parts`."""
-    return next(identify_parts([Part(path)], "content", title=path.name, folder=path, total=1))
+    return next(identify_parts([FilePart(path)], "content", title=path.name, folder=path, total=1))
 
 
-def _read(part: Part) -> bytes:
+def _read(part: FilePart) -> bytes:
     if part.read is not None:
         return hashlib.sha256(part.read()).digest()
     try:
@@ -278,7 +310,7 @@ class DigestCache:
     def __init__(self, subject: Path) -> None:
         self._path: Path | None = None
         try:
-            name = _hash_text(str(subject.absolute()), _KEY).hex()
+            name = _hash_text(str(subject.absolute()), _KEY_BYTES).hex()
             self._path = cache_folder(None) / "digests" / name
         except MachineError as error:
             _report_unsaved(str(error))
@@ -295,10 +327,13 @@ class DigestCache:
             DataError: A file is not a regular file, or changes during `compute`.
         """
         start, before = time.time_ns(), [file_state(path) for path in files]
-        key, state = _hash_text(name, _KEY), _hash_text(" ".join(map(str, before)), _STATE)
+        key, state = (
+            _hash_text(name, _KEY_BYTES),
+            _hash_text(" ".join(map(str, before)), _STATE_BYTES),
+        )
         entry = self._entries.get(key, b"")
-        if entry[:_STATE] == state:
-            return entry[_STATE:]
+        if entry[:_STATE_BYTES] == state:
+            return entry[_STATE_BYTES:]
         digest = compute()
         after = [file_state(path) for path in files]
         for path, old, new in zip(files, before, after, strict=True):
@@ -306,7 +341,7 @@ class DigestCache:
                 raise DataError(f"{path} changes while it is read. Wait until it is complete")
         # Store the digest only if a later change of a file will certainly change its state.
         last_change_ns = max(time_ns for _, *times, _ in before for time_ns in times)
-        if after == before and last_change_ns < start - _RACY_NS:
+        if after == before and last_change_ns < start - RACY_NS:
             with self._lock:
                 self._new[key] = state + digest
         return digest
@@ -319,24 +354,32 @@ class DigestCache:
             return
         # Load the file again, because other processes may have written it.
         body = b"".join(k + v for k, v in (_load_entries(self._path) | new).items())
-        content = _HEADER + hashlib.sha256(body).digest() + body
         try:
-            write_atomically(self._path, lambda file: file.write(content))
+            write_cache_file(self._path, _HEADER, body)
         except MachineError as error:
             _report_unsaved(f"{self._path.parent} cannot be written ({error.__cause__})")
 
 
 def _load_entries(path: Path) -> dict[bytes, bytes]:
-    try:
-        with open_trusted(path) as file:
-            content = file.read()
-    except OSError:
-        return {}
-    body = content[_START:]
-    if content[:_START] != _HEADER + hashlib.sha256(body).digest():
-        return {}
-    starts = range(0, len(body), _ENTRY)
-    return {body[i : i + _KEY]: body[i + _KEY : i + _ENTRY] for i in starts}
+    body = read_cache_file(path, _HEADER) or b""
+    starts = range(0, len(body), _ENTRY_BYTES)
+    return {body[i : i + _KEY_BYTES]: body[i + _KEY_BYTES : i + _ENTRY_BYTES] for i in starts}
+
+
+def read_cache_file(path: Path, header: bytes) -> bytes | None:
+    """Return what `write_cache_file` stored, or None if the file is missing or damaged."""
+    with suppress(OSError), open_trusted(path) as file:
+        content = file.read()
+        body = content[len(header) + _DIGEST_BYTES :]
+        if content.startswith(header + hashlib.sha256(body).digest()):
+            return body
+    return None
+
+
+def write_cache_file(path: Path, header: bytes, body: bytes) -> None:
+    """Write a header, a checksum and `body`. Errors are those of `write_atomically`."""
+    content = header + hashlib.sha256(body).digest() + body
+    write_atomically(path, lambda file: file.write(content))
 
 
 def _hash_text(text: str, size: int) -> bytes:

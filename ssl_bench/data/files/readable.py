@@ -209,25 +209,26 @@ def find_read_errors(
         known: Errors by an identity of the files. New results are added.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
+    source = images if files is None else files
     keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
-    cache = None
+    digests = None
     if files is not None:
         bits = files.options.bits
         keys = [(files.path(index), files.files(index), bits) for index in indices.tolist()]
-        cache = DigestCache(files.folder)
+        digests = DigestCache(files.folder)
 
-    def decode(source: ImageSet, index: int) -> bytes:
+    def decode(index: int) -> bytes:
         _ = source[index]
         return _IS_READABLE
 
     def find_error(position: int) -> UnreadableImage | None:
         index = int(indices[position])
         try:
-            if files is None or cache is None:
-                decode(images, index)
+            if files is None or digests is None:
+                decode(index)
             else:
                 name = f"{files.path(index).absolute()}\0readable {files.options.bits}"
-                cache.get_or_compute(name, files.files(index), partial(decode, files, index))
+                digests.get_or_compute(name, files.files(index), partial(decode, index))
         except UnreadableImage as error:
             return error
         return None
@@ -238,8 +239,8 @@ def find_read_errors(
         for position, error in map_in_threads(find_error, progress):
             known[keys[position]] = error
     finally:
-        if cache:
-            cache.save()
+        if digests:
+            digests.save()
     return [known[key] for key in keys]
 
 
@@ -281,57 +282,47 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     Raises:
         DataError: There is such an image, and `allowed` is False.
     """
+    pairs = _find_shared(fitted, scored)
+    if pairs and not allowed:
+        raise DataError(
+            f"the training image {pairs[0][0]} is identical to the scored image {pairs[0][1]}. "
+            f"{len(pairs)} of {len(scored)} scored images of {_title(scored)} are training images. "
+            "Remove them from one of the splits, or allow them",
+            hint=("data.allow_overlap=true",),
+        )
+    return len(pairs)
+
+
+def _find_shared(fitted: ImageSet, scored: ImageSet) -> list[tuple[Path | str, Path | str]]:
+    """Return an identical training image and the scored image, for each scored image with one."""
     fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
     if fitted_files is None or scored_files is None:
-        return _shared_contents(fitted, scored, allowed=allowed)
+        fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
+        if fitted_digests is None or scored_digests is None:
+            return []
+        first_ids = dict(zip(reversed(fitted_digests), reversed(fitted.ids), strict=True))
+        scored_ids = zip(scored_digests, scored.ids, strict=True)
+        return [(first_ids[digest], name) for digest, name in scored_ids if digest in first_ids]
     (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
     fitted_hashes = fitted_set.file_hashes()[fitted_indices]
     scored_hashes = scored_set.file_hashes()[scored_indices]
     is_certain = fitted_set.options.fingerprint == "content"
 
     @cache
-    def by_content(file_hash: int) -> dict[str, int]:
-        """Return the first training image of each content among those with this hash."""
+    def copies_by_content(file_hash: int) -> dict[str, int]:
         indices = fitted_indices[fitted_hashes == file_hash].tolist()
         return {fitted_set.content_sha256(index): index for index in reversed(indices)}
 
-    first = None
-    count = 0
+    pairs = []
     for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
         index, file_hash = int(scored_indices[position]), int(scored_hashes[position])
-        copy: int | None = None
         if is_certain:
             copy = int(fitted_indices[np.argmax(fitted_hashes == file_hash)])
         else:
-            copy = by_content(file_hash).get(scored_set.content_sha256(index))
+            copy = copies_by_content(file_hash).get(scored_set.content_sha256(index))
         if copy is not None:
-            first = first or (fitted_set.path(copy), scored_set.path(index))
-            count += 1
-    if first is not None and not allowed:
-        raise DataError(
-            f"the training image {first[0]} is identical to the scored image {first[1]}. "
-            f"{count} of {len(scored)} scored images of {scored.name} {scored.split} are training "
-            "images. Remove them from one of the splits, or allow them",
-            hint=("data.allow_overlap=true",),
-        )
-    return count
-
-
-def _shared_contents(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
-    """Return how many scored images are equal to a fitted image, for images without files."""
-    fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
-    if fitted_digests is None or scored_digests is None:
-        return 0
-    known = set(fitted_digests)
-    shared = [i for i, one in zip(scored.ids, scored_digests, strict=True) if one in known]
-    if shared and not allowed:
-        raise DataError(
-            f"{len(shared)} of {len(scored)} scored images of {_title(scored)} are also training "
-            f"images, the first is {shared[0]}. Remove them from one of the splits, or score them "
-            "anyway",
-            hint=("data.allow_overlap=true",),
-        )
-    return len(shared)
+            pairs.append((fitted_set.path(copy), scored_set.path(index)))
+    return pairs
 
 
 def image_digests(images: ImageSet) -> list[str] | None:

@@ -23,14 +23,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt64
+from jaxtyping import Int64
 
 from ssl_bench.data.files.fingerprints import (
-    Part,
+    RACY_NS,
+    FilePart,
+    IdentifiedImages,
+    Identities,
     ReadOptions,
     file_state,
     identify_parts,
     map_in_threads,
+    read_cache_file,
+    write_cache_file,
 )
 from ssl_bench.data.files.images import IMAGE_SUFFIXES, decode_upright
 from ssl_bench.data.samples import Sample
@@ -41,8 +46,6 @@ from ssl_bench.system.files import (
     expand_path,
     list_files,
     open_regular,
-    open_trusted,
-    write_atomically,
 )
 from ssl_bench.system.output import say_once, show_progress
 
@@ -66,8 +69,6 @@ _MAX_SHARDS = 1_000_000
 _BLOCK, _MAX_PADDING = 512, 2**20
 # Increase the number when the format of cached indices changes.
 _CACHE_HEADER = b"ssl-bench index of a tar file 2\n"
-# The coarsest file system counts time in steps of two seconds.
-_RECENT_NS = 2 * 10**9
 
 
 def find_shards(pattern: str | Path) -> list[Path]:
@@ -159,7 +160,7 @@ def index_shard(shard: Path) -> ShardIndex:
         if file_state(shard) != state:
             raise DataError(f"{shard} changes while it is read. Wait until it is complete")
         # If a file was written just now, its next change might not change its times.
-        if max(state[1:3]) < begin_ns - _RECENT_NS:
+        if max(state[1:3]) < begin_ns - RACY_NS:
             _save_index(shard, state, *names_and_places)
     return ShardIndex(*names_and_places, state[:2])
 
@@ -171,14 +172,11 @@ def _cache_file(shard: Path) -> Path:
 
 def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
     """Return cached names and places, or None if they are missing, damaged or outdated."""
-    start = len(_CACHE_HEADER) + hashlib.sha256().digest_size
-    with suppress(OSError), open_trusted(_cache_file(shard)) as file:
-        content = file.read()
-        body = content[start:]
-        if content[:start] == _CACHE_HEADER + hashlib.sha256(body).digest():
-            stored = json.loads(body)
-            if tuple(stored["state"]) == state:
-                return stored["names"], _to_array(stored["places"])
+    with suppress(MachineError):
+        body = read_cache_file(_cache_file(shard), _CACHE_HEADER)
+        stored = json.loads(body) if body is not None else {}
+        if tuple(stored.get("state", ())) == state:
+            return stored["names"], _to_array(stored["places"])
     return None
 
 
@@ -186,9 +184,8 @@ def _save_index(
     shard: Path, state: tuple[int, ...], names: list[str], places: Int64[np.ndarray, "images 3"]
 ) -> None:
     body = json.dumps({"state": state, "names": names, "places": places.tolist()}).encode()
-    content = _CACHE_HEADER + hashlib.sha256(body).digest() + body
     try:
-        write_atomically(_cache_file(shard), lambda file: file.write(content))
+        write_cache_file(_cache_file(shard), _CACHE_HEADER, body)
     except MachineError as error:
         say_once(f"cannot cache the index of tar files ({error}). XDG_CACHE_HOME=DIR moves it")
 
@@ -266,7 +263,7 @@ def _list_images(
 
 
 @dataclass(frozen=True, eq=False)
-class TarImages:
+class TarImages(IdentifiedImages):
     """An `ImageSet` over the images in tar files. Images are turned upright as EXIF says.
 
     The id of an image is `TAR/NAME`: the path of its tar file below `folder`, and its name in it.
@@ -345,24 +342,8 @@ class TarImages:
         """Return the SHA-256 of an image, however files are identified."""
         return hashlib.sha256(self._read(index)).hexdigest()
 
-    def fingerprint(self) -> str:
-        """Return a SHA-256 over the ids and the bytes of the images, or over sizes and times.
-
-        Raises:
-            DataError: A tar file cannot be read or has changed.
-        """
-        return self._identity[0]
-
-    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a number for each image that depends on its bytes."""
-        return self._identity[1]
-
-    def sample_hashes(self) -> list[str]:
-        """Return the identity of each image, whatever else the set contains."""
-        return [f"{entry:016x}" for entry in self._identity[2].tolist()]
-
     @cached_property
-    def _identity(self) -> tuple[str, UInt64[np.ndarray, " images"], UInt64[np.ndarray, " images"]]:
+    def _identities(self) -> Identities:
         if self.options.fingerprint == "stat":
             digests = (
                 f"{' '.join(map(str, self.states[shard]))} {offset} {size}"
@@ -370,7 +351,7 @@ class TarImages:
             )
             return self.options.hash_rows([], zip(self.ids, digests, strict=True))
         parts = (
-            Part(self.shards[shard], f"{offset} {size}", partial(self._read, index))
+            FilePart(self.shards[shard], f"{offset} {size}", partial(self._read, index))
             for index, (shard, offset, size, _) in enumerate(self.places.tolist())
         )
         title = f"{self.name} {self.split}"

@@ -67,17 +67,13 @@ class LabelledImages(ImageView):
 
 
 @dataclass(frozen=True)
-class ClassFolders(Layout):
-    """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
-
-    Deeper folders have no meaning. With ROOT/CLASS/, all images form the split `all`. By default,
-    the first 80 % of each class in the order of file names are then the training images.
+class ClassificationSplits(Layout):
+    """Base class of labelled images that are divided into training and scored images.
 
     Attributes:
-        root: The folder that contains the folders of the splits.
-        train_split: Folder of the training images, or a share such as `train:0-75%`. By default
-            `train`.
-        val_split: Folder of the scored images, or a share of it. By default `val`, or else `test`.
+        root: The folder that contains the splits.
+        train_split: The training images.
+        val_split: The scored images.
         known_only: Leave out scored images of classes that the training images lack. Otherwise
             such images are an error.
         name: Name in records and tables.
@@ -89,11 +85,28 @@ class ClassFolders(Layout):
     train_split: str | None = None
     val_split: str | None = None
     known_only: bool = False
-    name: str = "class_folders"
+    name: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_own_name(self.name)
+
+
+@dataclass(frozen=True)
+class ClassFolders(ClassificationSplits):
+    """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
+
+    Deeper folders have no meaning. With ROOT/CLASS/, all images form the split `all`. By default,
+    the first 80 % of each class in the order of file names are then the training images.
+
+    Attributes:
+        root: The folder that contains the folders of the splits.
+        train_split: Folder of the training images, or a share such as `train:0-75%`. By default
+            `train`.
+        val_split: Folder of the scored images, or a share of it. By default `val`, or else `test`.
+    """
+
+    name: str = "class_folders"
 
     def train(self) -> LabelledImages:
         """Return the training images.

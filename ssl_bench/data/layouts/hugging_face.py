@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import huggingface_hub
 import numpy as np
@@ -28,7 +28,7 @@ from ssl_bench.data.layouts.indexed import (
     IndexedDataset,
     Item,
     Items,
-    Part,
+    SelectedItems,
     digest_of_parts,
     require_box_format,
     to_corners,
@@ -63,12 +63,7 @@ class Columns:
     boxes: str | None
 
     def annotations(self) -> frozenset[Annotation]:
-        names: dict[Annotation, str | None] = {
-            "label": self.label,
-            "mask": self.mask,
-            "boxes": self.boxes,
-        }
-        return frozenset(kind for kind, name in names.items() if name is not None)
+        return frozenset(kind for kind in get_args(Annotation) if getattr(self, kind) is not None)
 
 
 class TableItems(Items):
@@ -114,7 +109,8 @@ class TableItems(Items):
         # Masks and boxes belong to the pixels as they are stored.
         decode = decode_image if columns.mask or columns.boxes else decode_upright
         image = decode(_bytes_of(row[columns.image], place), place, bits)
-        mask, boxes = self.read_mask(index) if columns.mask else None, None
+        mask = self.read_mask(index) if columns.mask else None
+        boxes = None
         if columns.boxes and self._box_format:
             try:
                 boxes = to_corners(_boxes_of(row, columns.boxes), self._box_format)
@@ -271,7 +267,7 @@ class HuggingFace(IndexedDataset):
     def available(self) -> Mapping[str, Items]:
         return self._items
 
-    def part(self, role: str) -> Part | None:
+    def part(self, role: str) -> SelectedItems | None:
         if role == "images" or (split := self._splits[role]) is None:
             return None
         share = Split.parse(split)
@@ -283,7 +279,9 @@ class HuggingFace(IndexedDataset):
         labels = items.labels if "label" in items.annotations else [0] * len(items)
         for index, label in enumerate(labels):
             groups.setdefault(label, []).append(f"{index:09}")
-        return Part(items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids)))
+        return SelectedItems(
+            items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids))
+        )
 
     def missing_error(self, role: str) -> DataError:
         return absent_split(role, [*self._tables], Path(str(self.root)))
@@ -298,9 +296,9 @@ class HuggingFace(IndexedDataset):
     @cached_property
     def _splits(self) -> dict[str, str | None]:
         """The split or the share of train and val, None if there is none."""
-        present = (name for name in _VALIDATION_NAMES if name in self._tables)
+        existing = (name for name in _VALIDATION_NAMES if name in self._tables)
         train = self.train_split or ("train" if "train" in self._tables else None)
-        val = self.val_split or next(present, None)
+        val = self.val_split or next(existing, None)
         if train is None and val is None:
             train = next(iter(self._tables))
         return {"train": train, "val": val}
@@ -309,7 +307,7 @@ class HuggingFace(IndexedDataset):
     def _items(self) -> Mapping[str, TableItems]:
         names = {Split.parse(split).name for split in self._splits.values() if split}
         for name in names - set(self._tables):
-            raise absent_split(name, [*self._tables], Path(str(self.root)))
+            raise self.missing_error(name)
         return {name: TableItems(self._tables[name], name, self) for name in sorted(names)}
 
     @property
@@ -340,7 +338,13 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
         raise DataError(
             f"{address} is neither a folder nor a dataset on the hub, expected ORG/NAME or a folder"
         )
-    datasets = _import_datasets()
+    try:
+        import datasets
+    except ImportError as error:
+        raise MachineError(
+            "dataset hf needs the package datasets, which is not installed; "
+            "pip install 'ssl-bench[hf]'"
+        ) from error
     with _quiet(datasets):
         try:
             if folder.is_dir():
@@ -357,17 +361,6 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
                 f"the library datasets cannot read {address} ({type(error).__name__}: {reason})"
             ) from error
     return dict(loaded)
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MachineError(
-            "dataset hf needs the package datasets, which is not installed; "
-            "pip install 'ssl-bench[hf]'"
-        ) from error
-    return datasets
 
 
 def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str | None) -> Any:

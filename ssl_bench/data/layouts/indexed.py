@@ -91,12 +91,6 @@ class Items:
         """Read what determines the identity of an item."""
         raise NotImplementedError
 
-    def largest_number(self, index: int, ignored: Sequence[int]) -> int:
-        """Return the largest number of an item's mask that is not ignored, -1 without any."""
-        mask = self.read_mask(index)
-        counted = mask[~np.isin(mask, ignored)]
-        return int(counted.max()) if counted.size else -1
-
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
         """Return the stored mask of an item whose annotations include "mask"."""
         mask = self.read(index).mask
@@ -154,12 +148,8 @@ class IndexedImages:
     is_255_unclear: bool = False
     options: ReadOptions = field(default_factory=ReadOptions)
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return self._ids
-
     @cached_property
-    def _ids(self) -> tuple[str, ...]:
+    def ids(self) -> tuple[str, ...]:
         # Zeros in front, so that sorted ids have the order of the items.
         return tuple(f"{index:07}" for index in self.indices)
 
@@ -252,7 +242,7 @@ class IndexedImages:
         return replace(self, name=name, indices=tuple(self.indices[position] for position in kept))
 
 
-class Part(NamedTuple):
+class SelectedItems(NamedTuple):
     """The items of a role, with the name of their split and the indices of its share."""
 
     items: Items
@@ -299,7 +289,7 @@ class IndexedDataset(Layout):
                 hint=("dataset.class_names=[background,object]",),
             )
 
-    def part(self, role: str) -> Part | None:
+    def part(self, role: str) -> SelectedItems | None:
         """Return the items of "train", "val" or "images", None if there are none.
 
         Raises:
@@ -365,7 +355,7 @@ class IndexedDataset(Layout):
             raise lacking(self.images_name(), "classification")
         return self._open(part)
 
-    def _open(self, part: Part, *, with_classes: bool = True) -> IndexedImages:
+    def _open(self, part: SelectedItems, *, with_classes: bool = True) -> IndexedImages:
         if not part.indices:
             raise DataError(f"{part.items.title} has no images in {part.split}")
         annotations = part.items.annotations
@@ -412,19 +402,18 @@ class IndexedDataset(Layout):
         sets = [
             items for items in self.available().values() if {"label", "mask"} & items.annotations
         ]
+        title = " and ".join(items.title for items in sets)
         names = list(dict.fromkeys(items.class_names for items in sets if items.class_names))
         if len(names) > 1:
             raise DataError(
-                f"{' and '.join(items.title for items in sets)} have different class names",
-                hint=("dataset.class_names=[a,b]",),
+                f"{title} have different class names", hint=("dataset.class_names=[a,b]",)
             )
         if names:
             return names[0]
-        if self.numbers is not None:
-            count = len(self.numbers)
+        if self.numbers is None:
+            count = 1 + max(map(self._largest_class, sets))
         else:
-            count = 1 + max(self._largest_class(items) for items in sets)
-        title = " and ".join(items.title for items in sets)
+            count = len(self.numbers)
         say_once(f"{title}: number of classes: {count} (dataset.class_names=[a,b] names them)")
         return tuple(map(str, range(count)))
 
@@ -434,10 +423,11 @@ class IndexedDataset(Layout):
             return max((facts.label or 0 for facts in items.facts(indices)), default=0)
 
         def largest(index: int) -> int:
-            try:
-                return items.largest_number(index, self._ignored)
-            except UnreadableImage:
-                return -1
+            with suppress(UnreadableImage):
+                mask = items.read_mask(index)
+                counted = mask[~np.isin(mask, self._ignored)]
+                return int(counted.max()) if counted.size else -1
+            return -1
 
         shown = show_progress(indices, f"classes of {items.title}", len(items))
         return max((number for _, number in map_in_threads(largest, shown)), default=-1)

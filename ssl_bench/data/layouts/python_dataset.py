@@ -27,7 +27,7 @@ from ssl_bench.data.layouts.indexed import (
     IndexedDataset,
     Item,
     Items,
-    Part,
+    SelectedItems,
     digest_of_parts,
     to_corners,
 )
@@ -38,8 +38,6 @@ from ssl_bench.system.process import reraise_out_of_memory
 _PIL_COLOURS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 _PIL_NUMBERS = ("1", "L", "P", "I", "I;16")
 _COCO_BOXES = "COCO's x, y, width, height"
-ROLES = ("train", "val", "images")
-"""Keyword arguments of `ssl_bench.probe` that accept a dataset of Python."""
 
 
 class Target(NamedTuple):
@@ -308,7 +306,7 @@ class PythonDataset(IndexedDataset):
     def available(self) -> Mapping[str, Items]:
         return getattr(self, "_sets", {})
 
-    def part(self, role: str) -> Part | None:
+    def part(self, role: str) -> SelectedItems | None:
         if not self.available():
             raise DataError(
                 "the dataset python exists only in Python, as ssl_bench.probe(encoder, task=TASK, "
@@ -316,7 +314,7 @@ class PythonDataset(IndexedDataset):
                 hint=("--dataset", "class_folders", "--data-root", "{folder}"),
             )
         items = self.available().get(role)
-        return Part(items, role, range(len(items))) if items else None
+        return SelectedItems(items, role, range(len(items))) if items else None
 
     def missing_error(self, role: str) -> DataError:
         return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")

@@ -18,7 +18,7 @@ from ssl_bench.data.files.file_sets import (
     parse_numbers,
     validate_boxes,
 )
-from ssl_bench.data.files.fingerprints import Part
+from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
 from ssl_bench.data.splits import Split, absent_split, read_lines
@@ -86,7 +86,7 @@ class SpairPairs(FileSet):
     def _fingerprint(self) -> str:
         paths = [self.annotations.path(pair_id) for pair_id in self.ids]
         paths += [self.images.path(image_id) for image_id in self._image_ids]
-        with self.identify_parts(map(Part, paths), len(paths)) as found:
+        with self.identify_parts(map(FilePart, paths), len(paths)) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
             return self.options.fingerprint_of(rows)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.tar_shards import (
     INVALID_LABEL,
     NO_LABEL,
@@ -13,9 +12,8 @@ from ssl_bench.data.files.tar_shards import (
     TarImages,
     find_shards,
 )
-from ssl_bench.data.layouts.class_folders import LabelledImages
+from ssl_bench.data.layouts.class_folders import ClassificationSplits, LabelledImages
 from ssl_bench.data.layouts.folder import pictures_below
-from ssl_bench.data.samples import Layout, require_own_name
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, list_files
 
@@ -34,7 +32,7 @@ def is_webdataset(root: str | Path) -> bool:
 
 
 @dataclass(frozen=True)
-class WebDataset(Layout):
+class WebDataset(ClassificationSplits):
     """Images such as `KEY.jpg` in tar files, with class numbers in `KEY.cls`.
 
     Attributes:
@@ -44,22 +42,9 @@ class WebDataset(Layout):
             `train`, or the files with `train` in their name.
         val_split: Folder or pattern of the scored images below `root`. By default the same with
             `val`, or with `test`.
-        known_only: Leave out scored images of classes that the training images lack. Otherwise
-            such images are an error.
-        name: Name in records and tables.
     """
 
-    supports = frozenset({"classification", "images"})
-
-    root: OptionalPath = None
-    train_split: str | None = None
-    val_split: str | None = None
-    known_only: bool = False
     name: str = "webdataset"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_own_name(self.name)
 
     def images(self) -> TarImages:
         """Return all images, whether they have class numbers or not."""
@@ -82,10 +67,7 @@ class WebDataset(Layout):
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
-            raise DataError(
-                f"{shared[0]} belongs to both splits",
-                hint=_CHOOSE_SPLITS,
-            )
+            raise DataError(f"{shared[0]} belongs to both splits", hint=_CHOOSE_SPLITS)
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
         numbers = _class_numbers(images)
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
