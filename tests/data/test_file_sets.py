@@ -20,7 +20,7 @@ def images(tmp_path: Path) -> FileImageSet:
 
 
 def test_an_image_that_is_named_twice_is_refused(images):
-    with pytest.raises(DataError, match="names an image twice"):
+    with pytest.raises(DataError, match="same image twice"):
         replace(images, ids=("a", "b", "a")).validate()
 
 

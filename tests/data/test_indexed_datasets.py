@@ -228,7 +228,7 @@ def test_a_limit_reads_only_the_images_that_remain():
     assert few.name == "Items-30-limit5"
     assert few.ids == ("0000000", "0000006", "0000012", "0000018", "0000024")
     few.fingerprint()
-    assert len(images.items._facts) == 5
+    assert len(images.items._identities) == 5
 
 
 def test_masks_of_0_and_255_need_a_meaning():

@@ -68,7 +68,7 @@ def test_files_and_lines_that_are_missing_or_wrong_are_named(base):
     with pytest.raises(DataError, match=r"1 of 3 pairs .* missing"):
         Spair71k(base).val()
     listed.write_text(f"{PAIRS[1].line}\n{PAIRS[1].line}\n")
-    with pytest.raises(DataError, match="names a pair twice"):
+    with pytest.raises(DataError, match="same pair twice"):
         Spair71k(base).val()
     listed.write_text("2008_000001-2008_000002:cat\n")
     with pytest.raises(DataError, match="expected NUMBER-SOURCE-TARGET:CATEGORY"):

@@ -300,8 +300,7 @@ class FileSet:
         if not self.ids:
             raise DataError(f"{self.source} gives no {kind} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
-            article = "an" if kind == "image" else "a"
-            raise DataError(f"{self.source} names {article} {kind} twice. Remove repeated lines")
+            raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
         """Raise DataError if the file of an id is missing. No file is opened."""
@@ -319,7 +318,7 @@ def join_names(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class FileImageSet(IdentifiedImages, FileSet):
+class FileImageSet(FileSet, IdentifiedImages):
     """An `ImageSet` that decodes the files of an image when it is accessed.
 
     Attributes:
@@ -353,15 +352,12 @@ class FileImageSet(IdentifiedImages, FileSet):
         return Sample(image_id, image, mask, boxes)
 
     def path(self, index: int) -> Path:
-        """Return the path of the file of an image."""
         return self.images.path(self.ids[index])
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of the file of an image, however files are identified."""
         return cached_sha256(self.path(index))
 
     def files(self, index: int) -> tuple[Path, ...]:
-        """Return the paths of all files of an image: image, mask, boxes."""
         labels = [labels.files for labels in (self.masks, self.boxes) if labels]
         return tuple(files.path(self.ids[index]) for files in (self.images, *labels) if files)
 

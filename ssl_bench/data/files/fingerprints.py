@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import UInt64
 
-from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import cache_folder, open_trusted, write_atomically
 from ssl_bench.system.output import say, say_once, show_progress
@@ -130,7 +130,28 @@ class Identities(NamedTuple):
 
 
 class IdentifiedImages:
-    """Base class of image sets that compute `Identities` from their files."""
+    """Base class of image sets whose images are files, or members of tar files.
+
+    Subclasses have the attributes `folder`, which contains all files, and `options`.
+    """
+
+    folder: Path
+    options: ReadOptions
+
+    def __getitem__(self, index: int) -> Sample:
+        raise NotImplementedError
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image. In a tar file, the path ends in the name of the member."""
+        raise NotImplementedError
+
+    def files(self, index: int) -> tuple[Path, ...]:
+        """Return the paths of all files of an image, including its mask and boxes."""
+        raise NotImplementedError
+
+    def content_sha256(self, index: int) -> str:
+        """Return the SHA-256 of the file of an image, however files are identified."""
+        raise NotImplementedError
 
     @cached_property
     def _identities(self) -> Identities:

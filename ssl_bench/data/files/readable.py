@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
 from ssl_bench.data.files.fingerprints import (
     DigestCache,
-    ReadOptions,
+    IdentifiedImages,
     extend_fingerprint,
     file_hashes,
     map_in_threads,
@@ -26,33 +26,6 @@ OnBadImage = Literal["fail", "skip"]
 _MAX_NAMES = 5
 # Digest that the cache stores for an image that could be decoded.
 _IS_READABLE = hashlib.sha256(b"readable").digest()
-
-
-@runtime_checkable
-class FileBackedSet(ImageSet, Protocol):
-    """An image set whose images are stored in files, each in its own file or in a tar file."""
-
-    @property
-    def options(self) -> ReadOptions: ...
-
-    @property
-    def folder(self) -> Path: ...
-
-    def path(self, index: int) -> Path:
-        """Return the path of an image. In a tar file, the path ends in the name of the member."""
-        ...
-
-    def files(self, index: int) -> tuple[Path, ...]:
-        """Return the paths of all files of an image, including its mask and boxes."""
-        ...
-
-    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a number for each image that depends on the content of its file."""
-        ...
-
-    def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of the file of an image."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -261,9 +234,9 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 
 def underlying_files(
     images: ImageSet,
-) -> tuple[FileBackedSet, Int64[np.ndarray, " images"]] | None:
+) -> tuple[IdentifiedImages, Int64[np.ndarray, " images"]] | None:
     """Return the file-based set that a set is made from, and the indices into it, or None."""
-    if isinstance(images, FileBackedSet):
+    if isinstance(images, IdentifiedImages):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
     files = underlying_files(inner) if isinstance(inner, ImageSet) else None
@@ -293,7 +266,7 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     return len(pairs)
 
 
-def _find_shared(fitted: ImageSet, scored: ImageSet) -> list[tuple[Path | str, Path | str]]:
+def _find_shared(fitted: ImageSet, scored: ImageSet) -> Sequence[tuple[Path | str, Path | str]]:
     """Return an identical training image and the scored image, for each scored image with one."""
     fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
     if fitted_files is None or scored_files is None:

@@ -331,15 +331,12 @@ class TarImages(IdentifiedImages):
         return replace(self, name=name, ids=ids, places=self.places[list(kept)])
 
     def path(self, index: int) -> Path:
-        """Return the path of an image as messages show it, with its name in the tar file."""
         return self.folder / self.ids[index]
 
     def files(self, index: int) -> tuple[Path, ...]:
-        """Return the path of the tar file of an image."""
         return (self.shards[int(self.places[index, 0])],)
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of an image, however files are identified."""
         return hashlib.sha256(self._read(index)).hexdigest()
 
     @cached_property

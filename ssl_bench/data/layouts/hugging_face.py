@@ -24,9 +24,9 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.images import decode_image, decode_indices, decode_upright
 from ssl_bench.data.layouts.indexed import (
     Annotation,
-    Facts,
     IndexedDataset,
     Item,
+    ItemIdentity,
     Items,
     SelectedItems,
     digest_of_parts,
@@ -119,14 +119,14 @@ class TableItems(Items):
         allows_flat_boxes = self._box_format == "xywh"
         return Item(image, self._label_of(row, place), mask, boxes, allows_flat_boxes)
 
-    def find_facts(self, index: int) -> Facts:
+    def read_identity(self, index: int) -> ItemIdentity:
         row, place, columns = self._table[index], self.place(index), self.columns
         image_digest = digest_of_parts(_bytes_of(row[columns.image], place))
         parts = [_bytes_of(row[columns.mask], place)] if columns.mask else []
         label = self._label_of(row, place)
         boxes = repr(_boxes_of(row, columns.boxes)) if columns.boxes else None
         described = repr((image_digest, label, boxes, self._box_format)).encode()
-        return Facts(digest_of_parts(described, *parts), image_digest, label)
+        return ItemIdentity(digest_of_parts(described, *parts), image_digest, label)
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
         data = _bytes_of(self._table[index][self.columns.mask], self.place(index))
@@ -360,7 +360,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
             raise DataError(
                 f"the library datasets cannot read {address} ({type(error).__name__}: {reason})"
             ) from error
-    return dict(loaded)
+    return {str(split): table for split, table in loaded.items()}
 
 
 def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str | None) -> Any:

@@ -45,7 +45,7 @@ class Item:
     allows_flat_boxes: bool = False
 
 
-class Facts(NamedTuple):
+class ItemIdentity(NamedTuple):
     """Identity of an item.
 
     Attributes:
@@ -73,7 +73,7 @@ class Items:
     class_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._facts: dict[int, Facts] = {}
+        self._identities: dict[int, ItemIdentity] = {}
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -87,7 +87,7 @@ class Items:
         """
         raise NotImplementedError
 
-    def find_facts(self, index: int) -> Facts:
+    def read_identity(self, index: int) -> ItemIdentity:
         """Read what determines the identity of an item."""
         raise NotImplementedError
 
@@ -101,20 +101,20 @@ class Items:
         """Return the name of an item in messages."""
         return f"image {index} of {self.title}"
 
-    def facts(self, indices: Sequence[int]) -> list[Facts]:
-        """Return the facts of items. Items that have not been read yet are read in threads."""
+    def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
+        """Return the identity of items. Items that have not been read yet are read in threads."""
 
-        def read(index: int) -> Facts:
+        def read(index: int) -> ItemIdentity:
             try:
-                return self.find_facts(index)
+                return self.read_identity(index)
             except UnreadableImage:
-                return Facts(_UNREADABLE, f"{_UNREADABLE} {self.place(index)}", None)
+                return ItemIdentity(_UNREADABLE, f"{_UNREADABLE} {self.place(index)}", None)
 
-        missing = [index for index in indices if index not in self._facts]
+        missing = [index for index in indices if index not in self._identities]
         shown = show_progress(missing, f"sha256 of {self.title}", len(missing))
-        for index, facts in map_in_threads(read, shown):
-            self._facts[index] = facts
-        return [self._facts[index] for index in indices]
+        for index, identity in map_in_threads(read, shown):
+            self._identities[index] = identity
+        return [self._identities[index] for index in indices]
 
 
 def digest_of_parts(*parts: bytes) -> str:
@@ -156,12 +156,12 @@ class IndexedImages:
     @property
     def labels(self) -> tuple[int, ...] | None:
         """Return the class of each image, None without classes. Items may have to be read."""
-        if "label" not in self._annotations:
+        if not self._has_labels:
             return None
         labels = []
-        for index, facts in zip(self.indices, self.items.facts(self.indices), strict=True):
+        for index, identity in zip(self.indices, self.items.identities(self.indices), strict=True):
             # The item of an unreadable image has no label, and reading it raises the error.
-            label = self.items.read(index).label if facts.label is None else facts.label
+            label = self.items.read(index).label if identity.label is None else identity.label
             labels.append(self._require_class(index, label))
         return tuple(labels)
 
@@ -193,19 +193,14 @@ class IndexedImages:
                 )
             mask = self.numbers.apply(item.mask, place)
         if item.boxes is not None:
-            boxes = validate_boxes(
-                item.boxes,
-                place,
-                range(len(item.boxes)),
-                size,
-                allow_flat=item.allows_flat_boxes,
-            )
-        label = self._require_class(number, item.label) if "label" in self._annotations else None
+            numbers, flat = range(len(item.boxes)), item.allows_flat_boxes
+            boxes = validate_boxes(item.boxes, place, numbers, size, allow_flat=flat)
+        label = self._require_class(number, item.label) if self._has_labels else None
         return Sample(self.ids[index], item.image, mask, boxes, label)
 
     @property
-    def _annotations(self) -> frozenset[Annotation]:
-        return self.items.annotations if self.class_names else frozenset()
+    def _has_labels(self) -> bool:
+        return bool(self.class_names) and "label" in self.items.annotations
 
     def _require_class(self, index: int, label: int | None) -> int:
         if label is not None and 0 <= label < len(self.class_names):
@@ -227,11 +222,11 @@ class IndexedImages:
 
     def sample_hashes(self) -> list[str]:
         """Return the digest of each item."""
-        return [facts.digest for facts in self.items.facts(self.indices)]
+        return [identity.digest for identity in self.items.identities(self.indices)]
 
     def image_digests(self) -> list[str]:
         """Return the digest of each image without its annotations."""
-        return [facts.image_digest for facts in self.items.facts(self.indices)]
+        return [identity.image_digest for identity in self.items.identities(self.indices)]
 
     def with_read_options(self, options: ReadOptions) -> "IndexedImages":
         """Return the same images, read with other options. They are identified by their content."""
@@ -420,7 +415,7 @@ class IndexedDataset(Layout):
     def _largest_class(self, items: Items) -> int:
         indices = range(len(items))
         if "label" in items.annotations:
-            return max((facts.label or 0 for facts in items.facts(indices)), default=0)
+            return max((identity.label or 0 for identity in items.identities(indices)), default=0)
 
         def largest(index: int) -> int:
             with suppress(UnreadableImage):

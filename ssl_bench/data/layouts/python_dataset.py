@@ -23,9 +23,9 @@ from torch import Tensor
 from ssl_bench.data.layouts.indexed import (
     Annotation,
     BoxFormat,
-    Facts,
     IndexedDataset,
     Item,
+    ItemIdentity,
     Items,
     SelectedItems,
     digest_of_parts,
@@ -92,18 +92,18 @@ class PythonItems(Items):
     def read(self, index: int, bits: int | None = None) -> Item:
         """Read an item, and check that it has the same content as before."""
         del bits
-        item, facts = self._read_item(index)
-        if self._facts.setdefault(index, facts).digest != facts.digest:
+        item, identity = self._read_item(index)
+        if self._identities.setdefault(index, identity).digest != identity.digest:
             raise DataError(
                 f"{self.place(index)} has changed since it was first read. Remove random "
                 "transforms from the dataset, because results are stored by its content"
             )
         return item
 
-    def find_facts(self, index: int) -> Facts:
+    def read_identity(self, index: int) -> ItemIdentity:
         return self._read_item(index)[1]
 
-    def _read_item(self, index: int) -> tuple[Item, Facts]:
+    def _read_item(self, index: int) -> tuple[Item, ItemIdentity]:
         image, target = self._read_raw(index)
         if target.kind != self._kind:
             expected = self._kind or "no target"
@@ -118,7 +118,7 @@ class PythonItems(Items):
         contents = [np.ascontiguousarray(array).tobytes() for array in arrays]
         image_digest = digest_of_parts(str(image.shape).encode(), contents[0])
         digest = digest_of_parts(image_digest.encode(), *described, *contents[1:])
-        return item, Facts(digest, image_digest, item.label)
+        return item, ItemIdentity(digest, image_digest, item.label)
 
     def _read_raw(self, index: int) -> tuple[UInt8[np.ndarray, "height width 3"], Target]:
         try:
