@@ -74,5 +74,5 @@ def test_files_and_lines_that_are_missing_or_wrong_are_named(base):
     with pytest.raises(DataError, match="expected NUMBER-SOURCE-TARGET:CATEGORY"):
         Spair71k(base).val()
     listed.write_text("")
-    with pytest.raises(DataError, match="gives no pair"):
+    with pytest.raises(DataError, match="lists no pair"):
         Spair71k(base).val()

@@ -100,7 +100,10 @@ def test_fault_82_boxes_are_of_the_size_of_their_image(place, capsys, width, cod
     assert main(probing("tokencut", "voc2012", place)) == code
 
     if code:
-        assert "is about an image of 80 x 32, which is 40 x 32" in capsys.readouterr().err
+        assert (
+            "states an image of 80 x 32 pixels, but the image has 40 x 32"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(

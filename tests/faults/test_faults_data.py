@@ -255,7 +255,7 @@ def test_fault_10_a_mask_of_another_size_is_refused(place, capsys):
     for policy in ("fail", "skip"):
         words = probing("segmentation", "voc2012", place, "--on-bad-image", policy)
         said = fails(capsys, words, 3)
-        assert "v1.png is 41 x 32 but its image" in said
+        assert "v1.png has 41 x 32 pixels, but its image" in said
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -312,7 +312,7 @@ def test_fault_13_an_empty_split_is_refused(place, capsys):
     base = voc(place)
     (base / "ImageSets/Segmentation/val.txt").write_text("\n\n")
 
-    assert "val.txt gives no image" in fails(capsys, probing("segmentation", "voc2012", place), 3)
+    assert "val.txt lists no image" in fails(capsys, probing("segmentation", "voc2012", place), 3)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "knn"])

@@ -1,4 +1,4 @@
-"""Image sets whose images, masks and boxes are files with one naming scheme."""
+"""Image sets whose images, masks and boxes are files that are named by the id of the image."""
 
 import hashlib
 import os
@@ -33,12 +33,13 @@ _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 @dataclass(frozen=True)
 class Files:
-    """Files whose names are an id and a suffix.
+    """Files in a folder whose names consist of an image id and a suffix.
 
     Attributes:
         folder: Folder of the files. An id may contain subfolders.
         suffix: End of each file name, such as ".jpg" or "_mask.png".
-        excluded_suffix: End of the names of other files in the folder that also end in `suffix`.
+        excluded_suffix: Files with this end of their names are left out, even if their names also
+            end in `suffix`.
     """
 
     folder: Path
@@ -57,14 +58,14 @@ class Files:
         )
 
     def matches(self, name: str) -> bool:
-        """Return whether a file name belongs to these files. Hidden files do not."""
+        """Return whether a file name has the right suffix. Hidden files never match."""
         is_excluded = self.excluded_suffix is not None and name.endswith(self.excluded_suffix)
         return name.endswith(self.suffix) and not is_excluded and not name.startswith(".")
 
     def missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of the files that do not exist.
+        """Return the names of the files with these ids that do not exist.
 
-        Folders are listed, because asking a network drive for each of 100,000 files takes minutes.
+        Folders are listed, because looking up 100,000 files on a network drive takes minutes.
         """
         file_names: dict[str, frozenset[str]] = {}
         missing = []
@@ -74,7 +75,7 @@ class Files:
                 file_names[folder] = frozenset()
                 with suppress(OSError), os.scandir(self.folder / folder) as entries:
                     file_names[folder] = frozenset(e.name for e in entries if e.is_file())
-            # Some file systems find a file whose name differs in case from the listed one.
+            # On some file systems, `is_file` ignores upper and lower case.
             if name not in file_names[folder] and not self.path(image_id).is_file():
                 missing.append(name)
         return missing
@@ -82,10 +83,10 @@ class Files:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Meaning of the numbers that a mask stores. All other numbers are errors.
+    """Classes of the numbers that a mask may store. Any other number is an error.
 
     Attributes:
-        classes: Class, or `IGNORED`, of each stored number from 0 to 255.
+        classes: Class of each allowed number from 0 to 255. The class may be `IGNORED`.
         hint: Advice for a mask with a number that is not in `classes`.
     """
 
@@ -95,10 +96,10 @@ class LabelMap:
     def apply(
         self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
-        """Turn stored numbers into classes.
+        """Return the class of each stored number of a mask.
 
         Raises:
-            DataError: A number has no class. The message names it and the file.
+            DataError: A number has no class. The message contains the number and the file.
         """
         if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
             raise self._unknown_label(int(stored[(stored < 0) | (stored > 255)][0]), path)
@@ -114,7 +115,7 @@ class LabelMap:
         return table
 
     def _unknown_label(self, value: int, path: str | Path) -> DataError:
-        # Consecutive numbers have the same difference to their position.
+        # In a run of consecutive numbers, number minus position is constant.
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -136,12 +137,12 @@ class Masks:
     has_voc_palette: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the classes of one mask. Errors are those of `read_indices` and `LabelMap`."""
+        """Return the class of each pixel. Errors are those of `read_indices` and `LabelMap`."""
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Return a text that changes if the same file would give other classes."""
+        """Return a text that identifies the class of every allowed number."""
         return repr(sorted(self.labels.classes.items()))
 
 
@@ -149,7 +150,7 @@ class Boxes:
     """Ground-truth boxes by image id.
 
     Attributes:
-        files: One file for each image, or None if boxes are stored in another way.
+        files: One file for each image, or None if one file stores the boxes of all images.
     """
 
     files: Files | None
@@ -166,11 +167,11 @@ class Boxes:
         raise NotImplementedError
 
     def missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of missing annotations."""
+        """Return the names of the missing annotation files of these images."""
         return self.files.missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text that changes if the same file would give other boxes."""
+        """Return a text that changes if the boxes of an image change but its files do not."""
         raise NotImplementedError
 
 
@@ -194,10 +195,10 @@ def validate_boxes(
     stated: tuple[float, float] | None = None,
     allow_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
-    """Return boxes as (x0, y0, x1, y1) with exclusive far edges, or refuse them.
+    """Return valid boxes as (x0, y0, x1, y1) in pixels, with exclusive far edges.
 
-    A box must overlap its image, and no edge may be further outside than the size of the image.
-    The part outside is not cut off, as in the code of the published methods.
+    A box must overlap its image. No edge may be further outside than the size of the image. The
+    part outside the image is not cut off, as in the code of the published methods.
 
     Args:
         corners: Four numbers per box.
@@ -205,18 +206,18 @@ def validate_boxes(
         names: Name of each object, for messages.
         size: Height and width of the decoded image, or None to skip the comparison with the image.
         stated: Height and width of the image according to the file, or None.
-        allow_flat: Accept boxes without height or width, which no predicted box hits. COCO has a
-            few, rounding creates more, and LOST counts them.
+        allow_flat: Accept boxes without height or width. COCO has a few, rounding creates more, and
+            LOST counts them as objects that no predicted box hits.
 
     Raises:
-        DataError: A box is invalid. The message names the file and the first such object.
+        DataError: A box is invalid. The message names the file and the first invalid object.
     """
     rows = corners.tolist() if isinstance(corners, np.ndarray) else corners
     if size is not None and stated not in (None, size):
         assert stated is not None
         raise DataError(
-            f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
-            f"{size[0]}. Use both as published"
+            f"{file} states an image of {stated[1]:g} x {stated[0]:g} pixels, but the image has "
+            f"{size[1]} x {size[0]}. Use both files as published"
         )
     boxes = []
     for name, row in zip(names, rows, strict=True):
@@ -229,7 +230,7 @@ def validate_boxes(
                     )
             sides = () if size is None else zip("xy", box[:2], box[2:], size[::-1], strict=True)
             for axis, low, high, side in sides:
-                # A flat box may be on the edge of its image.
+                # A flat box may lie on the edge of its image.
                 overlaps = low <= side and high >= 0 if allow_flat else low < side and high > 0
                 if not overlaps or low < -side or high > 2 * side:
                     raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
@@ -248,11 +249,11 @@ class FileSet:
     Attributes:
         name: Name of the dataset.
         split: Name of the split.
-        source: File or folder that determines the ids, for messages.
+        source: List or folder that the ids come from, for messages.
         ids: Ids of the images.
         images: The image files.
         class_names: Names of the classes, in the order of their numbers.
-        options: How the files are read and identified.
+        options: Options for reading and identifying the files.
     """
 
     name: str
@@ -281,7 +282,7 @@ class FileSet:
     def identify_parts(
         self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
-        """Yield the identity of each part of the files of this set, inside a `with` statement."""
+        """Call `fingerprints.identify_parts` for this set. Use the result in a `with` statement."""
         return closing(
             identify_parts(
                 parts,
@@ -295,15 +296,15 @@ class FileSet:
     def require_ids(self, kind: str) -> None:
         """Raise DataError if there are no ids or if an id occurs twice.
 
-        `kind` says what an id names, such as "image".
+        `kind` is the word for the items in messages, such as "image".
         """
         if not self.ids:
-            raise DataError(f"{self.source} gives no {kind} for the split {self.split}")
+            raise DataError(f"{self.source} lists no {kind} for the split {self.split}")
         if len(set(self.ids)) < len(self.ids):
             raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
-        """Raise DataError if the file of an id is missing. No file is opened."""
+        """Raise DataError if one of `files` is missing for these ids. No file is opened."""
         if missing := files.missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
@@ -319,7 +320,7 @@ def join_names(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FileImageSet(FileSet, IdentifiedImages):
-    """An `ImageSet` that decodes the files of an image when it is accessed.
+    """An `ImageSet` that decodes the files of an image when the image is accessed.
 
     Attributes:
         masks: The masks, or None.
@@ -345,8 +346,9 @@ class FileImageSet(FileSet, IdentifiedImages):
         mask = self.masks.read(image_id) if self.masks else None
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
-                f"{self.masks.files.path(image_id)} is {mask.shape[1]} x {mask.shape[0]} but its "
-                f"image {path} is {image.shape[1]} x {image.shape[0]}. Use both as published"
+                f"{self.masks.files.path(image_id)} has {mask.shape[1]} x {mask.shape[0]} pixels, "
+                f"but its image {path} has {image.shape[1]} x {image.shape[0]}. Use both as "
+                "published"
             )
         boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
@@ -363,7 +365,7 @@ class FileImageSet(FileSet, IdentifiedImages):
 
     @cached_property
     def _identities(self) -> Identities:
-        # Files that are identified by size and time are not opened to read their orientation.
+        # With data.fingerprint=stat, no file is opened, not even to read its orientation.
         reads_orientation = self.upright and self.options.fingerprint == "content"
         files_per_image = len(self.files(0)) if self.ids else 1
 
@@ -378,7 +380,7 @@ class FileImageSet(FileSet, IdentifiedImages):
             for image_id in self.ids:
                 image, *labels = islice(identities, files_per_image)
                 orientation = next(identities) if reads_orientation else _UPRIGHT
-                # An image that is rotated has another identity than its file.
+                # A rotated image has another identity than its file.
                 image = image if orientation == _UPRIGHT else f"{image} {orientation}"
                 yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
 

@@ -1,7 +1,7 @@
-"""Compute fingerprints: one SHA-256 for all images and labels of an image set.
+"""Compute the fingerprint of an image set, which is the SHA-256 of all images and labels.
 
-Each file is read once. Its SHA-256 is stored in the user's cache folder, 64 bytes per file, and
-used again as long as the size, times and inode of the file stay the same.
+Each file is read once. Its SHA-256 is stored in the user's cache folder, in 64 bytes per file. The
+stored SHA-256 is valid as long as the size, times and inode of the file stay the same.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from jaxtyping import UInt64
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import cache_folder, open_trusted, write_atomically
-from ssl_bench.system.output import say, say_once, show_progress
+from ssl_bench.system.output import say_once, show_progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,9 +40,9 @@ _CHUNKS_AHEAD = 1024
 _MAX_CHUNK = 32
 _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
-# Increase the number if the meaning of keys or states changes.
+# Increase the number if the meaning of cached keys or states changes.
 _HEADER = b"ssl-bench sha256 of files 1\n"
-# An entry has a hash of the name, a hash of the state of the files, and the digest.
+# A cache entry has a hash of its name, a hash of the state of its files, and a digest.
 _KEY_BYTES, _STATE_BYTES, _DIGEST_BYTES = 16, 16, 32
 _ENTRY_BYTES = _KEY_BYTES + _STATE_BYTES + _DIGEST_BYTES
 # Resolution of times on FAT. A file written more recently may change again and keep its times.
@@ -50,7 +50,7 @@ RACY_NS = 2 * 10**9
 
 
 def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the hexadecimal SHA-256 of rows of plain JSON types, with a prefix for "stat"."""
+    """Return the SHA-256 of rows of JSON values. The kind "stat" adds a prefix to it."""
     digest = hashlib.sha256()
     for row in rows:
         # JSON, because a name may contain any separator.
@@ -59,7 +59,7 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
 
 
 def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
-    """Return a fingerprint of the same kind for data that is described by additional rows."""
+    """Combine a fingerprint and rows of JSON values into a fingerprint of the same kind."""
     return fingerprint_of([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
 
@@ -75,20 +75,20 @@ def abbreviate_fingerprint(fingerprint: str) -> str:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read: the keys `data.fingerprint` and `data.bits`.
+    """Values of the config keys `data.fingerprint` and `data.bits`.
 
     Attributes:
         fingerprint: Identify files by their content, or by their sizes and times.
-        bits: Number of bits that 16-bit images use, if their header does not state the range.
+        bits: Number of bits that 16-bit images use if their headers do not state it, or None.
     """
 
     fingerprint: FingerprintKind = "content"
     bits: int | None = None
 
     def fingerprint_of(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint of an image set, which also depends on `bits`."""
+        """Return the fingerprint of an image set from rows of JSON values and from `bits`."""
         fingerprint = fingerprint_of(rows, self.fingerprint)
-        # With 16 bits, every image that is readable without the key has the same pixels.
+        # `bits=16` changes no pixel of an image that is readable without this key.
         if self.bits in (None, 16):
             return fingerprint
         return extend_fingerprint(fingerprint, ["bits", self.bits])
@@ -98,7 +98,7 @@ class ReadOptions:
 
         Args:
             first: Description of the set, such as the meaning of its labels.
-            rows: For each image: its id, the identity of its file, and further identities.
+            rows: Id of each image, identity of its file, and identities of its mask and boxes.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -119,9 +119,9 @@ class Identities(NamedTuple):
     """Identities of an image set and of its images.
 
     Attributes:
-        fingerprint: Identity of the whole set.
-        files: A number for each image that changes with its file.
-        samples: A number for each image that changes with its file, mask or boxes.
+        fingerprint: Fingerprint of the whole set.
+        files: Hash of the file of each image.
+        samples: Hash of the file, mask and boxes of each image.
     """
 
     fingerprint: str
@@ -130,10 +130,7 @@ class Identities(NamedTuple):
 
 
 class IdentifiedImages:
-    """Base class of image sets whose images are files, or members of tar files.
-
-    Subclasses have the attributes `folder`, which contains all files, and `options`.
-    """
+    """Base class of image sets whose images are files below `folder`, or members of tar files."""
 
     folder: Path
     options: ReadOptions
@@ -160,24 +157,22 @@ class IdentifiedImages:
     def fingerprint(self) -> str:
         """Return the SHA-256 of the ids, the files of images and labels, and the label meanings.
 
-        The SHA-256 of a file that has not changed since an earlier run comes from the cache.
-
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
         """
         return self._identities.fingerprint
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a number for each image that changes with the content of its file."""
+        """Return a hash of the file of each image."""
         return self._identities.files
 
     def sample_hashes(self) -> list[str]:
-        """Return a text for each image that changes with its file, mask or boxes."""
+        """Return a hash of the file, mask and boxes of each image, in hexadecimal digits."""
         return [f"{number:016x}" for number in self._identities.samples.tolist()]
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
-    """Return an image set that reads its files with these options, if it has files."""
+    """Return a copy of an image set with these options, or the set itself if it has no files."""
     method = getattr(images, "with_read_options", None)
     return method(options) if method else images
 
@@ -188,19 +183,19 @@ def dataset_with_read_options(dataset: Dataset, options: ReadOptions) -> Dataset
 
 
 def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
-    """Return a number for each image that changes with its file.
+    """Return a hash of the file of each image.
 
-    If the image set cannot tell its files apart, all images get the hash of its fingerprint.
+    If an image set has no hashes of its files, all images get the hash of the set's fingerprint.
     """
     method = getattr(images, "file_hashes", None)
     return method() if method else np.full(len(images), _to_number(images.fingerprint()), np.uint64)
 
 
 def sample_hashes(images: ImageSet) -> list[str]:
-    """Return a text for each image that changes with its file, mask or boxes.
+    """Return a text for each image that depends on the image's file, mask and boxes.
 
-    If files are identified by sizes and times, or the image set cannot tell its files apart, the
-    text is the fingerprint of the set followed by the image id.
+    The text is the fingerprint of the set followed by the image id if files are identified by sizes
+    and times, or if the set has no hashes of its images.
     """
     fingerprint = images.fingerprint()
     method = getattr(images, "sample_hashes", None)
@@ -214,7 +209,7 @@ def _to_number(identity: str) -> int:
 
 
 class FilePart(NamedTuple):
-    """Part of a file that has an identity of its own.
+    """A file, or a part of it that is hashed separately, such as a member of a tar file.
 
     Attributes:
         file: Path of the file.
@@ -236,9 +231,9 @@ def identify_parts(
 
     Args:
         parts: Parts of files, most of them in `folder`.
-        kind: How files are identified.
+        kind: Identify parts by their content, or by the size and time of their files.
         title: Name of the image set, for messages.
-        folder: Folder whose digests are stored together.
+        folder: Folder whose digests are stored in one cache file.
         total: Number of parts.
 
     Raises:
@@ -251,7 +246,7 @@ def identify_parts(
         yield from (f"{size} {mtime_ns}" for _, (size, mtime_ns, *_) in states)
         return
     cache, start = DigestCache(folder), time.monotonic()
-    last_save, is_announced = start, False
+    last_save = start
 
     def digest(part: FilePart) -> bytes:
         name = f"{part.file.absolute()}\0{part.name}"
@@ -262,14 +257,13 @@ def identify_parts(
         with closing(map_in_threads(digest, parts, chunk_size=chunk_size)) as digests:
             for _, part_digest in show_progress(digests, f"sha256 of {title}", total):
                 now = time.monotonic()
-                if not is_announced and now - start > _PATIENCE_SECONDS:
-                    say(
+                if now - start > _PATIENCE_SECONDS:
+                    say_once(
                         f"reading {total:,} files of {title} to compute their SHA-256, which is "
                         "stored for the next run. data.fingerprint=stat would only use their sizes "
                         "and times"
                     )
-                    is_announced = True
-                # The process may be killed.
+                # Save regularly, because the process may be killed.
                 if now - last_save > _SAVE_SECONDS:
                     cache.save()
                     last_save = now
@@ -294,13 +288,13 @@ def _read(part: FilePart) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return values of which at least one changes when the content of a file changes.
+    """Return four numbers of a file. At least one of them changes if its content changes.
 
-    The device is left out, because network folders get another number on each machine.
+    The device number is left out, because a network folder has another one on each machine.
 
     Returns:
-        Size in bytes, time of the last change of the content, time of the last change of content or
-        metadata, and inode. Times are in nanoseconds. No program can set the second time back.
+        Size in bytes, mtime in nanoseconds, ctime in nanoseconds, and inode. Programs can set the
+        mtime, but not the ctime.
 
     Raises:
         DataError: The path is missing, a broken link, or not a regular file.
@@ -319,13 +313,13 @@ def _file_error(path: Path, error: OSError) -> DataError:
 
 
 class DigestCache:
-    """File of digests, by the name of the digested data and the state of its files.
+    """Digests in a cache file. A digest is valid while `file_state` of the digested files is equal.
 
     A damaged cache file is ignored. Threads may share an instance. If several processes write the
-    same cache file, some entries may be lost and are computed again.
+    same cache file, some digests may be lost and are computed again.
 
     Args:
-        subject: Folder or file whose digests are stored together.
+        subject: Folder or file whose digests are stored in one cache file.
     """
 
     def __init__(self, subject: Path) -> None:
@@ -342,7 +336,7 @@ class DigestCache:
     def get_or_compute(
         self, name: str, files: Sequence[Path], compute: Callable[[], bytes]
     ) -> bytes:
-        """Return the stored digest, or call `compute` if the state of a file has changed.
+        """Return the stored digest of `name`, or call `compute` if the state of a file has changed.
 
         Raises:
             DataError: A file is not a regular file, or changes during `compute`.
@@ -417,15 +411,15 @@ def _report_unsaved(reason: str) -> None:
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], *, chunk_size: int = 1
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item with the result of `function`, in order. Items are taken as needed.
+    """Yield each item with the result of `function`, in the order of the items.
 
     If the generator is closed, it waits for the calls that are running and starts no more.
 
     Args:
         function: Function that threads may call at the same time.
-        items: Any number of items.
-        chunk_size: Number of items that a thread takes at once. More than one is faster if a call
-            is shorter than handing an item to a thread.
+        items: Any number of items. They are taken from the iterable shortly before their calls.
+        chunk_size: Number of items that a thread takes at once. Larger chunks are faster if the
+            calls are short.
     """
     stop = Event()
 
@@ -436,7 +430,7 @@ def map_in_threads(
     chunks = iter(lambda: list(islice(remaining, chunk_size)), [])
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        # The pool would queue a million chunks at once.
+        # Without groups, the pool would queue all chunks of a large set at once.
         while group := list(islice(chunks, _CHUNKS_AHEAD)):
             for pairs in pool.map(apply_to_chunk, group):
                 yield from pairs

@@ -57,13 +57,13 @@ def read_image(
         path: The image file.
         bits: Number of bits that a 16-bit image uses, such as 12 for values up to 4095. It is
             required unless the header states the range of values.
-        upright: Apply the EXIF orientation. Leave this out if masks or boxes belong to the image:
-            those of VOC, ADE20K and COCO refer to the pixels as they are stored.
+        upright: Apply the EXIF orientation. Use False for images with masks or boxes, because those
+            of VOC, ADE20K and COCO refer to the pixels as they are stored.
 
     Raises:
         DataError: The file is missing.
-        UnreadableImage: The file is empty, truncated, too large or not a single image, or the range
-            of its values is unknown.
+        UnreadableImage: The file is empty, truncated or too large, does not contain exactly one
+            image, or does not state the range of its values.
     """
     data = read_data_file(path)
     return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
@@ -83,12 +83,12 @@ def decode_upright(
 
 
 def file_orientation(path: Path) -> bytes:
-    """Return the EXIF orientation of an image file as one ASCII digit, 1 to 8."""
+    """Return the EXIF orientation of an image file as an ASCII digit from 1 to 8."""
     return b"%d" % _read_orientation(read_data_file(path))
 
 
 def _read_orientation(data: bytes) -> int:
-    # Pillow turns a TIFF itself. For a PNG, it would decode all pixels to find the orientation.
+    # Pillow rotates a TIFF itself. For a PNG, it would decode all pixels to find the orientation.
     if _is_tiff(data) or (data[1:4] == b"PNG" and not any(chunk in data for chunk in _PNG_EXIF)):
         return 1
     try:
@@ -104,17 +104,17 @@ def _read_orientation(data: bytes) -> int:
 def decode_image(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode the content of an image file as `read_image` does. Errors contain `name`."""
+    """Decode the bytes of an image file as `read_image` does. Errors contain `name`."""
     with _errors_with_name(name):
         pixels = _decode_jpeg(data)
         return _to_rgb(_open(data, name), data, name, bits) if pixels is None else pixels
 
 
 def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
-    """Read a mask that has one colour per class.
+    """Read a mask file with one colour per class. Return its pixels as 8-bit RGB.
 
     Raises:
-        DataError: As for `read_image`, or the file was saved with a lossy compression.
+        DataError: The file cannot be read, or was saved with a lossy compression.
     """
     data = read_data_file(path)
     with _errors_with_name(path):
@@ -124,16 +124,16 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
 def read_indices(
     path: Path, *, has_voc_palette: bool = False
 ) -> Integer[np.ndarray, "height width"]:
-    """Read the numbers that a mask stores. A palette is not applied.
+    """Read the numbers that a mask file stores. The palette of the file is not applied.
 
     Args:
         path: The mask file.
-        has_voc_palette: Compare the palette with VOC's. For other masks, it is only compared if it
-            contains the colour of VOC's object borders, which no other dataset uses.
+        has_voc_palette: Require the palette of VOC. If this is False, only palettes with the colour
+            of VOC's object borders must be in VOC's order. No other dataset uses this colour.
 
     Raises:
-        DataError: As for `read_image`, or the file was saved with a lossy compression, stores
-            colours instead of numbers, or has VOC's palette in another order.
+        DataError: The file cannot be read, was saved with a lossy compression, stores colours
+            instead of numbers, or has VOC's palette in another order.
     """
     return decode_indices(read_data_file(path), path, has_voc_palette=has_voc_palette)
 
@@ -141,7 +141,7 @@ def read_indices(
 def decode_indices(
     data: bytes, name: str | Path, *, has_voc_palette: bool = False
 ) -> Integer[np.ndarray, "height width"]:
-    """Decode the content of a mask file as `read_indices` does. Errors contain `name`."""
+    """Decode the bytes of a mask file as `read_indices` does. Errors contain `name`."""
     with _errors_with_name(name):
         image = _open_mask(data, name)
         if image.mode not in _MASK_MODES:
@@ -222,8 +222,8 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
                 f"{name} has {image.width} x {image.height} pixels, expected at most {_MAX_PIXELS}."
                 " Shrink it"
             )
-        # The frames of a TIFF are pages, which were checked. A JPEG or HEIC may contain a thumbnail
-        # or a depth map.
+        # The frames of a TIFF are its pages, which `_describe_unsupported_tiff` has counted. A JPEG
+        # or HEIC may also contain a thumbnail or a depth map.
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
             raise _not_one_image(name, f"a {image.format} of {frames} frames")
@@ -250,7 +250,7 @@ def _not_one_image(name: str | Path, kind: str) -> UnreadableImage:
 
 
 def _possible_formats(data: bytes) -> tuple[str, ...]:
-    """Return the formats that Pillow may try: HEIC and AVIF by their brand, if supported."""
+    """Return the formats that Pillow may try. HEIC and AVIF are recognised by their brand."""
     brand = _brand(data)
     if brand in _HEIC and _has_heif():
         return ("HEIF",)
@@ -260,7 +260,7 @@ def _possible_formats(data: bytes) -> tuple[str, ...]:
 def _brand(data: bytes) -> bytes:
     """Return the brand in the first box of a HEIC or AVIF file, or b"" for other files."""
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
-    # Two brands are general. The list of compatible brands after them is more specific.
+    # The brands mif1 and msf1 are general. A list of more specific brands follows them.
     is_avif = brand in (b"mif1", b"msf1") and b"avif" in data[16:64]
     return b"avif" if is_avif else brand
 
@@ -278,7 +278,7 @@ def _has_heif() -> bool:
 def _to_rgb(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    # Pillow keeps the upper 8 bits of CMYK, which is made for print and uses all 16 bits.
+    # Pillow keeps the upper 8 of 16 bits of CMYK. Such files use all bits, so this is correct.
     if image.mode not in ("CMYK", "LAB") and _largest_sample(image, data) > 255:
         image = _scale_to_8_bits(image, data, name, bits)
     if image.mode not in _MODES:
@@ -294,14 +294,14 @@ def _scale_to_8_bits(
 ) -> Image.Image:
     """Scale samples of 9 to 16 bits so that white becomes 255.
 
-    White is the largest sample that the header allows. A header that only gives 16 bits does not
-    say whether all of them are used, so white is 2**bits - 1 there.
+    White is the largest sample that the header allows. If the header allows 16 bits, it does not
+    say whether the samples use all of them. White is then 2**bits - 1.
     """
     allowed, is_colour = _largest_sample(image, data), len(image.getbands()) > 1
     if image.format == "PPM" and allowed < _16_BITS:
-        # Pillow has scaled the samples to 8 bits for colour and to 16 bits for grey.
+        # Pillow has scaled colours to 8 bits, and grey values to 16 bits.
         return image if is_colour else _divide(np.asarray(image), _16_BITS)
-    # Values of a PNG with the chunk sBIT use all 16 bits, as the PNG specification requires.
+    # The PNG specification requires that samples use all 16 bits if the chunk sBIT is present.
     has_sbit = image.format == "PNG" and b"sBIT" in data[: data.find(b"IDAT")]
     is_stated = allowed < _16_BITS or has_sbit
     white = allowed if is_stated else None
@@ -348,7 +348,7 @@ def _largest_sample(image: Image.Image, data: bytes) -> int:
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         return min(_16_BITS, _largest_tiff_sample(image.tag_v2))
     if image.format == "PPM" and image.mode != "1":
-        # Width, height and the largest sample follow, each after white space and comments.
+        # The header contains width, height and the largest sample, after blanks and comments.
         match = re.match(rb"P[2356]" + 3 * rb"(?:\s|#[^\r\n]*+)++(\d+)", data)
         assert match, "Pillow has decoded the image"
         return int(match[3])
@@ -380,8 +380,8 @@ def _is_lossless_webp(data: bytes) -> bool:
 def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
-    """Return the numbers in the file. Pillow has scaled them if they have few bits."""
-    # Some programs invert the numbers of such a file and others do not.
+    """Return the numbers that a file stores. Undo Pillow's scaling of numbers with few bits."""
+    # Programs differ in whether they invert the numbers of such a file.
     if _is_inverted(image):
         raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
     if image.mode in ("1", "P"):
@@ -393,9 +393,10 @@ def _stored_numbers(
 
 
 def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
-    """Return the number of each colour that occurs once in a palette. Other files have none.
+    """Return the number of each colour that occurs exactly once in the palette of a file.
 
-    Only the header is decoded. A file without a header has no palette either.
+    A file without a palette, or with a damaged header, has no such colours. Only the header is
+    decoded.
     """
     try:
         with Image.open(io.BytesIO(read_data_file(path)), formats=_FORMATS) as image:
@@ -414,20 +415,20 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     """Return the RGB colours of VOC's palette for the numbers 0 to 255."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    # Bit k of a number is bit 7 - k // 3 of channel k % 3. So a number fills 8 of 3 x 8 bits, and
-    # each row of this array holds one bit of the three channels.
+    # Bit k of a number is bit 7 - k // 3 of channel k % 3. Each row of this array holds one bit of
+    # each channel.
     rows = np.pad(bits, ((0, 0), (0, 16))).reshape(256, 8, 3)
     return np.packbits(rows, axis=1)[:, 0]
 
 
 def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
-    """Refuse a mask whose palette has VOC's colours at other numbers.
+    """Raise DataError if the palette of a mask has colours of VOC at other numbers than VOC.
 
     Image editors sort or compress palettes. The colours stay equal, but the numbers change.
     """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
-    # Palettes are filled with black after the colours in use, so count each colour only once.
+    # After the used colours, palettes are filled with black. Only count each colour once.
     first_entries = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
     numbers = [n for n in np.unique(np.asarray(image)).tolist() if n in first_entries]
     meanings = {
@@ -448,7 +449,7 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
 
 # TIFF files.
 
-# Pillow knows 16-bit samples with zero for white in only one of the two byte orders.
+# In one of the two byte orders, Pillow cannot read 16-bit samples with zero for white.
 TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 # Bits of NewSubfileType: the page is a thumbnail or a transparency mask of another page.
@@ -464,9 +465,9 @@ def _is_tiff(data: bytes) -> bool:
 
 
 def _describe_unsupported_tiff(data: bytes) -> str | None:
-    """Say what a TIFF contains other than one image, or return None.
+    """Return a description of a TIFF that cannot be read as one image, or None for other TIFFs.
 
-    If it has one more band than colours, that band is transparency, which is dropped.
+    A TIFF may have one more band than colours. This band is transparency, which is dropped.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return "a BigTIFF with the high byte first"
@@ -496,13 +497,13 @@ def _largest_tiff_sample(page: Mapping[int, Any]) -> int:
     """Return the largest sample that the tags of a TIFF allow."""
     tags = (Tag.MaxSampleValue, Tag.SMaxSampleValue)
     values = [int(np.max(page[tag])) for tag in tags if tag in page]
-    # Any value other than 2^n - 1 is the largest one that occurs in the image.
+    # A value that is not 2^n - 1 is the largest sample of this image, not the largest allowed one.
     limits = [value for value in values if value > 255 and value & (value + 1) == 0]
     return min([2 ** _bits_per_sample(page) - 1, *limits])
 
 
 def _is_inverted(image: Image.Image) -> bool:
-    """Return whether zero is white, which only a TIFF can state."""
+    """Return whether zero is white in a file. Only a TIFF can state this."""
     return isinstance(image, TiffImagePlugin.TiffImageFile) and (
         image.tag_v2.get(Tag.PhotometricInterpretation, _WHITE_IS_ZERO) == _WHITE_IS_ZERO
     )
@@ -513,7 +514,7 @@ def _bits_per_sample(page: Mapping[int, Any]) -> int:
 
 
 def _tiff_pages(data: bytes) -> list[Directory]:
-    """Return the tags of each page. Pillow only gives those of a page that it can decode."""
+    """Return the tags of each page. Pillow does not return the tags of undecodable pages."""
     # The header of a BigTIFF has 16 bytes.
     file, header = io.BytesIO(data), data[: 16 if data[2] == 43 else 8]
     pages, offsets = [Directory(header)], set[int]()

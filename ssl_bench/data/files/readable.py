@@ -1,4 +1,4 @@
-"""Leave out images that cannot be read, and find images that are in two sets."""
+"""Leave out images that cannot be read, and find images that occur in two image sets."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ _IS_READABLE = hashlib.sha256(b"readable").digest()
 
 @dataclass(frozen=True)
 class ImageSubset(ImageView):
-    """Some images of an `ImageSet`.
+    """A subset of an `ImageSet`.
 
     Attributes:
         indices: Ascending indices into `images`.
-        own_name: Name of the subset, or None for the name of the whole set.
+        own_name: Name of the subset. If it is None, the subset has the name of the whole set.
     """
 
     indices: tuple[int, ...]
@@ -64,7 +64,7 @@ class ImageSubset(ImageView):
 
 
 def select_images(images: ImageSet, name: str, indices: Sequence[int]) -> ImageSet:
-    """Return some images of a set as a set with another name."""
+    """Return the images with these indices as a set with another name."""
     method = getattr(images, "select", None)
     return method(name, indices) if method else ImageSubset(images, tuple(indices), name)
 
@@ -74,8 +74,9 @@ class ReadabilityCache:
     """Results of decoding images, shared by all tasks of a command.
 
     Attributes:
-        errors: Error of each image, or None for a readable one, by an identity of its files.
-        messages: Messages that have been printed.
+        errors: Error of each decoded image, or None if it is readable. The key identifies its files
+            and how they were read.
+        messages: Messages that have already been printed.
     """
 
     errors: dict[object, UnreadableImage | None] = field(default_factory=dict)
@@ -85,13 +86,13 @@ class ReadabilityCache:
 class ReadableDataset(DatasetView):
     """A dataset without the images that cannot be read.
 
-    All images of a set are decoded when the set is opened, before anything is computed. Later
-    commands only decode files whose size or times have changed. One message says how many images
-    are used and which ones are left out.
+    When an image set is opened, all of its images are decoded. Later commands only decode files
+    whose size or times have changed. One message says how many images are used and which ones are
+    left out.
 
     Args:
         dataset: The complete dataset.
-        cache: Results for images that have been decoded already.
+        cache: Results of images that have already been decoded.
         must_be_complete: Raise UnreadableImage instead of leaving images out.
     """
 
@@ -103,7 +104,7 @@ class ReadableDataset(DatasetView):
         self._left_out: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
 
     def left_out(self) -> dict[str, list[str]]:
-        """Return the ids of the images that are left out, for each split that lacks images."""
+        """Return the ids of the omitted images, by the name of their split."""
         by_split: dict[str, list[str]] = {}
         for (_, split, _), ids in self._left_out.items():
             if ids:
@@ -131,10 +132,10 @@ class ReadableDataset(DatasetView):
 def leave_out_unreadable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """Return a view of a dataset without unreadable images if the user or the dataset wants this.
+    """Return `view`, without its unreadable images if the user or the dataset leaves them out.
 
-    The user's choice has priority. If a dataset with `leaves_out_unreadable` is used with "fail",
-    its images are also decoded before anything is computed.
+    The user's choice has priority. If the user chose "fail" for a dataset with
+    `leaves_out_unreadable`, an unreadable image is an error when its image set is opened.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
         return ReadableDataset(view, cache, must_be_complete=on_bad_image == "fail")
@@ -142,7 +143,7 @@ def leave_out_unreadable(
 
 
 def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
-    """Raise UnreadableImage with the number of unreadable images and the first error, if any."""
+    """Raise UnreadableImage with the number of errors and the first error, if there are any."""
     unreadable = [error for error in errors if error is not None]
     if unreadable:
         count = f"{len(unreadable)} of {len(images)} images of {_title(images)} cannot be read"
@@ -151,7 +152,7 @@ def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None])
 
 
 def left_out_label(left_out: dict[str, list[str]]) -> str:
-    """Return a short text that identifies the images, such as `2 of train, 1 of val (3f9a01)`."""
+    """Return a text that identifies the omitted images: `2 of train, 1 of val (3f9a01)`."""
     lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
     counts = ", ".join(f"{len(ids)} of {split}" for split, ids in sorted(left_out.items()))
@@ -159,12 +160,12 @@ def left_out_label(left_out: dict[str, list[str]]) -> str:
 
 
 def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
-    """Return what a record stores for each split: the number of images and the first names."""
+    """Return the number of omitted images and their first ids, by split, for a record."""
     return {s: {"count": len(ids), "first": ids[:_MAX_NAMES]} for s, ids in left_out.items()}
 
 
 def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
-    """Return the error with an additional hint to leave out unreadable images."""
+    """Return a copy of an error with an additional hint to leave out unreadable images."""
     hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
     with_hint = UnreadableImage(f"{error}, or leave such images out", hint=hint)
     with_hint.is_raised_on_all_ranks = error.is_raised_on_all_ranks
@@ -174,12 +175,11 @@ def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
 def find_read_errors(
     images: ImageSet, known: dict[object, UnreadableImage | None]
 ) -> list[UnreadableImage | None]:
-    """Decode all images and return the error of each one, or None if it is readable.
+    """Decode all images. Return the error of each image, or None if the image is readable.
 
     Args:
-        images: The images. If they are made from files, the files are decoded without further
-            processing.
-        known: Errors by an identity of the files. New results are added.
+        images: The images. Images from files are decoded without further processing.
+        known: Results of images that have already been decoded. New results are added.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -218,7 +218,7 @@ def find_read_errors(
 
 
 def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
-    """Return a phrase for each remedy: how many images need it, and the first names."""
+    """Return phrases such as "2 cannot be read: a, b", one for each remedy of the errors."""
     by_remedy: dict[str, list[str]] = {}
     for image_id, error in zip(images.ids, errors, strict=True):
         if error is not None:
@@ -235,7 +235,10 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 def underlying_files(
     images: ImageSet,
 ) -> tuple[IdentifiedImages, Int64[np.ndarray, " images"]] | None:
-    """Return the file-based set that a set is made from, and the indices into it, or None."""
+    """Return the image set of the original files and, for each image, the index into that set.
+
+    Return None if the images do not come from files.
+    """
     if isinstance(images, IdentifiedImages):
         return images, np.arange(len(images))
     inner = getattr(images, "images", None)
@@ -248,12 +251,12 @@ def underlying_files(
 def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    If files are identified by size and time, files with equal size and time are read and compared.
-    Sets without files are compared by the digests of their images, if they have them. Both
-    fingerprints are computed.
+    If files are identified by size and time, files of equal size and time are read and compared.
+    Sets without files are compared by the digests of their images. If a set has neither files nor
+    digests, the count is 0.
 
     Raises:
-        DataError: There is such an image, and `allowed` is False.
+        DataError: The count is not 0, and `allowed` is False.
     """
     pairs = _find_shared(fitted, scored)
     if pairs and not allowed:
@@ -267,7 +270,7 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
 
 
 def _find_shared(fitted: ImageSet, scored: ImageSet) -> Sequence[tuple[Path | str, Path | str]]:
-    """Return an identical training image and the scored image, for each scored image with one."""
+    """Return pairs of a training image and an identical scored image, as paths or ids."""
     fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
     if fitted_files is None or scored_files is None:
         fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
@@ -299,7 +302,7 @@ def _find_shared(fitted: ImageSet, scored: ImageSet) -> Sequence[tuple[Path | st
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a digest of each original image, None for sets that do not know it."""
+    """Return a digest of each original image, or None if the set has no such digests."""
     if own := getattr(images, "image_digests", None):
         return own()
     inner = getattr(images, "images", None)

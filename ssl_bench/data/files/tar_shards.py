@@ -1,8 +1,8 @@
-"""Images in tar files, as WebDataset writes them, read in place and in any order.
+"""Read images from tar files of WebDataset in any order, without unpacking them.
 
-A sample is all members of a tar file that share a key. The key is the path up to the first dot of
-the file name: `cat/07.jpg` and `cat/07.cls` are the image and the class number of `cat/07`. An
-index lists the offset of every image, so nothing is unpacked, and a sampler can draw any image.
+All members of a tar file with the same key form a sample. The key is the path up to the first dot
+of the file name. For example, `cat/07.jpg` and `cat/07.cls` are the image and the class number of
+the sample `cat/07`. An index lists the offset of every image.
 
 Source of the format: https://github.com/webdataset/webdataset
 """
@@ -65,14 +65,14 @@ _MAX_LABEL_BYTES = 64
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MAX_SHARDS = 1_000_000
-# Zeros that a tar file ends with: two blocks, and padding to the size of a record.
+# A tar file ends with zeros: two blocks, and padding to the size of a record.
 _BLOCK, _MAX_PADDING = 512, 2**20
 # Increase the number when the format of cached indices changes.
 _CACHE_HEADER = b"ssl-bench index of a tar file 2\n"
 
 
 def find_shards(pattern: str | Path) -> list[Path]:
-    """Return the tar files that a path names, in the order of their paths.
+    """Return the tar files that a path or pattern stands for, sorted by path.
 
     Args:
         pattern: A tar file, a folder that contains tar files, or a pattern. In a pattern,
@@ -80,7 +80,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
             characters.
 
     Raises:
-        DataError: A tar file is missing, or there is none.
+        DataError: A tar file is missing, or a folder has no tar file.
     """
     path = expand_path(pattern)
     if path.is_dir():
@@ -115,7 +115,7 @@ def _glob(pattern: Path) -> list[Path]:
 
 
 def _expand_braces(text: str) -> Iterator[str]:
-    """Yield the texts that a shell makes of `{000..099}` and `{a,b}`, without nested braces."""
+    """Expand `{000..099}` and `{a,b}` as a shell does. Nested braces are not supported."""
     match = _BRACES.search(text)
     if match is None:
         yield text
@@ -135,9 +135,9 @@ class ShardIndex(NamedTuple):
     """The images in a tar file.
 
     Attributes:
-        names: Paths in the tar file, sorted.
-        places: For each image its offset and size in bytes, and its class number, `NO_LABEL`
-            without a `.cls` member, or `INVALID_LABEL`.
+        names: Paths of the images in the tar file, sorted.
+        places: Offset in bytes, size in bytes and class number of each image. The class number is
+            `NO_LABEL` if there is no `.cls` member, and `INVALID_LABEL` if it has no number.
         state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
@@ -150,8 +150,8 @@ def index_shard(shard: Path) -> ShardIndex:
     """List the images in a tar file. The list is cached until the tar file changes.
 
     Raises:
-        DataError: The file is no uncompressed tar file, is damaged or changes while it is read, or
-            a sample has no image.
+        DataError: The file is not an uncompressed tar file, is damaged, changes while it is read,
+            or contains a sample without an image.
     """
     begin_ns, state = time.time_ns(), file_state(shard)
     names_and_places = _load_index(shard, state)
@@ -159,7 +159,7 @@ def index_shard(shard: Path) -> ShardIndex:
         names_and_places = _scan(shard)
         if file_state(shard) != state:
             raise DataError(f"{shard} changes while it is read. Wait until it is complete")
-        # If a file was written just now, its next change might not change its times.
+        # If the file has just been written, another change may leave its times unchanged.
         if max(state[1:3]) < begin_ns - RACY_NS:
             _save_index(shard, state, *names_and_places)
     return ShardIndex(*names_and_places, state[:2])
@@ -171,7 +171,7 @@ def _cache_file(shard: Path) -> Path:
 
 
 def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
-    """Return cached names and places, or None if they are missing, damaged or outdated."""
+    """Return the cached names and places, or None if the cache file is missing or outdated."""
     with suppress(MachineError):
         body = read_cache_file(_cache_file(shard), _CACHE_HEADER)
         stored = json.loads(body) if body is not None else {}
@@ -187,7 +187,10 @@ def _save_index(
     try:
         write_cache_file(_cache_file(shard), _CACHE_HEADER, body)
     except MachineError as error:
-        say_once(f"cannot cache the index of tar files ({error}). XDG_CACHE_HOME=DIR moves it")
+        say_once(
+            f"cannot store the index of tar files for the next run: {error}. Set XDG_CACHE_HOME to "
+            "another folder"
+        )
 
 
 def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
@@ -219,7 +222,7 @@ def _list_images(
                 f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
                 f"{command} {shard}"
             )
-    # By key: the name and place of the image, the class number, and the name of the first member.
+    # Three dictionaries by key: name and place of the image, class number, and first member.
     images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
@@ -247,7 +250,7 @@ def _list_images(
                 labels[key] = int(label[1]) if label else INVALID_LABEL
             else:
                 images[key] = f"{key}.{match[2]}", member.offset_data, member.size
-        # tarfile also stops at a damaged header.
+        # tarfile stops without an error at a damaged header, so check what follows.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
@@ -264,17 +267,18 @@ def _list_images(
 
 @dataclass(frozen=True, eq=False)
 class TarImages(IdentifiedImages):
-    """An `ImageSet` over the images in tar files. Images are turned upright as EXIF says.
+    """An `ImageSet` of the images in tar files. Their EXIF orientation is applied.
 
-    The id of an image is `TAR/NAME`: the path of its tar file below `folder`, and its name in it.
+    The id of an image is `TAR/NAME`. TAR is the path of its tar file below `folder`, and NAME is
+    its path in the tar file.
 
     Attributes:
-        folder: Folder above all tar files.
+        folder: Folder that contains all tar files, directly or in subfolders.
         shards: The tar files.
         states: Size in bytes and modification time in nanoseconds of each tar file.
-        places: For each image the number of its tar file, its offset and size in bytes, and its
-            class number, or a negative number without one.
-        options: How files are identified and read.
+        places: Index into `shards`, offset in bytes, size in bytes, and class number of each image.
+            The class number may also be `NO_LABEL` or `INVALID_LABEL`.
+        options: Options for reading and identifying the images.
     """
 
     name: str
@@ -289,10 +293,10 @@ class TarImages(IdentifiedImages):
 
     @classmethod
     def open(cls, shards: Sequence[Path], *, name: str, split: str) -> "TarImages":
-        """List the images of tar files.
+        """Return the images of tar files as a split.
 
         Raises:
-            DataError: As in `index_shard`, or there is no image.
+            DataError: A tar file cannot be indexed by `index_shard`, or there is no image.
         """
         folder = Path(os.path.commonpath([shard.absolute().parent for shard in shards]))
         ids, states, places = list[str](), list[tuple[int, int]](), list[np.ndarray]()
@@ -322,11 +326,11 @@ class TarImages(IdentifiedImages):
         return Sample(self.ids[index], image)
 
     def with_read_options(self, options: ReadOptions) -> "TarImages":
-        """Return the same images with other options."""
+        """Return the same images with other options for reading them."""
         return replace(self, options=options)
 
     def select(self, name: str, kept: Sequence[int]) -> "TarImages":
-        """Return the images with these indices under another name."""
+        """Return the images with these indices as a set with another name."""
         ids = tuple(self.ids[index] for index in kept)
         return replace(self, name=name, ids=ids, places=self.places[list(kept)])
 

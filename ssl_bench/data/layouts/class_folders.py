@@ -1,4 +1,4 @@
-"""Labelled images in folders: one folder for each split, with one folder for each class in it."""
+"""Labelled images in folders: each split is a folder, which contains a folder for each class."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ _ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 @dataclass(frozen=True)
 class LabelledImages(ImageView):
-    """An image set with the class of each image.
+    """An `ImageSet` in which each image has a class label.
 
     Attributes:
         class_names: Names of the classes.
-        labels: For each image, the index of its class in `class_names`.
+        labels: Index into `class_names` for each image.
     """
 
     class_names: tuple[str, ...] = ()
@@ -57,23 +57,20 @@ class LabelledImages(ImageView):
         return replace(self, images=with_read_options(self.images, options))
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a number for each image that depends on its file and its class."""
+        """Return a hash of the file and the class of each image."""
         return file_hashes(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
     def select(self, name: str, indices: Sequence[int]) -> "LabelledImages":
-        """Return the images with the given indices under another name."""
+        """Return the images with these indices as a set with another name."""
         labels = tuple(self.labels[index] for index in indices)
         return replace(self, images=select_images(self.images, name, indices), labels=labels)
 
 
 @dataclass(frozen=True)
 class ClassificationSplits(Layout):
-    """Base class of labelled images that are divided into training and scored images.
+    """Base class of datasets with a class label for each image.
 
     Attributes:
-        root: The folder that contains the splits.
-        train_split: The training images.
-        val_split: The scored images.
         known_only: Leave out scored images of classes that the training images lack. Otherwise
             such images are an error.
         name: Name in records and tables.
@@ -96,14 +93,15 @@ class ClassificationSplits(Layout):
 class ClassFolders(ClassificationSplits):
     """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
 
-    Deeper folders have no meaning. With ROOT/CLASS/, all images form the split `all`. By default,
-    the first 80 % of each class in the order of file names are then the training images.
+    A class folder may contain subfolders. Without folders of splits, all images form the split
+    `all`. By default, the first 80 % of each class in the order of file names are then the training
+    images.
 
     Attributes:
-        root: The folder that contains the folders of the splits.
-        train_split: Folder of the training images, or a share such as `train:0-75%`. By default
-            `train`.
-        val_split: Folder of the scored images, or a share of it. By default `val`, or else `test`.
+        root: The folder that contains the folders of the splits, or those of the classes.
+        train_split: Folder of the training images, or a share such as `train:0-75%` (default:
+            `train`).
+        val_split: Folder of the scored images, or a share of it (default: `val`, else `test`).
     """
 
     name: str = "class_folders"
@@ -112,7 +110,7 @@ class ClassFolders(ClassificationSplits):
         """Return the training images.
 
         Raises:
-            DataError: An image is in no class folder, or the share has no image of a class.
+            DataError: An image is in no class folder, or a class has no image in the share.
         """
         images = self._labelled(self._splits[0], self._train_classes)
         missing = sorted(set(range(len(images.class_names))).difference(images.labels))
@@ -127,8 +125,8 @@ class ClassFolders(ClassificationSplits):
         """Return the scored images. Their labels are indices into the training classes.
 
         Raises:
-            DataError: As for `train`, or the training images lack a class.
-            ConfigurationError: The two splits share images.
+            DataError: An image is in no class folder, or no training image has its class.
+            ConfigurationError: The training split and the scored split overlap.
         """
         train, val = self._splits
         require_disjoint(train, val)
@@ -144,7 +142,7 @@ class ClassFolders(ClassificationSplits):
         return self.train()
 
     def pretraining_images(self) -> LabelledImages:
-        """Return the images for supervised pretraining: `train`, or all images of ROOT/CLASS/."""
+        """Return the split `train`, or all images of ROOT/CLASS/, for supervised pretraining."""
         if self._is_flat:
             return self._labelled(_ALL, self._train_classes)
         if not (self._root / _TRAIN).is_dir():
@@ -174,13 +172,13 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _is_flat(self) -> bool:
-        """Whether the folders below the root are classes instead of splits."""
+        """Return whether the folders below the root are classes instead of splits."""
         first_images = {
             folder.name: next(pictures_below(folder), None)
             for folder in self._root.iterdir()
             if folder.is_dir() and folder.name[0] != "." and not is_output(folder)
         }
-        # A class may have the name "train" if there are other classes.
+        # If there are several folders, "train" may be the name of a class.
         names = first_images.keys()
         if names == {_TRAIN} or not names.isdisjoint(_VALIDATION_NAMES):
             return False
@@ -190,7 +188,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _splits(self) -> tuple[str, str]:
-        """Names or shares of the training split and the validation split."""
+        """Return the names or shares of the training split and the validation split."""
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
             say_once(
@@ -224,7 +222,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _train_classes(self) -> dict[str, str]:
-        """Class name of each image in the folder of the training split."""
+        """Return the class name of each image in the folder of the training split."""
         ids = ImageFolder(self._folder(self._splits[0])).images().ids
         return {image_id: _class_of(image_id) for image_id in ids}
 
@@ -233,7 +231,7 @@ class ClassFolders(ClassificationSplits):
         return tuple(sorted(set(self._train_classes.values())))
 
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
-        """Return a split, or a share of it. `classes` has the class of each image of the split."""
+        """Return the labelled images of a split or share. `classes` maps ids to class names."""
         names, folder = self._class_names, self._folder(split)
         if len(names) < 2:
             raise DataError(
@@ -246,7 +244,7 @@ class ClassFolders(ClassificationSplits):
                 f"{len(names)} training classes. To leave out such images",
                 hint=("dataset.known_only=true",),
             )
-        # The share is taken of each class. A share of all sorted ids would lack some classes.
+        # Each class has the same share. A share of all sorted ids would lack some classes.
         by_class: dict[str, list[str]] = {}
         for image_id, name in classes.items():
             by_class.setdefault(name, []).append(image_id)
@@ -272,7 +270,7 @@ def _class_of(image_id: str) -> str:
 
 
 def _read_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
-    """Return the class of each image, from Tiny-ImageNet's list of file names if it exists."""
+    """Return the class of each image by id, from Tiny-ImageNet's list of classes if it exists."""
     path = folder / _TINY_IMAGENET_LABELS
     if not path.is_file():
         return {image_id: _class_of(image_id) for image_id in ids}

@@ -1,8 +1,7 @@
-"""Datasets of Hugging Face: from the hub or its cache, or a folder of parquet files.
+"""Datasets of Hugging Face, from the hub, its cache on disk, or a folder of parquet files.
 
-They are read by the library `datasets`, which is an optional dependency (`ssl-bench[hf]`). Images
-and masks are decoded by our own reader, so that they have the same pixels as files with the same
-bytes.
+The library `datasets` reads them. It is an optional dependency (`ssl-bench[hf]`). Images and masks
+are decoded like image files, so equal bytes give equal pixels.
 """
 
 import os
@@ -30,7 +29,6 @@ from ssl_bench.data.layouts.indexed import (
     Items,
     SelectedItems,
     digest_of_parts,
-    require_box_format,
     to_corners,
 )
 from ssl_bench.data.splits import Split, absent_split, require_disjoint
@@ -55,24 +53,21 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns to read. A box column in a nested column is written "objects.bbox"."""
+    """Names of the columns to read. "objects.bbox" is the column `bbox` inside of `objects`."""
 
     image: str
     label: str | None
     mask: str | None
     boxes: str | None
 
-    def annotations(self) -> frozenset[Annotation]:
-        return frozenset(kind for kind in get_args(Annotation) if getattr(self, kind) is not None)
-
 
 class TableItems(Items):
-    """Rows of a `datasets.Dataset`.
+    """The rows of a `datasets.Dataset` as items.
 
     Args:
         table: The dataset.
         split: Name of the split, for messages.
-        options: Columns and format of the boxes.
+        options: The dataset, whose fields name the columns and the format of the boxes.
     """
 
     def __init__(self, table: Any, split: str, options: IndexedDataset) -> None:
@@ -86,12 +81,15 @@ class TableItems(Items):
                 "dataset.with_format(None)"
             )
         self.columns = find_columns(table.features, options, self.title)
-        self.annotations = self.columns.annotations()
-        self._box_format = (
-            require_box_format(options.box_format, f"{self.title}, {self.columns.boxes}")
-            if self.columns.boxes
-            else None
+        self.annotations = frozenset(
+            kind for kind in get_args(Annotation) if getattr(self.columns, kind) is not None
         )
+        self._box_format = options.box_format if self.columns.boxes else None
+        if self.columns.boxes and self._box_format is None:
+            raise ConfigurationError(
+                f"{self.title} does not state the format of the boxes in {self.columns.boxes}",
+                hint=("dataset.box_format=xyxy", "or", "dataset.box_format=xywh"),
+            )
         if self.columns.label:
             self.class_names = tuple(getattr(table.features[self.columns.label], "names", ()) or ())
         names = [self.columns.image, self.columns.label, self.columns.mask]
@@ -106,7 +104,7 @@ class TableItems(Items):
 
     def read(self, index: int, bits: int | None = None) -> Item:
         row, place, columns = self._table[index], self.place(index), self.columns
-        # Masks and boxes belong to the pixels as they are stored.
+        # Masks and boxes refer to the pixels before the EXIF orientation is applied.
         decode = decode_image if columns.mask or columns.boxes else decode_upright
         image = decode(_bytes_of(row[columns.image], place), place, bits)
         mask = self.read_mask(index) if columns.mask else None
@@ -134,7 +132,7 @@ class TableItems(Items):
 
     @cached_property
     def labels(self) -> list[int]:
-        """The label of each row."""
+        """Return the label of each row."""
         return list(self._table[self.columns.label])
 
     def _label_of(self, row: Mapping[str, Any], place: str) -> int | None:
@@ -147,7 +145,7 @@ class TableItems(Items):
 
 
 def _bytes_of(value: Any, place: str) -> bytes:
-    """Return the bytes of an encoded image, which are in the table or in a file."""
+    """Return the bytes of an encoded image. A table contains the bytes or the path of a file."""
     if not isinstance(value, Mapping):
         raise DataError(f"{place} is missing")
     if value.get("bytes") is not None:
@@ -190,7 +188,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     if image is None:
         raise DataError(f"{title} has no images, only the columns {', '.join(features)}")
     mask, label, box = options.mask_column, options.label_column, options.box_column
-    # A dataset may have labels and masks. The user chooses by naming one of the columns.
+    # If a dataset has labels and masks, the user must name the column to use.
     others = [name for name in pictures if name != image]
     if mask is None and label is None:
         mask = _choose_column("mask", others, title)
@@ -210,8 +208,8 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
         if name is not None and name not in known[kind]:
             raise ConfigurationError(
-                f"dataset.{kind}_column={name} does not fit {title} (columns that fit: "
-                f"{', '.join(known[kind]) or 'none'})"
+                f"dataset.{kind}_column={name} is not such a column of {title}, which has "
+                f"{', '.join(known[kind]) or 'none'}"
             )
     chosen = {"labels": label, "masks": mask, "boxes": box}
     described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
@@ -245,9 +243,9 @@ class HuggingFace(IndexedDataset):
 
     Attributes:
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
-        subset: Name of a subset, which is also called a configuration (default: the only one).
-        train_split: Split to train on, or part of a split such as train:0-75%.
-        val_split: Split to score (default: validation, else test).
+        subset: Name of a subset, which the library calls a configuration (default: the only one).
+        train_split: Training split, or a share such as `train:0-75%` (default: `train`).
+        val_split: Scored split, or a share of a split (default: `validation`, else `test`).
     """
 
     name: str = "hf"
@@ -274,7 +272,7 @@ class HuggingFace(IndexedDataset):
         if self._splits["train"] and self._splits["val"]:
             require_disjoint(self._splits["train"], self._splits["val"])
         items = self._items[share.name]
-        # Each class has the same share, because the rows of many datasets are sorted by class.
+        # Take the same share of each class, because the rows of many datasets are sorted by class.
         groups: dict[int, list[str]] = {}
         labels = items.labels if "label" in items.annotations else [0] * len(items)
         for index, label in enumerate(labels):
@@ -295,7 +293,7 @@ class HuggingFace(IndexedDataset):
 
     @cached_property
     def _splits(self) -> dict[str, str | None]:
-        """The split or the share of train and val, None if there is none."""
+        """Return the split or share for "train" and for "val", or None if there is none."""
         existing = (name for name in _VALIDATION_NAMES if name in self._tables)
         train = self.train_split or ("train" if "train" in self._tables else None)
         val = self.val_split or next(existing, None)
@@ -326,11 +324,11 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
 
     Args:
         address: A folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
-        subset: Name of a subset.
+        subset: Name of a subset, or None.
 
     Raises:
         MachineError: The library `datasets` is missing, or the hub cannot be reached.
-        DataError: There is no such dataset, or it cannot be read without its own code.
+        DataError: The dataset does not exist, or reading it requires its own code.
     """
     folder = Path(address).expanduser()
     name, _, revision = address.partition("@")
@@ -353,7 +351,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
                 loaded = _load_from_hub(datasets, name, subset, revision or None)
         except (DataError, MachineError):
             raise
-        # The readers of many formats raise errors of many types.
+        # The readers of the different formats raise errors of many types.
         except Exception as error:
             reraise_out_of_memory(error)
             reason = " ".join(str(error).split())[:300]
@@ -364,7 +362,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
 
 
 def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str | None) -> Any:
-    """Load a dataset from the hub, or from the cache if the hub cannot be reached."""
+    """Load a dataset from the hub, or from its cache on disk if the hub cannot be reached."""
     url = f"{huggingface_hub.constants.ENDPOINT}/api/datasets/{name}"
     headers = huggingface_hub.utils.build_hf_headers()
     try:
@@ -391,7 +389,7 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
 
 @contextmanager
 def _offline(datasets: Any) -> Generator[None]:
-    """Keep the library from requests that would be repeated for half a minute."""
+    """Switch the library to offline mode. It would otherwise retry requests for half a minute."""
     modules = (datasets.config, huggingface_hub.constants)
     before = [module.HF_HUB_OFFLINE for module in modules]
     try:
@@ -405,7 +403,7 @@ def _offline(datasets: Any) -> Generator[None]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Generator[None]:
-    """Hide warnings of the library, and its progress bars unless stderr is a terminal."""
+    """Hide the warnings of the library. Show its progress bars only if stderr is a terminal."""
     level = datasets.logging.get_verbosity()
     had_bars = datasets.is_progress_bar_enabled()
     datasets.logging.set_verbosity_error()

@@ -1,6 +1,6 @@
-"""Image sets whose images are items of a sequence, such as a Python dataset or the rows of a table.
+"""Datasets of items in sequences, such as Python datasets or the rows of a table.
 
-`Items` is one sequence, and `IndexedDataset` the dataset that is made of one to three sequences.
+`Items` is a sequence of items. `IndexedDataset` is a dataset of one or more such sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class Item:
-    """Content of an item before it is checked.
+    """An image with annotations that have not been checked.
 
     Attributes:
         image: RGB, 0 to 255.
         label: Class of the whole image.
-        mask: Stored numbers of the classes.
-        boxes: Corners (x0, y0, x1, y1) in pixels, far edges exclusive.
+        mask: Numbers that the mask stores.
+        boxes: Corners (x0, y0, x1, y1) in pixels. The far edges are exclusive.
         allows_flat_boxes: Whether boxes without height or width are valid, as in COCO.
     """
 
@@ -60,11 +60,11 @@ class ItemIdentity(NamedTuple):
 
 
 class Items:
-    """A sequence of images of the same kind.
+    """A sequence of images with the same kinds of annotations.
 
     Attributes:
         title: Name of the sequence in messages.
-        annotations: Annotations that each image has.
+        annotations: Kinds of annotations of each image.
         class_names: Names of the classes, or an empty tuple if they are unknown.
     """
 
@@ -82,17 +82,17 @@ class Items:
         """Return an item. `bits` is the number of bits that 16-bit images use.
 
         Raises:
-            DataError: The item has no image, or annotations of another kind.
+            DataError: The item has no image or an annotation of another kind.
             UnreadableImage: The image cannot be read.
         """
         raise NotImplementedError
 
     def read_identity(self, index: int) -> ItemIdentity:
-        """Read what determines the identity of an item."""
+        """Read an item and return its identity."""
         raise NotImplementedError
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
-        """Return the stored mask of an item whose annotations include "mask"."""
+        """Return the numbers that the mask of an item stores. Each item must have a mask."""
         mask = self.read(index).mask
         assert mask is not None
         return mask
@@ -102,7 +102,7 @@ class Items:
         return f"image {index} of {self.title}"
 
     def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
-        """Return the identity of items. Items that have not been read yet are read in threads."""
+        """Return the identities of items. Items of unknown identity are read in threads."""
 
         def read(index: int) -> ItemIdentity:
             try:
@@ -118,7 +118,7 @@ class Items:
 
 
 def digest_of_parts(*parts: bytes) -> str:
-    """Return the SHA-256 of a sequence of byte strings. Their lengths are part of it."""
+    """Return the SHA-256 of byte strings and their lengths, in hexadecimal digits."""
     digest = sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8))
@@ -128,15 +128,15 @@ def digest_of_parts(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class IndexedImages:
-    """An `ImageSet` of some items of a sequence.
+    """An `ImageSet` of selected items of a sequence.
 
     Attributes:
         items: The sequence.
         indices: Indices into `items`.
         class_names: Names of the classes. Without names, images have no labels and no masks.
-        numbers: Class of each number that masks store. None for images without masks.
-        is_255_unclear: Whether 255 may be the number of the second class or of ignored pixels.
-        options: How images are read. Only `bits` has an effect.
+        numbers: Class of each number that masks store, or None for images without masks.
+        is_255_unclear: Whether nobody has stated if 255 is a class or marks ignored pixels.
+        options: Options for reading the images. Only `bits` has an effect.
     """
 
     name: str
@@ -150,17 +150,17 @@ class IndexedImages:
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        # Zeros in front, so that sorted ids have the order of the items.
+        # With leading zeros, sorted ids have the order of the items.
         return tuple(f"{index:07}" for index in self.indices)
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """Return the class of each image, None without classes. Items may have to be read."""
+        """Return the class of each image, or None for images without classes."""
         if not self._has_labels:
             return None
         labels = []
         for index, identity in zip(self.indices, self.items.identities(self.indices), strict=True):
-            # The item of an unreadable image has no label, and reading it raises the error.
+            # If an image was unreadable, its label is unknown. Reading it again raises the error.
             label = self.items.read(index).label if identity.label is None else identity.label
             labels.append(self._require_class(index, label))
         return tuple(labels)
@@ -172,7 +172,7 @@ class IndexedImages:
         """Read an image with its label, mask or boxes.
 
         Raises:
-            DataError: An annotation is invalid, or the mask has another size than the image.
+            DataError: An annotation is invalid, or mask and image differ in size.
             UnreadableImage: The image cannot be read.
         """
         number = self.indices[index]
@@ -211,7 +211,7 @@ class IndexedImages:
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of ids, contents of the items, class names and meaning of masks."""
+        """Return the SHA-256 of the ids, items, class names and classes of stored numbers."""
         return self._fingerprint
 
     @cached_property
@@ -229,16 +229,16 @@ class IndexedImages:
         return [identity.image_digest for identity in self.items.identities(self.indices)]
 
     def with_read_options(self, options: ReadOptions) -> "IndexedImages":
-        """Return the same images, read with other options. They are identified by their content."""
+        """Return the same images with other options. Items are always identified by content."""
         return replace(self, options=replace(options, fingerprint="content"))
 
     def select(self, name: str, kept: Sequence[int]) -> "IndexedImages":
-        """Return the images at some positions as a set of another name."""
+        """Return the images at these positions as a set with another name."""
         return replace(self, name=name, indices=tuple(self.indices[position] for position in kept))
 
 
 class SelectedItems(NamedTuple):
-    """The items of a role, with the name of their split and the indices of its share."""
+    """A sequence, the name of a split or share in it, and the indices of the selected items."""
 
     items: Items
     split: str
@@ -247,17 +247,18 @@ class SelectedItems(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedDataset(Layout):
-    """Base class of datasets of items.
+    """Base class of datasets whose images are `Items`.
 
     Attributes:
         name: Name in records and tables (default: derived from the data and its number of images).
         class_names: Names of the classes (default: those of the data).
         numbers: Numbers that masks store, one for each class (default: 0, 1, 2 and so on).
-        ignored: Numbers of masks that no score counts (default: 255, unless it is in `numbers`).
-        one_object: Whether masks show one object, class 1, on a background, class 0.
-        box_format: Meaning of the four numbers of a box in pixels: xyxy are the corners (x0, y0,
-            x1, y1), and xywh are a corner, the width and the height as in COCO.
-        image_column: Column with the images of a Hugging Face dataset.
+        ignored: Numbers of mask pixels that are not scored (default: 255, unless it is in
+            `numbers`).
+        one_object: Whether masks show a background as class 0 and one object as class 1.
+        box_format: Meaning of the four numbers of a box in pixels. With xyxy they are the corners
+            (x0, y0, x1, y1), and with xywh a corner, the width and the height as in COCO.
+        image_column: Column with the images, in a table of Hugging Face.
         label_column: Column with class labels.
         mask_column: Column with masks.
         box_column: Column with boxes, such as objects.bbox.
@@ -285,19 +286,19 @@ class IndexedDataset(Layout):
             )
 
     def part(self, role: str) -> SelectedItems | None:
-        """Return the items of "train", "val" or "images", None if there are none.
+        """Return the items of the role "train", "val" or "images", or None if it has no items.
 
         Raises:
-            DataError: The items exist, but cannot be used.
+            DataError: The items cannot be used for this role.
         """
         raise NotImplementedError
 
     def available(self) -> Mapping[str, Items]:
-        """Return all items by role or split. Every role of `part` is read from one of them."""
+        """Return all sequences of the dataset, by role or by split."""
         raise NotImplementedError
 
     def missing_error(self, role: str) -> DataError:
-        """Return the error for a task that needs "train" or "val" images, if there are none."""
+        """Return the error for a task that needs the images of `role`, if there are none."""
         raise NotImplementedError
 
     def images_name(self) -> str:
@@ -306,7 +307,7 @@ class IndexedDataset(Layout):
 
     @property
     def supports(self) -> frozenset[str]:
-        """The roles of the annotations. Objects can be discovered in images without boxes too."""
+        """Return the roles that the annotations support. Object discovery needs no boxes."""
         roles = set[str]()
         for role, items in self.available().items():
             roles.add("images")
@@ -329,7 +330,7 @@ class IndexedDataset(Layout):
         return self._annotated("val")
 
     def discovery(self) -> ImageSet:
-        """Return images with boxes, or images of which no annotation is needed."""
+        """Return images with boxes. If there are none, return images without boxes."""
         parts = [part for role in ("images", "val", "train") if (part := self.part(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
@@ -338,7 +339,7 @@ class IndexedDataset(Layout):
         return self._open(found[0], with_classes=False)
 
     def images(self) -> ImageSet:
-        """Return images of which no annotation is needed."""
+        """Return images without their annotations."""
         parts = (self.part(role) for role in ("images", "train", "val"))
         return self._open(next(part for part in parts if part), with_classes=False)
 
@@ -364,7 +365,7 @@ class IndexedDataset(Layout):
             numbers=self._map_numbers(len(names)) if "mask" in annotations and names else None,
             is_255_unclear=self.numbers is None and self.ignored is None and len(names) <= 2,
         )
-        # The first image usually shows annotations that are read in a wrong way.
+        # If annotations are interpreted wrongly, reading the first image usually raises an error.
         with suppress(UnreadableImage):
             _ = images[0]
         return images
@@ -389,7 +390,7 @@ class IndexedDataset(Layout):
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
-        """Names of the classes, which all sets share."""
+        """Return the class names, which all sequences share."""
         if self.class_names:
             return tuple(self.class_names)
         if self.one_object:
@@ -426,16 +427,6 @@ class IndexedDataset(Layout):
 
         shown = show_progress(indices, f"classes of {items.title}", len(items))
         return max((number for _, number in map_in_threads(largest, shown)), default=-1)
-
-
-def require_box_format(box_format: BoxFormat | None, title: str) -> BoxFormat:
-    """Return the format of boxes. Raise ConfigurationError if the user has not chosen one."""
-    if box_format is None:
-        raise ConfigurationError(
-            f"{title} has boxes of four numbers, whose meaning is not stated",
-            hint=("dataset.box_format=xyxy", "or", "dataset.box_format=xywh"),
-        )
-    return box_format
 
 
 def to_corners(boxes: Any, box_format: BoxFormat) -> Float64[np.ndarray, "boxes 4"]:

@@ -1,11 +1,11 @@
-"""Datasets of Python: torchvision, a `torch.utils.data.Dataset` of one's own, or Hugging Face.
+"""Python objects as datasets: those of torchvision, Hugging Face, or the user's own class.
 
-Supported are sequences (`__len__` and `__getitem__`) of pairs (image, target) or of images. The
-first item determines the kind of target:
+A dataset is a sequence (`__len__` and `__getitem__`) of images or of pairs (image, target). The
+target of the first item determines the kind of all targets:
 
 - An integer is a class label.
 - A PIL image, an array or a tensor of the image's height and width is a mask of class numbers.
-- An array or a list of n x 4 numbers are boxes, whose format is `box_format` (default: xyxy).
+- An array or list of n x 4 numbers contains boxes in the format `box_format` (default: xyxy).
 - The targets of torchvision's VOCDetection, CocoDetection and detection models are boxes.
 """
 
@@ -54,12 +54,12 @@ class Target(NamedTuple):
 class PythonItems(Items):
     """Items of a sequence such as `torchvision.datasets.CIFAR10`.
 
-    They are read one after the other, because many datasets allow no access by several threads.
+    Only one thread at a time reads an item, because many datasets do not support several threads.
 
     Args:
         dataset: The sequence.
-        argument: Name of the user's argument, for messages.
-        box_format: Format of boxes in plain arrays and lists.
+        argument: Name of the argument of `ssl_bench.probe` with this dataset, for messages.
+        box_format: Format of boxes in arrays and lists.
     """
 
     def __init__(self, dataset: Any, argument: str, box_format: BoxFormat | None) -> None:
@@ -69,7 +69,7 @@ class PythonItems(Items):
         base = base_dataset(dataset)
         self.title = f"{argument} ({type(base).__name__})"
         names = getattr(base, "classes", None)
-        # Some datasets have a mapping or a number of this name.
+        # In some datasets, `classes` is a mapping or a number.
         is_list = isinstance(names, (list, tuple)) and bool(names)
         self.class_names = tuple(map(str, names)) if is_list else ()
         self._length = len(dataset)
@@ -90,7 +90,7 @@ class PythonItems(Items):
         return self._length
 
     def read(self, index: int, bits: int | None = None) -> Item:
-        """Read an item, and check that it has the same content as before."""
+        """Read an item. Raise DataError if its content has changed since it was first read."""
         del bits
         item, identity = self._read_item(index)
         if self._identities.setdefault(index, identity).digest != identity.digest:
@@ -144,7 +144,7 @@ class _UnsupportedContent(Exception):
 
 
 def base_dataset(dataset: Any) -> Any:
-    """Return the dataset inside of `torch.utils.data.Subset` and similar wrappers."""
+    """Return the innermost dataset of wrappers such as `torch.utils.data.Subset`."""
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return dataset
@@ -161,13 +161,13 @@ def _split_pair(content: Any) -> tuple[Any, Any]:
 
 
 def to_pixels(image: Any) -> UInt8[np.ndarray, "height width 3"]:
-    """Return an image of a user's dataset as RGB, 0 to 255."""
+    """Return a PIL image, array or tensor as RGB, 0 to 255."""
     if isinstance(image, Image.Image):
         if image.mode not in _PIL_COLOURS:
             raise _UnsupportedContent(
                 f"expected an image of 8 bits per channel, got the mode {image.mode}"
             )
-        # A direct conversion of transparent palettes to RGB prints a warning.
+        # Converting a transparent palette directly to RGB prints a warning.
         image = image.convert("RGBA") if image.mode == "P" else image
         return np.array(image.convert("RGB"))
     if isinstance(image, Tensor):
@@ -205,7 +205,10 @@ def _tensor_to_pixels(image: Tensor) -> UInt8[np.ndarray, "height width 3"]:
 
 
 def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> Target:
-    """Return the kind and the value of a target of an image with this height and width."""
+    """Parse the target of an image of `size` (height, width).
+
+    `box_format` is the format of boxes in arrays and lists.
+    """
     if target is None:
         return Target(None)
     if isinstance(target, Image.Image):
@@ -220,7 +223,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
         # CocoDetection returns this for an image without objects.
         return Target("boxes", to_corners(target, box_format))
     if isinstance(target, list) and all(isinstance(one, Mapping) for one in target):
-        # The segments of a crowd have no box of a single object.
+        # The box of a crowd encloses many objects instead of one.
         boxes = [one["bbox"] for one in target if not one.get("iscrowd")]
         return Target("boxes", to_corners(boxes, "xywh"), _COCO_BOXES)
     own_format = getattr(getattr(target, "format", None), "name", None)
@@ -245,7 +248,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
 
 
 def _parse_mapping(target: Mapping[str, Any]) -> Target:
-    """Parse the target of torchvision's VOCDetection or of its detection models."""
+    """Parse a target of torchvision's VOCDetection or of torchvision's detection models."""
     if "annotation" in target:
         corners = []
         for one in target["annotation"].get("object", []):
@@ -262,21 +265,21 @@ def _parse_mapping(target: Mapping[str, Any]) -> Target:
 
 @dataclass(frozen=True)
 class PythonDataset(IndexedDataset):
-    """Datasets that `ssl_bench.probe` receives as `train`, `val` and `images`."""
+    """The Python objects that `ssl_bench.probe` receives as `train`, `val` and `images`."""
 
     name: str = "python"
 
     def with_sets(self, sets: Mapping[str, Any]) -> "PythonDataset":
-        """Return a copy with the user's datasets, by role.
+        """Return a copy that contains the user's datasets. `sets` maps roles to datasets.
 
         Raises:
             DataError: A dataset has no images, or its first item is not supported.
-            ConfigurationError: It is not a sequence.
+            ConfigurationError: A dataset is not a sequence.
         """
         items = {role: self._make_items(role, one) for role, one in sets.items()}
         kinds = {items[role].annotations for role in ("train", "val") if role in sets}
         if len(kinds) > 1:
-            raise DataError("train and val expect the same kind of target, got two kinds")
+            raise DataError("train and val must have the same kind of target, got two kinds")
         title = dataset_title(next(iter(sets.values())))
         name = f"{title}-{sum(map(len, items.values()))}" if self.name == "python" else self.name
         copy = replace(self, name=name)
@@ -288,14 +291,10 @@ class PythonDataset(IndexedDataset):
             raise ConfigurationError(
                 f"{role} expects one split, got {type(dataset).__name__} with {', '.join(dataset)}"
             )
-        if isinstance(dataset, torch.utils.data.DataLoader):
-            raise ConfigurationError(
-                f"{role} expects a dataset, got a DataLoader. Pass its .dataset"
-            )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise ConfigurationError(
                 f"{role} expects a dataset with __len__ and __getitem__, got "
-                f"{type(dataset).__name__}"
+                f"{type(dataset).__name__}. Pass the .dataset of a DataLoader"
             )
         if hasattr(dataset, "features") and hasattr(dataset, "cast_column"):
             from ssl_bench.data.layouts.hugging_face import TableItems

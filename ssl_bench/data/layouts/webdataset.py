@@ -1,4 +1,4 @@
-"""Tar files as WebDataset writes them: images, and perhaps their class numbers."""
+"""Datasets in tar files of WebDataset: images, which may have class numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,18 +36,18 @@ class WebDataset(ClassificationSplits):
     """Images such as `KEY.jpg` in tar files, with class numbers in `KEY.cls`.
 
     Attributes:
-        root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. Training
-            and validation images need a folder.
-        train_split: Folder or pattern of the training images below `root`. By default the folder
-            `train`, or the files with `train` in their name.
-        val_split: Folder or pattern of the scored images below `root`. By default the same with
-            `val`, or with `test`.
+        root: Tar file, folder of tar files, or pattern such as `shards/{000..099}.tar`. If there
+            are training and validation images, it must be a folder.
+        train_split: Folder or pattern of the training images below `root`. By default, it is the
+            folder `train`, or the files with `train` in their names.
+        val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
+            `val`, the files with `val` in their names, or the folder or files of `test`.
     """
 
     name: str = "webdataset"
 
     def images(self) -> TarImages:
-        """Return all images, whether they have class numbers or not."""
+        """Return all images in the tar files. They need no class numbers."""
         return self._open(find_shards(self._root), "all")
 
     def train(self) -> LabelledImages:
@@ -59,11 +59,11 @@ class WebDataset(ClassificationSplits):
         return self._train
 
     def val(self) -> LabelledImages:
-        """Return the scored images, with the labels of the training images.
+        """Return the scored images. Their labels are indices into the training classes.
 
         Raises:
-            DataError: As in `train`, or a tar file contains both training and scored images, or a
-                class has no training image.
+            DataError: The images cannot be read as in `train`, a tar file belongs to both splits,
+                or a class has no training image.
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
@@ -79,7 +79,7 @@ class WebDataset(ClassificationSplits):
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
             raise DataError(
-                f"{images.folder} has class {unknown[0]}, of which there is no training image",
+                f"{images.folder} has images of class {unknown[0]}, but no training image has it",
                 hint=("dataset.known_only=true",),
             )
         labels = tuple(known[number] for number in numbers)
@@ -89,7 +89,7 @@ class WebDataset(ClassificationSplits):
         """Return the training images if `root` is a folder with this split, otherwise all images.
 
         Raises:
-            DataError: As in `train`.
+            DataError: A tar file is missing or damaged, or an image has no class number.
         """
         if self._root.is_dir() and (self.train_split or self._find(_TRAIN_NAMES)):
             return self._train
@@ -112,7 +112,7 @@ class WebDataset(ClassificationSplits):
         return self._shards(self.train_split, _TRAIN_NAMES)
 
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
-        """Return the tar files of a split, which by default has one of these names."""
+        """Return the tar files of `split`. If it is None, search for the first of `names`."""
         if not self._root.is_dir():
             raise DataError(
                 f"{self._root} is not a folder, expected one with train/*.tar and val/*.tar",
@@ -140,7 +140,7 @@ class WebDataset(ClassificationSplits):
 
 
 def _with_labels(images: TarImages) -> LabelledImages:
-    """Number the classes from 0, in the order of their class numbers."""
+    """Return images with labels from 0, in the order of the class numbers."""
     numbers = _class_numbers(images)
     classes = sorted(set(numbers))
     if len(classes) < 2:
