@@ -208,8 +208,8 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     for kind, name in {"image": image, "label": label, "mask": mask, "box": box}.items():
         if name is not None and name not in known[kind]:
             raise ConfigurationError(
-                f"dataset.{kind}_column={name} is not such a column of {title}, which has "
-                f"{', '.join(known[kind]) or 'none'}"
+                f"expected dataset.{kind}_column to be a {kind} column of {title} "
+                f"({', '.join(known[kind]) or 'none'}), got {name}"
             )
     chosen = {"labels": label, "masks": mask, "boxes": box}
     described = "".join(f", {kind} in {name}" for kind, name in chosen.items() if name)
