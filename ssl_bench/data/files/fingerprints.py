@@ -53,7 +53,7 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
     """Return the SHA-256 of rows of JSON values. The kind "stat" adds a prefix to it."""
     digest = hashlib.sha256()
     for row in rows:
-        # JSON, because a name may contain any separator.
+        # Rows are hashed as JSON, because a name may contain any separator.
         digest.update(json.dumps(row).encode() + b"\n")
     return (_STAT if kind == "stat" else "") + digest.hexdigest()
 

@@ -185,11 +185,11 @@ def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
     """Decode a grey or colour JPEG with the same pixels as Pillow, or return None for other files.
 
     Raises:
-        ValueError: Pixels are missing. Pillow and OpenCV would invent them.
+        ValueError: Pixels are missing. Pillow and OpenCV would fill them in.
     """
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
-    # It raises KeyError for chroma subsampling that it does not know, such as 4:4:1.
+    # simplejpeg raises KeyError for an unknown chroma subsampling, such as 4:4:1.
     except Exception as error:
         reraise_out_of_memory(error)
         return None
@@ -381,7 +381,7 @@ def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
     """Return the numbers that a file stores. Undo Pillow's scaling of numbers with few bits."""
-    # Programs differ in whether they invert the numbers of such a file.
+    # Only some programs invert the numbers of a TIFF in which zero is white.
     if _is_inverted(image):
         raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
     if image.mode in ("1", "P"):
@@ -403,7 +403,7 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
             palette = image.palette.palette if image.mode == "P" and image.palette else b""
     except DataError:
         raise
-    # Damaged files make Pillow raise anything. `read_indices` reports them.
+    # Pillow raises errors of many types for damaged files. `read_indices` reports them.
     except Exception as error:
         reraise_out_of_memory(error)
         return {}
@@ -428,7 +428,7 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
     """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
-    # After the used colours, palettes are filled with black. Only count each colour once.
+    # Palettes are filled up with black, so only the first entry of each colour counts.
     first_entries = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
     numbers = [n for n in np.unique(np.asarray(image)).tolist() if n in first_entries]
     meanings = {

@@ -222,7 +222,7 @@ def _list_images(
                 f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
                 f"{command} {shard}"
             )
-    # Three dictionaries by key: name and place of the image, class number, and first member.
+    # Name and place of the image, class number, and name of the first member, each by key.
     images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:

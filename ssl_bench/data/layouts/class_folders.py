@@ -29,7 +29,7 @@ _TINY_IMAGENET_LABELS = "val_annotations.txt"
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 _TRAIN = "train"
-# If the class folders are directly below the root, all of them form one split.
+# If class folders are directly below the root, their images form the split `all`.
 _ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 
