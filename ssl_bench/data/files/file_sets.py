@@ -309,7 +309,7 @@ class FileSet:
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
                 f"{len(missing)} of {len(ids)} {kind} of the split {self.split} are missing in "
-                f"{folder}: {join_names(missing)}. The ids come from {self.source}"
+                f"{folder}: {join_names(missing)}; the ids come from {self.source}"
             )
 
 
