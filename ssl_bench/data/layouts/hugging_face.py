@@ -305,7 +305,7 @@ class HuggingFace(IndexedDataset):
     def _items(self) -> Mapping[str, TableItems]:
         names = {Split.parse(split).name for split in self._splits.values() if split}
         for name in names - set(self._tables):
-            raise self.missing_error(name)
+            raise absent_split(name, [*self._tables], Path(str(self.root)))
         return {name: TableItems(self._tables[name], name, self) for name in sorted(names)}
 
     @property
