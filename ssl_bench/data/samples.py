@@ -264,6 +264,9 @@ class Layout:
     def discovery(self) -> ImageSet:
         raise lacking(self.name, "discovery")
 
+    def images(self) -> ImageSet:
+        raise lacking(self.name, "images")
+
 
 def lacking(dataset: str, role: str) -> DataError:
     """Return the error for a role that a dataset does not support."""

