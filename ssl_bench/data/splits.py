@@ -46,7 +46,7 @@ SHARED: Mapping[str, Any] = {
     "dtype": DType,
 }
 """Types of the config keys that are not fields of a probe or dataset."""
-_GRAMMAR = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
+_SPLIT = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 
@@ -72,7 +72,7 @@ class Split:
         Raises:
             ConfigurationError: The text has another form.
         """
-        match = _GRAMMAR.fullmatch(text)
+        match = _SPLIT.fullmatch(text)
         if match is not None:
             name, start, stop = match.groups()
             split = cls(name, Fraction(start or 0), Fraction(stop or 100))
@@ -98,11 +98,14 @@ def require_disjoint(train: str, val: str) -> None:
     if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
         raise ConfigurationError(
             f"train_split={train} and val_split={val} share images",
-            hint=(
-                f"dataset.train_split={escape_braces(a.name)}:0-75%",
-                f"dataset.val_split={escape_braces(a.name)}:75-100%",
-            ),
+            hint=_division_hint(a.name),
         )
+
+
+def _division_hint(split: str) -> tuple[str, str]:
+    """Return the settings that divide a split into training images and scored images."""
+    name = escape_braces(split)
+    return f"dataset.train_split={name}:0-75%", f"dataset.val_split={name}:75-100%"
 
 
 def read_lines(path: Path) -> list[str]:
@@ -124,7 +127,7 @@ def read_lines(path: Path) -> list[str]:
     return text.splitlines()
 
 
-def absent_split(
+def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
     """Return the error for a missing split. Its hint divides an existing split in two.
@@ -144,10 +147,7 @@ def absent_split(
     return DataError(
         f"{where} has no split {name}, but {', '.join(shortest)}. See docs/data.md, or divide an "
         "existing split",
-        hint=(
-            f"dataset.train_split={escape_braces(first)}:0-75%",
-            f"dataset.val_split={escape_braces(first)}:75-100%",
-        ),
+        hint=_division_hint(first),
     )
 
 
@@ -158,7 +158,7 @@ def read_list(path: Path) -> list[str]:
         DataError: The list does not exist. The error names the other lists in its folder.
     """
     if not path.is_file():
-        raise absent_split(
+        raise missing_split_error(
             path.stem, [file.stem for file in path.parent.glob("*.txt")], path.parent
         )
     return [line.strip() for line in read_lines(path) if line.strip()]
@@ -186,10 +186,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
-        return {
-            **{normalize("NFC", name): name for name in names},
-            **{name: name for name in names},
-        }
+        composed = {normalize("NFC", name): name for name in names}
+        return composed | {name: name for name in names}
 
     @cache
     def find_folder(path: str) -> str | None:
@@ -250,7 +248,7 @@ def shared_values(config: Any) -> dict[str, Any]:
     return values
 
 
-def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
+def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
     """Return a view of a dataset to which the values of the shared keys are applied.
 
     Args:
@@ -286,10 +284,10 @@ class OpenedOnce(DatasetView):
         super().__init__(dataset, lambda _, images: images)
         self._opened: dict[str, ImageSet] = {}
 
-    def _set(self, role: str) -> ImageSet:
-        if role not in self._opened:
-            self._opened[role] = super()._set(role)
-        return self._opened[role]
+    def _open_images(self, method: str) -> ImageSet:
+        if method not in self._opened:
+            self._opened[method] = super()._open_images(method)
+        return self._opened[method]
 
 
 class ListedOnce(OpenedOnce):
@@ -298,8 +296,8 @@ class ListedOnce(OpenedOnce):
     Each task still reads the files itself, because they may change between two tasks.
     """
 
-    def _set(self, role: str) -> ImageSet:
-        return _without_cache(super()._set(role))
+    def _open_images(self, method: str) -> ImageSet:
+        return _without_cache(super()._open_images(method))
 
 
 def _without_cache(images: ImageSet) -> ImageSet:

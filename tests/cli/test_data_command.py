@@ -255,9 +255,9 @@ def test_folders_of_ones_own_are_checked_as_overrides_say(tmp_path, capsys):
 def test_toy_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(data_command, "_SAMPLE_SIZE", 2)
-    drawn = cache(Painter.scene)
+    drawn = cache(Painter.paint_scene)
     # Copies of the first do for counting.
-    monkeypatch.setattr(Painter, "scene", lambda painter, _: drawn(painter, 0))
+    monkeypatch.setattr(Painter, "paint_scene", lambda painter, _: drawn(painter, 0))
     assert main(["data", "check", "toy"]) == 0
     assert "200 images of 200 published" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import OFFERED, SPLITS_OF_ROLES, Layout, datasets_with
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, SPLITS_OF_ROLES, Layout, datasets_with
 from ssl_bench.data.sources import SOURCES
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 
@@ -41,7 +41,7 @@ def test_a_yaml_file_builds_a_dataset_of_its_name_and_opens_no_file(name):
 
     assert isinstance(dataset, Layout)
     assert dataset.name == name
-    assert dataset_of_config(name, None).supports <= OFFERED.keys()
+    assert dataset_of_config(name, None).supports <= ROLE_ANNOTATIONS.keys()
     if name in SOURCES:
         assert len(getattr(dataset, "class_names", ())) in (0, SOURCES[name].num_classes)
 
@@ -111,7 +111,9 @@ def test_datasets_are_found_by_the_roles_that_they_support(role, names):
     ],
 )
 def test_a_role_that_a_dataset_lacks_is_refused_with_those_that_have_it(dataset, method, role):
-    with pytest.raises(DataError, match=f"{dataset.name} has no {OFFERED[role]}") as caught:
+    with pytest.raises(
+        DataError, match=f"{dataset.name} has no {ROLE_ANNOTATIONS[role]}"
+    ) as caught:
         getattr(dataset, method)()
 
     assert all(name in str(caught.value) for name in datasets_with(role))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
@@ -31,6 +32,7 @@ class Ade20k(PairedFolders):
 
     name = "ade20k"
     supports = frozenset({"segmentation", "images"})
+    published_splits = MappingProxyType({"train": "training", "val": "validation"})
 
     root: OptionalPath = None
     train_split: str = "training"
@@ -43,10 +45,6 @@ class Ade20k(PairedFolders):
         root = self._root()
         files = Files(split_folder(root / "annotations", split), ".png")
         return IndexMasks(files, LABELS), class_names(root)
-
-    def _published_files(self) -> dict[str, Files]:
-        folders = {"train": "images/training", "val": "images/validation"}
-        return {split: Files(self._root() / name, ".jpg") for split, name in folders.items()}
 
     def _root(self) -> Path:
         return find_root(

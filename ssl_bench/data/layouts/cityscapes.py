@@ -30,7 +30,7 @@ _IGNORED_IDS = (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, IGNORED)
 class PublishedIds(IndexMasks):
     """Masks of the published ids, 0 to 33."""
 
-    has_convention = True
+    checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
         """Refuse a mask with 255, because it stores training ids, 0 to 18, under another name."""

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
-from ssl_bench.data.samples import Layout, find_root, first_existing, name_of_images
+from ssl_bench.data.samples import Layout, find_existing_folder, find_root, name_of_images
 from ssl_bench.data.splits import Split, find_image_ids, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
@@ -120,7 +120,9 @@ class Coco20k(Layout):
     def _image_set(self, boxes: CocoBoxes | None) -> FileImageSet:
         root, split = self._root(), Split.parse(self.discovery_split)
         source = self._find_list(root)
-        images = Files(first_existing([root / "images" / split.name, root / split.name]), ".jpg")
+        images = Files(
+            find_existing_folder([root / "images" / split.name, root / split.name]), ".jpg"
+        )
         ids = find_image_ids(read_list(source), images)
         name = name_of_images(self.name, {"discovery": ids})
         if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
@@ -196,11 +198,6 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         content = json.loads(read_regular(annotations))
         # Boxes do not need the categories.
         index = index_coco({name: content[name] for name in ("images", "annotations")})
-    # Other files make pycocotools raise any exception.
-    except Exception as error:
-        reraise_out_of_memory(error)
-        raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
-    try:
         images = {
             _require_integer(number, "the id of an image"): [
                 _require_integer(image.get(side, 0), side) for side in ("height", "width")
@@ -212,7 +209,9 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
             raise ValueError("two annotations or two images have the same id")
         parsed = [_parse_object(number, row) for number, row in index.anns.items()]
         objects = [row for row in parsed if row is not None]
-    except (ValueError, KeyError, TypeError) as error:
+    # Other files make pycocotools raise any exception.
+    except Exception as error:
+        reraise_out_of_memory(error)
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     names, owners, corners = zip(*objects, strict=True) if objects else ((), (), ())
     # Boxes are validated before rounding, which could make an invalid box valid.

@@ -3,12 +3,13 @@
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_root, first_existing
+from ssl_bench.data.samples import IGNORED, find_existing_folder, find_root
 from ssl_bench.data.splits import Split
 
 CONVERTED = "_labelTrainIds.png"
@@ -39,6 +40,7 @@ class CocoStuff(PairedFolders):
 
     name = "coco_stuff"
     supports = frozenset({"segmentation", "images"})
+    published_splits = MappingProxyType({"train": "train2017", "val": "val2017"})
 
     root: OptionalPath = None
     train_split: str = "train2017"
@@ -47,11 +49,11 @@ class CocoStuff(PairedFolders):
 
     def _images(self, split: str) -> Files:
         root, name = self._root(), Split.parse(split).name
-        return Files(first_existing([root / "images" / name, root / name]), ".jpg")
+        return Files(find_existing_folder([root / "images" / name, root / name]), ".jpg")
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root, classes = self._root(), read_classes()
-        maps = first_existing(
+        maps = find_existing_folder(
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
@@ -69,15 +71,6 @@ class CocoStuff(PairedFolders):
             hint=f"published masks are named ID.png, converted masks must be named ID{CONVERTED}",
         )
         return IndexMasks(files, labels), names
-
-    def _published_files(self) -> dict[str, Files]:
-        root, names = self._root(), {"train": "train2017", "val": "val2017"}
-        return {
-            split: Files(parent / name, ".jpg")
-            for split, name in names.items()
-            for parent in (root, root / "images")
-            if (parent / name).is_dir()
-        }
 
     def _root(self) -> Path:
         return find_root(

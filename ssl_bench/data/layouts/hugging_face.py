@@ -33,7 +33,7 @@ from ssl_bench.data.layouts.indexed import (
     require_box_format,
     to_corners,
 )
-from ssl_bench.data.splits import Split, absent_split, require_disjoint
+from ssl_bench.data.splits import Split, missing_split_error, require_disjoint
 from ssl_bench.errors import (
     ConfigurationError,
     DataError,
@@ -286,7 +286,7 @@ class HuggingFace(IndexedDataset):
         return Part(items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids)))
 
     def missing_error(self, role: str) -> DataError:
-        return absent_split(role, [*self._tables], Path(str(self.root)))
+        return missing_split_error(role, [*self._tables], Path(str(self.root)))
 
     def images_name(self) -> str:
         if self.name != "hf":
@@ -309,7 +309,7 @@ class HuggingFace(IndexedDataset):
     def _items(self) -> Mapping[str, TableItems]:
         names = {Split.parse(split).name for split in self._splits.values() if split}
         for name in names - set(self._tables):
-            raise absent_split(name, [*self._tables], Path(str(self.root)))
+            raise missing_split_error(name, [*self._tables], Path(str(self.root)))
         return {name: TableItems(self._tables[name], name, self) for name in sorted(names)}
 
     @property

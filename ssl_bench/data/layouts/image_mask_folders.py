@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,12 +14,18 @@ from jaxtyping import Int64, Integer, UInt8
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
-from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
+from ssl_bench.data.samples import (
+    IGNORED,
+    PUBLISHED_COUNTS,
+    Layout,
+    find_root,
+    name_of_images,
+    unsupported_role_error,
+)
 from ssl_bench.data.splits import (
     Split,
-    absent_split,
     find_image_ids,
-    read_lines,
+    missing_split_error,
     read_list,
     require_disjoint,
 )
@@ -34,9 +41,13 @@ class PairedFolders(Layout):
     """Base class of datasets with an image folder and a mask folder for each split.
 
     A subclass returns the files of a split from `_images` and `_masks`.
+
+    Attributes:
+        published_splits: Names of the splits that are called otherwise in `PUBLISHED_COUNTS`.
     """
 
     supports: Any
+    published_splits: ClassVar[Mapping[str, str]] = MappingProxyType({})
     train_split: str
     val_split: str
 
@@ -88,8 +99,11 @@ class PairedFolders(Layout):
 
     @cached_property
     def _full_name(self) -> str:
-        files = self._published_files()
-        ids = {split: images.ids() for split, images in files.items() if images.folder.is_dir()}
+        ids = {}
+        for split in PUBLISHED_COUNTS.get(self.name, ()):
+            # A missing split does not change the name.
+            with suppress(DataError):
+                ids[split] = self._images(self.published_splits.get(split, split)).ids()
         return name_of_images(self.name, ids)
 
     def _images(self, split: str) -> Files:
@@ -99,17 +113,13 @@ class PairedFolders(Layout):
         """Return the masks of a split and the class names."""
         raise NotImplementedError
 
-    def _published_files(self) -> Mapping[str, Files]:
-        """Return the images of each split with a published number of images."""
-        raise NotImplementedError
-
 
 def split_folder(parent: Path, split: str) -> Path:
     """Return the folder of a split, or raise `DataError` with the existing splits."""
     name = Split.parse(split).name
     if not (parent / name).is_dir():
         existing = [folder.name for folder in parent.glob("*") if folder.is_dir()]
-        raise absent_split(name, existing, parent)
+        raise missing_split_error(name, existing, parent)
     return parent / name
 
 
@@ -131,12 +141,12 @@ class IndexMasks(Masks):
     """Masks that store class numbers.
 
     Attributes:
-        has_convention: Whether the first mask of a split is checked before a model is loaded.
+        checks_first_mask: Whether the first mask of a split is checked before a model is loaded.
         reference: A mask of the same split. If other masks store other numbers for the colours in
             its palette, a tool has sorted the palettes.
     """
 
-    has_convention: ClassVar[bool] = False
+    checks_first_mask: ClassVar[bool] = False
 
     reference: Path | None = None
 
@@ -181,7 +191,7 @@ class IndexMasks(Masks):
 class TwoClassMasks(IndexMasks):
     """Masks of two classes in a dataset that does not state the meaning of 255."""
 
-    has_convention = True
+    checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
         """Refuse a mask of 0 and 255, because 255 may be the second class or may be ignored."""
@@ -211,15 +221,15 @@ class ColourMasks(Masks):
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
         """Return the classes of a mask. A colour without a class raises `DataError`."""
         path = self.files.path(image_id)
-        packed = _pack_colours(read_mask_colours(path))
+        pixels = read_mask_colours(path)
+        packed = _pack_colours(pixels)
         known = _pack_colours(np.array([self.colours], np.uint8))[0]
         order = known.argsort()
         positions = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
         numbers = order[positions]
         is_unknown = known[numbers] != packed
         if is_unknown.any():
-            value = int(packed[is_unknown][0])
-            colour = [value >> 16, value >> 8 & 255, value & 255]
+            colour = pixels[is_unknown][0].tolist()
             raise DataError(
                 f"{path} holds the colour {colour}, which is neither in dataset.colours nor in "
                 "dataset.ignored_colours. Add it, or save the masks without loss, as PNG"
@@ -306,12 +316,12 @@ class ImageMaskFolders(PairedFolders):
     def train(self) -> FileImageSet:
         """Return the training images with masks. One split for both purposes is refused."""
         if "segmentation" not in self.supports:
-            raise lacking(self.name, "segmentation")
+            raise unsupported_role_error(self.name, "segmentation")
         return super().train()
 
     def _segmentation(self, split: str) -> FileImageSet:
         images = super()._segmentation(split)
-        if isinstance(images.masks, IndexMasks) and images.masks.has_convention:
+        if isinstance(images.masks, IndexMasks) and images.masks.checks_first_mask:
             with suppress(UnreadableImage):
                 images.masks.read(images.ids[0])
         return images
@@ -326,13 +336,6 @@ class ImageMaskFolders(PairedFolders):
             return super()._list_ids(split, images, masks)
         source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
         return source, find_image_ids(read_list(source), images)
-
-    def _published_files(self) -> dict[str, Files]:
-        root, folder = self._root(), self.image_folder
-        return {
-            split: NestedFiles(root / folder.replace(_SPLIT, split), self.image_suffix)
-            for split in PUBLISHED.get(self.name, ())
-        }
 
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
@@ -357,7 +360,7 @@ class ImageMaskFolders(PairedFolders):
         suffix = after.partition("/")[0]
         names = [path.name for path in parent.glob(f"{prefix}*{suffix}") if path.is_dir()]
         splits = [found.removeprefix(prefix).removesuffix(suffix) for found in names]
-        raise absent_split(name, splits, parent)
+        raise missing_split_error(name, splits, parent)
 
     def _class_names(self) -> tuple[str, ...]:
         if self.class_names:
@@ -370,8 +373,7 @@ class ImageMaskFolders(PairedFolders):
                 f"{self.name} needs the names of its classes, one per line in {path} or as a list",
                 hint=("dataset.class_names=[road,sky]",),
             )
-        lines = (line.strip() for line in read_lines(path))
-        return tuple(line for line in lines if line)
+        return tuple(read_list(path))
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         files, names = self._files(self.mask_folder, self.mask_suffix, split), self._class_names()

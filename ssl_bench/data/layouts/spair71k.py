@@ -21,7 +21,7 @@ from ssl_bench.data.files.file_sets import (
 from ssl_bench.data.files.fingerprints import Part
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines
+from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.process import reraise_out_of_memory
@@ -128,9 +128,7 @@ class Spair71k(Layout):
         """Return the pairs. A missing file or an invalid line raises `DataError`."""
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
-        if not source.is_file():
-            raise absent_split(split.name, [f.stem for f in source.parent.glob("*.txt")], root)
-        lines = [line.strip() for line in read_lines(source) if line.strip()]
+        lines = read_list(source)
         return SpairPairs(
             name=name_of_images(self.name, {"val": lines}),
             split=self.val_split,

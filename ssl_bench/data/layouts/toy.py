@@ -9,8 +9,7 @@ import json
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import file_state
 from ssl_bench.data.files.images import read_image, voc_colours
+from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import ImageSet, Layout
 from ssl_bench.errors import MachineError
@@ -118,24 +118,27 @@ class Painter:
 
     def __init__(self, split: str, seed: int) -> None:
         self.split, self.seed = split, seed
-        self._textures = [_load(photograph, split) for photograph in TEXTURES.values()]
-        self._backgrounds = [_load(photograph, split) for photograph in BACKGROUNDS]
+        self._textures = [_load_photograph(photograph, split) for photograph in TEXTURES.values()]
+        self._backgrounds = [_load_photograph(photograph, split) for photograph in BACKGROUNDS]
 
-    def scene(self, index: int) -> Scene:
+    def paint_scene(self, index: int) -> Scene:
         rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index])
         height, width = SIZES[rng.integers(len(SIZES))]
-        depths = _place(rng, height, width)
+        depths = _draw_outlines(rng, height, width)
         classes = 1 + rng.permutation(len(TEXTURES))[: len(depths)]
-        pixels = _background(rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width)
+        pixels = _crop_background(
+            rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width
+        )
         for depth, number in zip(depths, classes, strict=True):
-            texture = _texture(rng, self._textures[number - 1], height, width)
-            pixels = _paste(pixels, texture, depth)
+            texture = _warp_texture(rng, self._textures[number - 1], height, width)
+            pixels = _paste_object(pixels, texture, depth)
         visible = _visible_objects(depths)
         boxes = []
         for number in range(len(depths)):
             rows, cols = np.nonzero(visible == number)
-            box = (cols.min(), rows.min(), cols.max() + 1, rows.max() + 1)
-            boxes.append((int(box[0]), int(box[1]), int(box[2]), int(box[3])))
+            boxes.append(
+                (int(cols.min()), int(rows.min()), int(cols.max()) + 1, int(rows.max()) + 1)
+            )
         return Scene(
             image=pixels.round().clip(0, 255).astype(np.uint8),
             mask=np.array([0, *classes], np.uint8)[visible + 1],
@@ -147,7 +150,7 @@ class Painter:
         )
 
 
-def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
+def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
         raise MachineError(f"the toy scenes need the package {photograph.package}. Install it")
@@ -161,19 +164,19 @@ def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height wid
     return pixels[:, start:stop]
 
 
-def _place(
+def _draw_outlines(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
     """Return one to three outlines, farthest first. At least half of each object is visible."""
     number = int(rng.integers(1, 4))
     while True:
-        depths = [_outline(rng, height, width) for _ in range(number)]
+        depths = [_draw_outline(rng, height, width) for _ in range(number)]
         visible = _visible_objects(depths)
         if all((visible == k).sum() >= 0.5 * (depth < 1).sum() for k, depth in enumerate(depths)):
             return depths
 
 
-def _outline(
+def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
     """Return a smooth random shape: 0 at its centre, 1 on its outline, and more outside."""
@@ -198,7 +201,7 @@ def _visible_objects(
     return visible
 
 
-def _background(
+def _crop_background(
     rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
     """Return a random crop of a photograph, resized to the given size."""
@@ -213,7 +216,7 @@ def _background(
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def _texture(
+def _warp_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
     """Return a texture that is slightly rotated, scaled and tinted, and mirrored at its edges."""
@@ -231,7 +234,7 @@ def _texture(
     return np.stack(channels, axis=-1) * rng.uniform(0.9, 1.1, size=3)
 
 
-def _paste(
+def _paste_object(
     pixels: Float64[np.ndarray, "height width 3"],
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
@@ -246,7 +249,7 @@ def _paste(
 
 
 @dataclass(frozen=True)
-class Drawn(Layout):
+class GeneratedDataset(Layout):
     """Base class of generated datasets, which are written to the cache on first use.
 
     Attributes:
@@ -261,7 +264,7 @@ class Drawn(Layout):
     seed: Seed = 0
     cache: OptionalPath = None
 
-    def draw_once(self, kind: str, write: Callable[[Path], None]) -> Path:
+    def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
         """Return a folder of the cache, which `write` fills if it is missing or damaged.
 
         The folder is written under another name and renamed, so that it is always complete.
@@ -276,6 +279,7 @@ class Drawn(Layout):
             if _is_intact(path):
                 return path
             say(f"files in {path} have changed, so they are generated again")
+            shutil.rmtree(path, ignore_errors=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
@@ -284,13 +288,10 @@ class Drawn(Layout):
                 f"cannot write to {path.parent} ({error.strerror}). Choose another folder",
                 hint=("dataset.cache={folder}",),
             ) from error
-        changed = unfinished.with_name(f"{unfinished.name}-changed")
         try:
             write(unfinished)
             _write_manifest(unfinished)
             mark_as_output(unfinished)
-            with suppress(FileNotFoundError):
-                path.rename(changed)
             unfinished.rename(path)
         except OSError as error:
             # Another process may have been quicker. Its scenes are the same.
@@ -298,25 +299,32 @@ class Drawn(Layout):
                 raise MachineError(f"cannot write {path} ({error.strerror})") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.rmtree(changed, ignore_errors=True)
         return path
+
+    def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
+        """Yield the split, the index and the scene of each scene."""
+        for split, count in (("train", self.num_train), ("val", self.num_val)):
+            painter = Painter(split, self.seed)
+            for index in range(count):
+                yield split, index, painter.paint_scene(index)
 
 
 def _write_manifest(folder: Path) -> None:
     """Store the SHA-256, size and time of each file, by which damage is recognised."""
     rows = {}
     for name in sorted(list_files(folder)):
-        size, mtime_ns, *_ = file_state(folder / name)
-        rows[name] = [file_sha256(folder / name), size, mtime_ns]
+        path = folder / name
+        rows[name] = [file_sha256(path), *file_state(path)[:2]]
     (folder / _MANIFEST).write_text(json.dumps(rows), encoding="utf-8")
 
 
 def _is_intact(folder: Path) -> bool:
     """Return whether a folder has the files of its manifest. Older versions wrote no manifest."""
-    if not (folder / _MANIFEST).is_file():
+    manifest = folder / _MANIFEST
+    if not manifest.is_file():
         return True
     try:
-        rows = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        rows = json.loads(manifest.read_text(encoding="utf-8"))
         for name, (digest, *state) in rows.items():
             path = folder / name
             if [*file_state(path)[:2]] != state and file_sha256(path) != digest:
@@ -328,7 +336,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Toy(Drawn):
+class Toy(GeneratedDataset):
     """Textured objects in front of photographs, stored in VOC's layout."""
 
     name = "toy"
@@ -349,18 +357,17 @@ class Toy(Drawn):
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
-        path = self.draw_once("toy", self._write)
+        path = self.generate_once("toy", self._write)
         return VocFolder(path, self.name, CLASS_NAMES)
 
     def _write(self, folder: Path) -> None:
         for part in ("JPEGImages", "SegmentationClass", "Annotations"):
             (folder / part).mkdir()
-        ids = {}
-        for split, count in (("train", self.num_train), ("val", self.num_val)):
-            painter = Painter(split, self.seed)
-            ids[split] = [f"{split}_{index:05d}" for index in range(count)]
-            for index, image_id in enumerate(ids[split]):
-                write_scene(folder, image_id, painter.scene(index))
+        ids: dict[str, list[str]] = {"train": [], "val": []}
+        for split, index, scene in self._paint_scenes():
+            image_id = f"{split}_{index:05d}"
+            ids[split].append(image_id)
+            write_scene(folder, image_id, scene)
         ids["trainval"] = ids["train"] + ids["val"]
         for kind in ("Segmentation", "Main"):
             (folder / "ImageSets" / kind).mkdir(parents=True)
@@ -377,26 +384,26 @@ def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
     mask.putpalette(voc_colours().ravel().tolist())
     mask.save(folder / "SegmentationClass" / f"{image_id}.png")
     root = ElementTree.Element("annotation")
-    _append(root, filename=f"{image_id}.jpg")
+    _append_texts(root, filename=f"{image_id}.jpg")
     size = ElementTree.SubElement(root, "size")
-    _append(size, width=image.width, height=image.height, depth=3)
+    _append_texts(size, width=image.width, height=image.height, depth=3)
     objects = zip(scene.classes, scene.boxes, scene.truncated, strict=True)
     for number, (x0, y0, x1, y1), truncated in objects:
         one = ElementTree.SubElement(root, "object")
-        _append(one, name=CLASS_NAMES[number], truncated=int(truncated), difficult=0)
+        _append_texts(one, name=CLASS_NAMES[number], truncated=int(truncated), difficult=0)
         box = ElementTree.SubElement(one, "bndbox")
-        _append(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
+        _append_texts(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(folder / "Annotations" / f"{image_id}.xml")
 
 
-def _append(parent: ElementTree.Element, **texts: object) -> None:
+def _append_texts(parent: ElementTree.Element, **texts: object) -> None:
     for tag, text in texts.items():
         ElementTree.SubElement(parent, tag).text = str(text)
 
 
 @dataclass(frozen=True)
-class ToyObjects(Drawn):
+class ToyObjects(GeneratedDataset):
     """The objects of the toy scenes, cropped to their boxes, in one folder for each class."""
 
     name = "toy_objects"
@@ -413,19 +420,13 @@ class ToyObjects(Drawn):
         return self.train()
 
     def _folders(self) -> Layout:
-        # Imported only here, because the toy scenes do not need it.
-        from ssl_bench.data.layouts.class_folders import ClassFolders
-
-        root = str(self.draw_once("toy_objects", self._write))
+        root = str(self.generate_once("toy_objects", self._write))
         return ClassFolders(root=root, name=self.name, known_only=True)
 
     def _write(self, folder: Path) -> None:
-        for split, count in (("train", self.num_train), ("val", self.num_val)):
-            painter = Painter(split, self.seed)
-            for index in range(count):
-                scene = painter.scene(index)
-                image = Image.fromarray(scene.image)
-                for number, box in zip(scene.classes, scene.boxes, strict=True):
-                    class_folder = folder / split / CLASS_NAMES[number]
-                    class_folder.mkdir(parents=True, exist_ok=True)
-                    image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)
+        for split, index, scene in self._paint_scenes():
+            image = Image.fromarray(scene.image)
+            for number, box in zip(scene.classes, scene.boxes, strict=True):
+                class_folder = folder / split / CLASS_NAMES[number]
+                class_folder.mkdir(parents=True, exist_ok=True)
+                image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)
