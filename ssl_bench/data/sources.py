@@ -21,8 +21,8 @@ class Download:
     Attributes:
         name: Name of the file.
         published: Address and digest of the file.
-        size: Size in bytes, or an estimate if it is not published.
-        into: Folder below that of the dataset for the file, or for its content if it is an archive.
+        size: Size in bytes, or an estimate if the size is not published.
+        into: Subfolder of the dataset's folder for the file, or for the content of an archive.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Download:
 
     @property
     def is_archive(self) -> bool:
-        """Whether the file is unpacked after the download."""
+        """Return whether the file is unpacked after the download."""
         return self.name.lower().endswith((".tar", ".zip"))
 
 
@@ -43,7 +43,7 @@ class Source:
     Attributes:
         name: Name of the dataset.
         title: Name and year in one line.
-        homepage: Address of the publisher, or the page that describes the layout.
+        homepage: Web address of the publisher, or path of the page that describes the layout.
         licence: Licence in one line.
         tree: Expected files below the folder of the dataset, one pattern per line.
         counts: Published number of images of each split. Empty for data of the user.
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def is_generated(self) -> bool:
-        """Whether the dataset is generated on first use and needs no folder."""
+        """Return whether the dataset is generated on first use and needs no folder."""
         return not self.tree
 
     @property
@@ -99,11 +99,11 @@ def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -
     )
 
 
-# Digests and sizes of VOC, ADE20K and COCO are those of the files voc.txt (commit 333639b),
-# ade20k.txt (6f96ef3), coco2014.txt (24211da) and coco2017.txt (2282548) in
-# https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums. Those of VOC
-# and COCO are in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
-# https://github.com/pytorch/vision (a5a52e3, 05caddc) too.
+# The digests and sizes of VOC, ADE20K and COCO come from these files of
+# https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums:
+# voc.txt (commit 333639b), ade20k.txt (6f96ef3), coco2014.txt (24211da), coco2017.txt (2282548).
+# The digests of VOC and COCO are also in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
+# https://github.com/pytorch/vision (a5a52e3, 05caddc).
 _SOURCES = (
     _voc(
         2012,
@@ -236,7 +236,6 @@ _SOURCES = (
         instructions="download images and ground truth from the homepage and unpack both into one "
         "folder",
     ),
-    # No digest of the archive is published, so a download could not be verified.
     Source(
         name="spair71k",
         title="SPair-71k, pairs of images with points",

@@ -1,6 +1,6 @@
-"""Splits and their shares, lists of images in text files, and the config keys of all datasets.
+"""Parse splits and lists of images, and apply the config keys that all datasets share.
 
-The keys in `SHARED` select how files are read, limit the number of images and corrupt the images.
+The keys in `SHARED` select how files are read, limit the number of images and corrupt images.
 """
 
 import codecs
@@ -45,7 +45,7 @@ SHARED: Mapping[str, Any] = {
     "seed": Seed,
     "dtype": DType,
 }
-"""Types of the config keys that are not fields of a probe or dataset."""
+"""Type of each config key that is not a field of a probe or of a dataset."""
 _SPLIT = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
@@ -70,7 +70,7 @@ class Split:
         """Parse `NAME` or `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: The text has another form.
+            ConfigurationError: The text does not have this form.
         """
         match = _SPLIT.fullmatch(text)
         if match is not None:
@@ -83,16 +83,16 @@ class Split:
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """Return the sorted ids of this share. Adjacent shares neither overlap nor leave a gap."""
+        """Return this share of the sorted ids. Adjacent shares neither overlap nor leave a gap."""
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
 
 
 def require_disjoint(train: str, val: str) -> None:
-    """Refuse to train and to score on the same images.
+    """Raise an error if heads would be trained and scored on the same images.
 
     Raises:
-        ConfigurationError: Both texts are shares of one split and overlap.
+        ConfigurationError: The two texts are overlapping shares of one split.
     """
     a, b = Split.parse(train), Split.parse(val)
     if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
@@ -135,24 +135,24 @@ def missing_split_error(
     Args:
         name: Name of the missing split.
         present: Names of the existing splits.
-        where: Folder or list that contains the splits.
-        divisible: Names of the splits that can be divided. If it is None, all can be divided.
+        where: Path of the folder or list that contains the splits.
+        divisible: Names of the splits that the hint may divide. By default, all existing splits.
     """
     if not present:
-        return DataError(f"{where} has no split {name}, and no other split. See docs/data.md")
-    # VOC has 60 lists of single classes. Lists of all classes have shorter names.
+        return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
+    # VOC also has 60 lists of single classes, whose names are longer than those of other lists.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
-        f"{where} has no split {name}, but {', '.join(shortest)}. See docs/data.md, or divide an "
-        "existing split",
+        f"{where} has no split {name}. Existing splits: {', '.join(shortest)}. See docs/data.md, "
+        "or divide an existing split",
         hint=_division_hint(first),
     )
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the lines of a list without blank lines.
+    """Return the lines of a list that are not blank.
 
     Raises:
         DataError: The list does not exist. The error names the other lists in its folder.
@@ -174,15 +174,15 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     Args:
         lines: The lines of a list.
-        files: The image files. If none of them fits a line, the whole line becomes the id, and the
+        files: The image files. If no file matches a line, the whole line becomes the id, and the
             image is later reported as missing.
     """
-    # The name may end in "_left" if the suffix is "_left.png".
+    # A listed name may end in "_left" if the suffix is "_left.png".
     endings = (files.suffix, "", PurePosixPath(files.suffix).stem)
 
     @cache
     def names_in(folder: str) -> dict[str, str]:
-        """Return the file names in a folder by themselves and by their composed Unicode form."""
+        """Return the name of each file in a folder, by this name and by its Unicode form NFC."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -200,7 +200,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
         return f"{parent}/{actual}" if parent and actual else actual
 
     def find_id(line: str) -> str:
-        # Most published lists have such lines, and nothing has to be looked up.
+        # Most published lists contain only such ids. Without this case, each file is searched for.
         if _PLAIN_NAME.fullmatch(line) and not line.endswith(endings[2]):
             return line
         for folder, name in _possible_names(line, files.suffix):
@@ -217,18 +217,18 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
 
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield the folders and names that a line may mean, longer ones first."""
+    """Yield each folder and file name that a line may stand for, longer paths first."""
     for path in _without_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
         for start in range(len(folders) + 1):
-            # A blank in a folder may separate two columns, so that folder is not removed.
+            # A blank may separate two columns, so a folder with a blank in its name is not removed.
             if start and re.search(r"\s", folders[start - 1]):
                 break
             yield "/".join(folders[start:]), name
 
 
 def _without_columns(line: str, suffix: str) -> Iterator[str]:
-    """Yield a line, and then its beginnings that may be the first columns, longest first."""
+    """Yield a line, then the line without its last column, without its last two, and so on."""
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
     for blank in reversed(list(re.finditer(r"\s+", line))):
@@ -249,7 +249,7 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a view of a dataset to which the values of the shared keys are applied.
+    """Return a view of a dataset with the values of the shared config keys applied.
 
     Args:
         dataset: A dataset that the configuration builds.
@@ -293,7 +293,7 @@ class OpenedOnce(DatasetView):
 class ListedOnce(OpenedOnce):
     """A dataset whose files are listed once, so that all tasks of a command use the same images.
 
-    Each task still reads the files itself, because they may change between two tasks.
+    Each task computes fingerprints again, because files may change between two tasks.
     """
 
     def _open_images(self, method: str) -> ImageSet:
@@ -310,15 +310,15 @@ def _without_cache(images: ImageSet) -> ImageSet:
 
 
 def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
-    """Return a dataset with at most `limit` images in each split, under a name of its own."""
+    """Return a dataset with at most `limit` images in each split. Its name states the limit."""
     name = _limited_name(dataset.name, limit, first)
     return DatasetView(dataset, lambda _, images: limit_images(images, limit, first=first), name)
 
 
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
-    """Return at most `limit` images, under a name such as "voc2012-limit64" or "voc2012-first64".
+    """Return at most `limit` images. Their set has a name such as "voc2012-limit64".
 
-    The name keeps scores of some images apart from scores of all images.
+    The name distinguishes results for a part of the images from results for all images.
 
     Args:
         images: A split, which may be sorted by class.
@@ -335,7 +335,7 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 
 
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return `count` ids in their original order, selected by the digests of all ids.
+    """Return the `count` ids with the smallest SHA-256, in their original order.
 
     Most of the selected ids stay the same if images are added or removed.
     """

@@ -103,7 +103,7 @@ def test_an_absent_list_names_the_others(tmp_path):
     for name in ("bird_val", "boat_val", "cat_val", "cow_val", "dog_train", "train", "val"):
         (tmp_path / f"{name}.txt").touch()
 
-    with pytest.raises(DataError, match=r"no split test, but val, train, ") as caught:
+    with pytest.raises(DataError, match=r"no split test. Existing splits: val, train, ") as caught:
         read_list(tmp_path / "test.txt")
 
     assert caught.value.hint[0] == "dataset.train_split=train:0-75%"

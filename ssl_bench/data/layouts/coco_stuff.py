@@ -15,7 +15,7 @@ from ssl_bench.data.splits import Split
 CONVERTED = "_labelTrainIds.png"
 """Suffix of masks that mmsegmentation has converted to the classes 0 to 170."""
 
-# 12 groups of things and 15 groups of stuff, in the order of papers with 27 classes.
+# 12 groups of things and 15 groups of stuff, in the order that papers with 27 classes use.
 # fmt: off
 COARSE_NAMES = (
     "electronic", "appliance", "food", "furniture", "indoor", "kitchen", "accessory", "animal",
@@ -33,8 +33,8 @@ class CocoStuff(PairedFolders):
     Attributes:
         root: The folder that contains the images in images/train2017/ or train2017/, and the masks
             in stuffthingmaps/ or annotations/.
-        train_split: Folder of the training images and masks, or a share of it.
-        val_split: Folder of the scored images and masks, or a share of it.
+        train_split: Name of the folders of training images and masks, or a share of them.
+        val_split: Name of the folders of scored images and masks, or a share of them.
         classes: 171 classes, or the 27 groups of COCO's hierarchy.
     """
 
@@ -58,7 +58,7 @@ class CocoStuff(PairedFolders):
         )
         folder, numbers = split_folder(maps, split), list(classes)
         files = Files(folder, ".png", excluded_suffix=CONVERTED)
-        # Converted masks are next to the published masks, or replace them.
+        # The folder has published masks, converted masks, or both.
         if not files.ids() and Files(folder, CONVERTED).ids():
             files, numbers = Files(folder, CONVERTED), list(range(len(classes)))
         if self.classes == 171:
@@ -88,10 +88,10 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each of the 171 ids that occur in published masks, in order.
+    """Return the name and the group of each class, by the id that published masks store.
 
-    Source: labels.txt of https://github.com/nightrome/cocostuff, minus 1 because 0 is "unlabeled"
-    there, and the supercategories of COCO.
+    Source: the groups are COCO's supercategories. The ids are those of labels.txt in
+    https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".
     """
     with Path(__file__).with_name("coco_stuff_classes.csv").open(encoding="utf-8") as file:
         rows = csv.DictReader(file)

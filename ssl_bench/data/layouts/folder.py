@@ -20,7 +20,8 @@ _MAX_NAMED_SUFFIXES = 5
 class ImageFolder(Layout):
     """All images in a folder and its subfolders, in the order of their paths.
 
-    Images are rotated by their EXIF orientation. Probes leave out unreadable images and name them.
+    Images are rotated by their EXIF orientation. Probes leave out unreadable images, with a
+    message.
 
     Attributes:
         root: The folder. Links to other folders are followed.
@@ -38,7 +39,7 @@ class ImageFolder(Layout):
         require_own_name(self.name)
 
     def discovery(self) -> FileImageSet:
-        """Return all images, without boxes. Discovered objects are shown but not scored."""
+        """Return all images, without boxes. Figures show the discovered objects without scores."""
         return self.images()
 
     def images(self) -> FileImageSet:
@@ -51,11 +52,11 @@ class ImageFolder(Layout):
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)
         if not root.is_dir():
-            raise DataError(f"{root} is not a folder; expected a folder of images")
+            raise DataError(f"{root} is not a folder, expected a folder of images")
         names = list(list_files(root))
         ids = tuple(sorted(filter(_has_image_suffix, names)))
         if not ids:
-            raise DataError(f"{root} has no images; expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
+            raise DataError(f"{root} has no images, expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
         if len(ids) < len(names):
             say_once(_describe_left_out(root, set(names).difference(ids)))
         return FileImageSet(

@@ -1,4 +1,4 @@
-"""Images and masks in two folders: the base of several datasets, and folders of your own."""
+"""Datasets with a folder of images and a folder of masks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +43,8 @@ class PairedFolders(Layout):
     A subclass returns the files of a split from `_images` and `_masks`.
 
     Attributes:
-        published_splits: Names of the splits that are called otherwise in `PUBLISHED_COUNTS`.
+        published_splits: Name of a split on disk, by its key in `PUBLISHED_COUNTS`. A split that is
+            not listed has the same name in both.
     """
 
     supports: Any
@@ -92,9 +93,9 @@ class PairedFolders(Layout):
     def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Return the ids of a whole split, and the folder or list that contains them."""
+        """Return the folder or list of a split, and all ids in it."""
         del split
-        # With the ids of the masks, because a lost image must not be left out silently.
+        # The ids of masks are included, so that a missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
 
     @cached_property
@@ -125,7 +126,7 @@ def split_folder(parent: Path, split: str) -> Path:
 
 @dataclass(frozen=True)
 class NestedFiles(Files):
-    """Files at any depth. Their ids contain the subfolders."""
+    """Files in a folder and its subfolders. An id contains the subfolders of its file."""
 
     def ids(self) -> list[str]:
         """Return the sorted ids of the files that `list_files` finds."""
@@ -141,9 +142,9 @@ class IndexMasks(Masks):
     """Masks that store class numbers.
 
     Attributes:
-        checks_first_mask: Whether the first mask of a split is checked before a model is loaded.
-        reference: A mask of the same split. If other masks store other numbers for the colours in
-            its palette, a tool has sorted the palettes.
+        checks_first_mask: Whether the first mask is read when a split is opened.
+        reference: Path of a mask in the same split, or None. In every mask with a palette, a colour
+            must have the same number as in this mask.
     """
 
     checks_first_mask: ClassVar[bool] = False
@@ -154,7 +155,7 @@ class IndexMasks(Masks):
         """Return the classes of a mask.
 
         Raises:
-            DataError: As for `Masks`, or the numbers have another meaning than expected.
+            DataError: As for `Masks`, or the mask follows another convention.
         """
         path = self.files.path(image_id)
         if palette := read_palette(path):
@@ -170,7 +171,7 @@ class IndexMasks(Masks):
         expected, source = self._reference_palette, str(self.reference)
         greys = {r for r, g, b in palette if r == g == b}
         # A tool may have added a palette to a grey mask, whose grey values are the class numbers.
-        # Black and white alone are not enough evidence, as they are often the colours of 0 and 1.
+        # A palette of black and white does not show this, because these are common class colours.
         if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
             expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
         for colour, number in palette.items():
@@ -189,16 +190,16 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes in a dataset that does not state the meaning of 255."""
+    """Masks of two classes, for which the user has not stated the meaning of 255."""
 
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Refuse a mask of 0 and 255, because 255 may be the second class or may be ignored."""
+        """Raise `DataError` for a mask of 0 and 255. The number 255 may be a class."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
-                f"{path} holds 0 and 255 but no 1, which is the number of the second class. Either "
-                "255 is the second class, or these pixels are ignored",
+                f"{path} holds 0 and 255, but not 1 for the second class. Either 255 is the second "
+                "class, or these pixels are ignored",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -219,7 +220,7 @@ class ColourMasks(Masks):
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the classes of a mask. A colour without a class raises `DataError`."""
+        """Return the classes of a mask. Raise `DataError` for a colour without a class."""
         path = self.files.path(image_id)
         pixels = read_mask_colours(path)
         packed = _pack_colours(pixels)
@@ -241,7 +242,7 @@ class ColourMasks(Masks):
 
 
 def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
-    """Return one number for each colour."""
+    """Return the colour of each pixel as one number."""
     return pixels.astype(np.int64) @ np.array([65536, 256, 1])
 
 
@@ -264,12 +265,12 @@ class ImageMaskFolders(PairedFolders):
         class_names: Names of the classes. By default they are read from classes.txt, one per line.
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
-        reduce_zero: The numbers of the classes begin at 1, and 0 is ignored.
-        ignored: Numbers that are ignored. By default 255. Any other number is an error.
+        reduce_zero: Whether the numbers of the classes begin at 1, and 0 is ignored.
+        ignored: Numbers of ignored pixels. By default 255. All other numbers are errors.
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours that are ignored.
-        one_object: Class 0 is the background, and class 1 is one object. The two splits may then
-            be the same. If they are, no heads can be trained.
+        one_object: Whether class 0 is the background and class 1 is one object. Then, `train_split`
+            and `val_split` may be the same, but no heads can be trained.
     """
 
     root: OptionalPath = None
@@ -305,7 +306,7 @@ class ImageMaskFolders(PairedFolders):
             )
         if self._is_one_folder and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
-                f"images and masks are both {self.image_folder}/*{self.image_suffix}",
+                f"{self.image_folder}/*{self.image_suffix} matches images and masks",
                 hint=(
                     "dataset.mask_folder={mask_folder}",
                     "or",
@@ -314,7 +315,7 @@ class ImageMaskFolders(PairedFolders):
             )
 
     def train(self) -> FileImageSet:
-        """Return the training images with masks. One split for both purposes is refused."""
+        """Return the training images with masks. Raise `DataError` if both splits are the same."""
         if "segmentation" not in self.supports:
             raise unsupported_role_error(self.name, "segmentation")
         return super().train()
@@ -339,7 +340,7 @@ class ImageMaskFolders(PairedFolders):
 
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
-        # In one folder, `*.png` includes masks that end in `_label.png`.
+        # If images and masks share a folder, `*.png` also matches `*_label.png`.
         excluded = other if self._is_one_folder and other.endswith(suffix) else None
         return NestedFiles(self._folder(pattern, split), suffix, excluded)
 
@@ -370,7 +371,7 @@ class ImageMaskFolders(PairedFolders):
             return ("background", "object")
         if not path.is_file():
             raise DataError(
-                f"{self.name} needs the names of its classes, one per line in {path} or as a list",
+                f"{self.name} needs the names of its classes, as a list or one per line in {path}",
                 hint=("dataset.class_names=[road,sky]",),
             )
         return tuple(read_list(path))

@@ -34,7 +34,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class SpairPairs(FileSet):
-    """The pairs of a split. A sample has the source image, and its `pair` has the target image.
+    """The pairs of a split. A sample has the source image. Its `pair` has the target image.
 
     Attributes:
         ids: Lines of the list of pairs.
@@ -109,8 +109,8 @@ class Spair71k(Layout):
 
     Attributes:
         root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
-        val_split: `test`, `val`, `trn`, or a share of one of them. For other pairs than all of
-            `test`, the name in records has their number at the end.
+        val_split: `test`, `val`, `trn`, or a share of one of them. Unless the split has the
+            published 12,234 pairs, the name in records ends in its number of pairs.
     """
 
     name = "spair71k"
@@ -125,7 +125,7 @@ class Spair71k(Layout):
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
-        """Return the pairs. A missing file or an invalid line raises `DataError`."""
+        """Return the pairs. Raise `DataError` for a missing file or an invalid line."""
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
         lines = read_list(source)

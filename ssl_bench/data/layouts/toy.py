@@ -1,7 +1,7 @@
 """Generated scenes with exact masks and boxes, on which most probes run without a download.
 
 A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
-scikit-learn. `ToyObjects` has the same objects, cropped.
+scikit-learn. `ToyObjects` contains the same objects, cropped.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ class Photograph:
         package: Name of the package.
         file: Path of the image in the package.
         scale: Factor by which the image is resized, so that a few patches show its texture.
-        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. None
-            for the whole image.
+        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. If
+            it is None, the whole image is used.
     """
 
     package: str
@@ -66,7 +66,7 @@ TEXTURES = {
     "stars": Photograph("skimage", "data/hubble_deep_field.jpg", 0.5),
     "print": Photograph("skimage", "data/page.png", 0.7, cut=(5, 58, 375, 140)),
 }
-"""Photograph of each class, beginning with class 1. Class 0 is the background."""
+"""Photograph for the texture of each class, from class 1 on. Class 0 is the background."""
 
 BACKGROUNDS = (
     Photograph("skimage", "data/astronaut.png"),
@@ -79,10 +79,10 @@ BACKGROUNDS = (
 
 CLASS_NAMES = ("background", *TEXTURES)
 
-# Height and width. No scene is square, and some sizes are no multiple of the patch size.
+# Heights and widths. No scene is square, and some sides are not multiples of a patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Left and right part of each photograph, so that the splits share no pixel of a texture.
+# Columns of each photograph that a split uses, as shares of its width. They do not overlap.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
@@ -91,10 +91,11 @@ class Scene:
     """A generated scene.
 
     Attributes:
-        image: RGB, 0 to 255.
+        image: RGB image with values from 0 to 255.
         mask: Class of the visible object at each pixel, or 0 for the background.
         classes: Class of each object, from the farthest to the nearest.
-        boxes: Box of the visible part of each object as (x0, y0, x1, y1). Far edges are exclusive.
+        boxes: Box around the visible part of each object, as (x0, y0, x1, y1). Far edges are
+            exclusive.
         truncated: Whether each object touches the edge of the scene.
     """
 
@@ -106,7 +107,7 @@ class Scene:
 
 
 class Painter:
-    """Generator of the scenes of a split. The seed and the index determine a scene.
+    """Paint the scenes of a split. The split, the seed and the index determine a scene.
 
     Args:
         split: "train" or "val".
@@ -167,7 +168,7 @@ def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, 
 def _draw_outlines(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
-    """Return one to three outlines, farthest first. At least half of each object is visible."""
+    """Return one to three outlines, farthest first, of objects that are at least half visible."""
     number = int(rng.integers(1, 4))
     while True:
         depths = [_draw_outline(rng, height, width) for _ in range(number)]
@@ -179,7 +180,7 @@ def _draw_outlines(
 def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """Return a smooth random shape: 0 at its centre, 1 on its outline, and more outside."""
+    """Return a smooth random shape: 0 at the centre, 1 on the outline, larger values outside."""
     y, x = np.mgrid[:height, :width] - np.array(
         [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
     ).reshape(2, 1, 1)
@@ -219,7 +220,7 @@ def _crop_background(
 def _warp_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return a texture that is slightly rotated, scaled and tinted, and mirrored at its edges."""
+    """Return a slightly rotated, scaled and tinted texture, extended by reflection."""
     # Imported only here, because the import takes a second and stored scenes do not need it.
     from scipy.ndimage import map_coordinates
 
@@ -239,7 +240,7 @@ def _paste_object(
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Paste an object that is darker towards its rim and casts a soft shadow."""
+    """Return the image with an added object, which has a darker rim and a soft shadow."""
     from scipy.ndimage import gaussian_filter
 
     inside = depth < 1
@@ -254,7 +255,7 @@ class GeneratedDataset(Layout):
 
     Attributes:
         num_train: Number of training scenes.
-        num_val: Number of scored scenes. They show other parts of the photographs.
+        num_val: Number of scored scenes. Training scenes show other parts of the photographs.
         seed: Seed of the scenes.
         cache: Folder in which the scenes are stored.
     """
@@ -265,9 +266,9 @@ class GeneratedDataset(Layout):
     cache: OptionalPath = None
 
     def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """Return a folder of the cache, which `write` fills if it is missing or damaged.
+        """Return a folder of the cache. If it is missing or damaged, `write` creates its files.
 
-        The folder is written under another name and renamed, so that it is always complete.
+        The files are written to a temporary folder. It is renamed when it is complete.
 
         Raises:
             MachineError: The cache cannot be written.
@@ -294,7 +295,7 @@ class GeneratedDataset(Layout):
             mark_as_output(unfinished)
             unfinished.rename(path)
         except OSError as error:
-            # Another process may have been quicker. Its scenes are the same.
+            # Another process may have created the folder in the meantime, with the same scenes.
             if not path.is_dir():
                 raise MachineError(f"cannot write {path} ({error.strerror})") from error
         finally:
@@ -302,7 +303,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield the split, the index and the scene of each scene."""
+        """Yield the split and the index of each scene, and the scene."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):
@@ -310,7 +311,7 @@ class GeneratedDataset(Layout):
 
 
 def _write_manifest(folder: Path) -> None:
-    """Store the SHA-256, size and time of each file, by which damage is recognised."""
+    """Store the SHA-256, the size and the modification time of each file, to detect damage."""
     rows = {}
     for name in sorted(list_files(folder)):
         path = folder / name
@@ -319,8 +320,9 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a folder has the files of its manifest. Older versions wrote no manifest."""
+    """Return whether the files match the manifest. A folder without manifest is accepted."""
     manifest = folder / _MANIFEST
+    # Older versions wrote no manifest.
     if not manifest.is_file():
         return True
     try:
@@ -337,7 +339,7 @@ def _is_intact(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Toy(GeneratedDataset):
-    """Textured objects in front of photographs, stored in VOC's layout."""
+    """Scenes of textured objects in front of photographs, stored in VOC's layout."""
 
     name = "toy"
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -377,7 +379,7 @@ class Toy(GeneratedDataset):
 
 
 def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
-    """Write the image, the mask and the boxes of one scene as VOC does."""
+    """Write the image, the mask and the boxes of a scene in VOC's format."""
     image = Image.fromarray(scene.image)
     image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
     mask = Image.fromarray(scene.mask)
