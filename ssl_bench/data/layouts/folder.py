@@ -70,7 +70,7 @@ class ImageFolder(Layout):
 
 
 def pictures_below(root: Path) -> Iterator[str]:
-    """Yield the relative paths of the images below a folder, as `list_files` finds them."""
+    """Yield the relative paths of the images below a folder, in the order of `list_files`."""
     return filter(_has_image_suffix, list_files(root))
 
 
@@ -82,8 +82,8 @@ def _describe_left_out(root: Path, names: Collection[str]) -> str:
     suffixes = Counter(PurePosixPath(name).suffix.lower() or "without suffix" for name in names)
     counts = [f"{count} {suffix}" for suffix, count in suffixes.most_common(_MAX_NAMED_SUFFIXES)]
     more = ", ..." if len(suffixes) > len(counts) else ""
-    files = "1 file does" if len(names) == 1 else f"{len(names)} files do"
+    files = f"{len(names)} file{'s' * (len(names) > 1)}"
     return (
-        f"{files} not have the suffix of an image and are left out of {root}: "
-        f"{', '.join(counts)}{more}; for example {min(names)}"
+        f"ignored {files} without the suffix of an image in {root}: {', '.join(counts)}{more}. "
+        f"The first is {min(names)}"
     )

@@ -96,14 +96,12 @@ class Scene:
         classes: Class of each object, from the farthest to the nearest.
         boxes: Box around the visible part of each object, as (x0, y0, x1, y1). Far edges are
             exclusive.
-        truncated: Whether each object touches the edge of the scene.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     mask: UInt8[np.ndarray, "height width"]
     classes: tuple[int, ...]
     boxes: tuple[tuple[int, int, int, int], ...]
-    truncated: tuple[bool, ...]
 
 
 class Painter:
@@ -145,9 +143,6 @@ class Painter:
             mask=np.array([0, *classes], np.uint8)[visible + 1],
             classes=tuple(classes.tolist()),
             boxes=tuple(boxes),
-            truncated=tuple(
-                x0 == 0 or y0 == 0 or x1 == width or y1 == height for x0, y0, x1, y1 in boxes
-            ),
         )
 
 
@@ -389,10 +384,10 @@ def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
     _append_texts(root, filename=f"{image_id}.jpg")
     size = ElementTree.SubElement(root, "size")
     _append_texts(size, width=image.width, height=image.height, depth=3)
-    objects = zip(scene.classes, scene.boxes, scene.truncated, strict=True)
-    for number, (x0, y0, x1, y1), truncated in objects:
+    for number, (x0, y0, x1, y1) in zip(scene.classes, scene.boxes, strict=True):
         one = ElementTree.SubElement(root, "object")
-        _append_texts(one, name=CLASS_NAMES[number], truncated=int(truncated), difficult=0)
+        is_truncated = x0 == 0 or y0 == 0 or x1 == image.width or y1 == image.height
+        _append_texts(one, name=CLASS_NAMES[number], truncated=int(is_truncated), difficult=0)
         box = ElementTree.SubElement(one, "bndbox")
         _append_texts(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
     ElementTree.indent(root)

@@ -195,7 +195,7 @@ class Voc(Layout):
         year: 2012 or 2007.
         train_split: List in ImageSets/Segmentation, or a share of it. `trainaug` also contains
             the images and masks of SBD.
-        val_split: List in ImageSets/Segmentation, or a share of it. The original masks are used.
+        val_split: List in ImageSets/Segmentation, or a share of it.
         discovery_split: List in ImageSets/Main, or a share of it.
         exclude_difficult: Leave out boxes that are marked as difficult or truncated.
     """
