@@ -38,7 +38,7 @@ NAMES = (
 _VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
-# These two corruptions have a seed as argument. The others draw from NumPy's global generator.
+# These two corruptions accept a seed. All others draw from NumPy's global generator.
 _SEEDED = ("impulse_noise", "glass_blur")
 _GLOBAL_GENERATOR_LOCK = Lock()
 
@@ -241,5 +241,5 @@ def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]
 
 
 def _corrupted_name(name: str, corruption: Corruption) -> str:
-    # A dash is used for parts of a dataset, such as voc2012-62.
+    # A dash begins the number of images of a part of a dataset, such as voc2012-62.
     return f"{name}+{corruption.name}-{corruption.severity}"

@@ -308,4 +308,4 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         for source in _SOURCES
     }
 )
-"""Facts about datasets by their names. A dataset needs no entry."""
+"""Facts about each dataset, by name. A new dataset needs no entry."""

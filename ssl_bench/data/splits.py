@@ -70,7 +70,7 @@ class Split:
         """Parse `NAME` or `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: The text does not have this form.
+            ConfigurationError: The text is neither `NAME` nor `NAME:a-b%`.
         """
         match = _SPLIT.fullmatch(text)
         if match is not None:
@@ -200,7 +200,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
         return f"{parent}/{actual}" if parent and actual else actual
 
     def find_id(line: str) -> str:
-        # Most published lists contain only such ids. Without this case, each file is searched for.
+        # A plain id needs no search for its file. Most published lists contain only plain ids.
         if _PLAIN_NAME.fullmatch(line) and not line.endswith(endings[2]):
             return line
         for folder, name in _possible_names(line, files.suffix):

@@ -12,8 +12,8 @@ from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
 
-# Published masks store 0 for "other" and 1 to 150 for the classes. With this table, a mask with
-# classes that were already shifted is an error. A subtraction of 1 would accept such a mask.
+# Published masks store 0 for "other" and 1 to 150 for the classes. With this table, a mask whose
+# classes were already shifted by 1 is an error. A subtraction would accept such a mask.
 LABELS = LabelMap(
     {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
     hint="use the published masks, as 255 shows that the classes were already shifted",

@@ -82,7 +82,7 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes of the image, because changes of other images do not matter."""
+        """Return the boxes of the image as text. Other boxes in the file do not affect it."""
         return str(self.read(image_id).tolist())
 
 

@@ -171,7 +171,7 @@ class IndexMasks(Masks):
         expected, source = self._reference_palette, str(self.reference)
         greys = {r for r, g, b in palette if r == g == b}
         # A tool may have added a palette to a grey mask, whose grey values are the class numbers.
-        # A palette of black and white does not show this, because these are common class colours.
+        # A palette of black and white is no evidence, because both are common class colours.
         if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
             expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
         for colour, number in palette.items():
@@ -195,7 +195,7 @@ class TwoClassMasks(IndexMasks):
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` for a mask of 0 and 255. The number 255 may be a class."""
+        """Raise `DataError` for a mask of 0 and 255, because 255 may be a class or ignored."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
                 f"{path} holds 0 and 255, but not 1 for the second class. Either 255 is the second "
@@ -266,7 +266,8 @@ class ImageMaskFolders(PairedFolders):
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
         reduce_zero: Whether the numbers of the classes begin at 1, and 0 is ignored.
-        ignored: Numbers of ignored pixels. By default 255. All other numbers are errors.
+        ignored: Numbers of ignored pixels. By default 255. Numbers of neither a class nor an
+            ignored pixel are errors.
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours that are ignored.
         one_object: Whether class 0 is the background and class 1 is one object. Then, `train_split`

@@ -82,7 +82,7 @@ CLASS_NAMES = ("background", *TEXTURES)
 # Heights and widths. No scene is square, and some sides are not multiples of a patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Columns of each photograph that a split uses, as shares of its width. They do not overlap.
+# Columns of each photograph that a split uses, as shares of the width. No column is in both.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
@@ -261,9 +261,9 @@ class GeneratedDataset(Layout):
     cache: OptionalPath = None
 
     def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """Return a folder of the cache. If it is missing or damaged, `write` creates its files.
+        """Return a folder of the cache. If the folder is missing or damaged, `write` creates it.
 
-        The files are written to a temporary folder. It is renamed when it is complete.
+        First, `write` fills a temporary folder, which is renamed when it is complete.
 
         Raises:
             MachineError: The cache cannot be written.

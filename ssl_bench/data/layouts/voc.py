@@ -56,7 +56,7 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image. VOC's 1-based, inclusive corners are converted.
+        """Return the boxes of an image, converted from VOC's 1-based, inclusive corners.
 
         Raises:
             DataError: The file is not VOC's XML, or an object has no valid box in the image.
@@ -91,8 +91,8 @@ def _parse_xml(data: bytes) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(data)
     except (ElementTree.ParseError, ValueError):
-        # The parser does not support Chinese and Japanese encodings. Some tools use them even in
-        # files that declare UTF-8.
+        # The parser does not support Chinese and Japanese encodings. Some tools use such an
+        # encoding even in files that declare UTF-8.
         encoding = _XML_ENCODING.match(data)
         text = data.decode(encoding[1].decode() if encoding else "utf-8", errors="replace")
         return ElementTree.fromstring(text)
@@ -134,7 +134,7 @@ class VocFolder:
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Return images with masks. Those of `trainaug` are in SegmentationClassAug."""
+        """Return images with masks. The masks of `trainaug` are in SegmentationClassAug."""
         share = Split.parse(split)
         folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
         numbers = range(len(self.class_names))
