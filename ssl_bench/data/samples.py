@@ -131,8 +131,8 @@ class DatasetView:
 
     Args:
         dataset: The original dataset.
-        transform: Function that receives the name of a method of `Dataset` and the image set that
-            this method returns. It returns the transformed image set.
+        transform: Function of the name of a method of `Dataset` and the image set that the method
+            returns. It returns the transformed image set.
         name: Name of the view. By default, the name of the dataset.
     """
 

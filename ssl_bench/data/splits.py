@@ -318,7 +318,7 @@ def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> Datas
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
     """Return at most `limit` images. Their set has a name such as "voc2012-limit64".
 
-    The name distinguishes results for a part of the images from results for all images.
+    Results for all images have another name.
 
     Args:
         images: A split, which may be sorted by class.

@@ -43,8 +43,7 @@ class PairedFolders(Layout):
     A subclass returns the files of a split from `_images` and `_masks`.
 
     Attributes:
-        published_splits: Name of a split on disk, by its key in `PUBLISHED_COUNTS`. A split that is
-            not listed has the same name in both.
+        published_splits: Name of a split on disk, by its key in `PUBLISHED_COUNTS`, if both differ.
     """
 
     supports: Any
