@@ -207,7 +207,7 @@ class Probe:
 
     Attributes:
         task: Name of the probe on the command line.
-        role: What the dataset must support, a key of `ssl_bench.data.samples.OFFERED`.
+        role: What the dataset must support, a key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         protocol: Field with the name of a preset, which sets the defaults of other fields.
         facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
@@ -261,7 +261,7 @@ class Probe:
         """Return settings that replace the defaults for a dataset, unless the user sets them.
 
         Args:
-            roles: What the dataset supports, keys of `ssl_bench.data.samples.OFFERED`.
+            roles: What the dataset supports, keys of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         """
         del roles
         return {}

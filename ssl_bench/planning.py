@@ -30,8 +30,8 @@ from ssl_bench.data.files.readable import (
     leave_out_unreadable,
     suggest_skipping,
 )
-from ssl_bench.data.samples import OFFERED, Dataset, datasets_with
-from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, as_asked, shared_values
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, Dataset, datasets_with
+from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, apply_shared_values, shared_values
 from ssl_bench.errors import (
     BrokenFile,
     ConfigurationError,
@@ -417,7 +417,7 @@ def _build_pair(
     config = probing_config(*pair, overrides, root) if adapted else config
     values = shared_values(config)
     # Keys such as `data.limit` and `corrupt` select or change images of the full dataset.
-    requested = views.setdefault(f"{key} {values}", as_asked(full, values))
+    requested = views.setdefault(f"{key} {values}", apply_shared_values(full, values))
     return PlannedProbe(
         probe=build(config, "probe"),
         dataset=leave_out_unreadable(requested, dataset, request.on_bad_image, checked_images),
@@ -443,7 +443,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
     elif unsupported:
         kind = ConfigurationError if supported else DataError
         fitting = ". ".join(
-            f"Datasets with {OFFERED[role]}: {', '.join(datasets_with(role))}"
+            f"Datasets with {ROLE_ANNOTATIONS[role]}: {', '.join(datasets_with(role))}"
             for role in dict.fromkeys(planned.probe.role for planned in unsupported)
         )
         raise kind(
@@ -457,7 +457,7 @@ def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
     """Describe the missing annotations, such as "folder has no boxes for discovery"."""
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for planned in plan:
-        tasks[planned.dataset.name, OFFERED[planned.probe.role]].add(planned.probe.task)
+        tasks[planned.dataset.name, ROLE_ANNOTATIONS[planned.probe.role]].add(planned.probe.task)
     return ", ".join(
         f"{dataset} has no {content} for {' and '.join(sorted(names))}"
         for (dataset, content), names in sorted(tasks.items())

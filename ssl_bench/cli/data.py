@@ -97,13 +97,17 @@ def _find_source(action: str, name: str | None) -> Source:
             hint=("ssl-bench", "data", "list"),
         )
     hint = ("ssl-bench", "data", action, "{near}")
-    return SOURCES[require_choice("dataset", name, list(SOURCES), hint=hint)]
+    require_choice("dataset", name, choices("dataset"), hint=hint)
+    return SOURCES.get(name) or Source(name, title=name, tree=("any folder",))
 
 
 def _as_json(source: Source) -> dict[str, Any]:
     dataset, _ = _build_dataset(source.name, None)
+    facts = asdict(source)
+    instructions = facts.pop("instructions")
     return {
-        **asdict(source),
+        **facts,
+        "by_hand": instructions,
         "counts": dict(source.counts),
         "size": source.size,
         "roles": [role for role in _ROLES if role in dataset.supports],
@@ -126,7 +130,7 @@ def _format_facts(facts: Mapping[str, Any], source: Source) -> list[str]:
         *(("expected", line) for line in source.tree),
         *((split, f"{count:,} images") for split, count in source.counts.items()),
         *(("file", line) for line in files),
-        *([("by hand", source.by_hand)] if source.by_hand else []),
+        *([("by hand", source.instructions)] if source.instructions else []),
         *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
     ]
     return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
@@ -154,9 +158,8 @@ def _build_dataset(
 def _download(options: argparse.Namespace) -> int:
     source = _find_source(options.action, options.target)
     if not source.downloads:
-        raise ConfigurationError(
-            f"{source.name} cannot be downloaded automatically: {source.by_hand}"
-        )
+        reason = source.instructions or "ssl-bench knows no address of its files"
+        raise ConfigurationError(f"{source.name} cannot be downloaded automatically: {reason}")
     root = _require_root(options)
     pending = [file for file in source.downloads if not _is_finished(file, root)]
     say(f"{source.title} ({source.licence}), {source.homepage}")
@@ -271,11 +274,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     name, own_root = options.target, None
     if name is not None and ":" in name:
         name, own_root = require_dataset(name)
-    if name is not None and name not in SOURCES and name in choices("dataset"):
-        # An installed package provides this dataset. Its published number of images is unknown.
-        source = Source(name, name, tree=("any folder",))
-    else:
-        source = _find_source("check", name)
+    source = _find_source("check", name)
     if own_root is not None and options.data_root is not None:
         raise ConfigurationError(
             f"{options.target} names its folder, so --data-root has no effect. Remove this flag"
@@ -391,8 +390,8 @@ def _faulty_dataset(
             *("ssl-bench", "data", "download", source.name),
             *("--data-root", escape_braces(str(root))),
         )
-    elif source.by_hand and source.counts:
-        message += f". To get it: {source.by_hand}"
+    elif source.instructions and source.counts:
+        message += f". To get it: {source.instructions}"
     return DataError(message, hint=join_alternatives(subset, fetch))
 
 

@@ -22,7 +22,7 @@ from ssl_bench.data.files.readable import (
     summarize_left_out,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.splits import as_asked, shared_values
+from ssl_bench.data.splits import apply_shared_values, shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import unreadable_ids
 from ssl_bench.features import FeatureExtractor, resize_image
@@ -127,7 +127,7 @@ def _open_dataset(
     config = compose_config("data", words)
     values = shared_values(config)
     dataset: Dataset = build(config, "dataset")
-    view = as_asked(dataset, values)
+    view = apply_shared_values(dataset, values)
     readable = leave_out_unreadable(view, dataset, on_bad_image, ReadabilityCache())
     return readable, values["data.bits"]
 

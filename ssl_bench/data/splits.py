@@ -1,6 +1,6 @@
-"""Splits and their shares, lists of images in text files, and the config keys of all datasets.
+"""Parse splits and lists of images, and apply the config keys that all datasets share.
 
-The keys in `SHARED` select how files are read, limit the number of images and corrupt the images.
+The keys in `SHARED` select how files are read, limit the number of images and corrupt images.
 """
 
 import codecs
@@ -44,8 +44,8 @@ SHARED: Mapping[str, Any] = {
     "seed": Seed,
     "dtype": DType,
 }
-"""Types of the config keys that are not fields of a probe or dataset."""
-_GRAMMAR = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
+"""Type of each config key that is not a field of a probe or of a dataset."""
+_SPLIT = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 
@@ -69,9 +69,9 @@ class Split:
         """Parse `NAME` or `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: The text has another form.
+            ConfigurationError: The text is neither `NAME` nor `NAME:a-b%`.
         """
-        match = _GRAMMAR.fullmatch(text)
+        match = _SPLIT.fullmatch(text)
         if match is not None:
             name, start, stop = match.groups()
             split = cls(name, Fraction(start or 0), Fraction(stop or 100))
@@ -82,26 +82,29 @@ class Split:
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """Return the sorted ids of this share. Adjacent shares neither overlap nor leave a gap."""
+        """Return this share of the sorted ids. Adjacent shares neither overlap nor leave a gap."""
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
 
 
 def require_disjoint(train: str, val: str) -> None:
-    """Refuse to train and to score on the same images.
+    """Raise an error if heads would be trained and scored on the same images.
 
     Raises:
-        ConfigurationError: Both texts are shares of one split and overlap.
+        ConfigurationError: The two texts are overlapping shares of one split.
     """
     a, b = Split.parse(train), Split.parse(val)
     if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
         raise ConfigurationError(
             f"train_split={train} and val_split={val} share images",
-            hint=(
-                f"dataset.train_split={escape_braces(a.name)}:0-75%",
-                f"dataset.val_split={escape_braces(a.name)}:75-100%",
-            ),
+            hint=_division_hint(a.name),
         )
+
+
+def _division_hint(split: str) -> tuple[str, str]:
+    """Return the settings that divide a split into training images and scored images."""
+    name = escape_braces(split)
+    return f"dataset.train_split={name}:0-75%", f"dataset.val_split={name}:75-100%"
 
 
 def read_lines(path: Path) -> list[str]:
@@ -123,7 +126,7 @@ def read_lines(path: Path) -> list[str]:
     return text.splitlines()
 
 
-def absent_split(
+def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
     """Return the error for a missing split. Its hint divides an existing split in two.
@@ -131,33 +134,30 @@ def absent_split(
     Args:
         name: Name of the missing split.
         present: Names of the existing splits.
-        where: Folder or list that contains the splits.
-        divisible: Names of the splits that can be divided. If it is None, all can be divided.
+        where: Path of the folder or list that contains the splits.
+        divisible: Names of the splits that the hint may divide. By default, all existing splits.
     """
     if not present:
-        return DataError(f"{where} has no split {name}, and no other split. See docs/data.md")
-    # VOC has 60 lists of single classes. Lists of all classes have shorter names.
+        return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
+    # VOC also has 60 lists of single classes, whose names are longer than those of other lists.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
-        f"{where} has no split {name}, but {', '.join(shortest)}. See docs/data.md, or divide an "
-        "existing split",
-        hint=(
-            f"dataset.train_split={escape_braces(first)}:0-75%",
-            f"dataset.val_split={escape_braces(first)}:75-100%",
-        ),
+        f"{where} has no split {name}. Existing splits: {', '.join(shortest)}. See docs/data.md, "
+        "or divide an existing split",
+        hint=_division_hint(first),
     )
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the lines of a list without blank lines.
+    """Return the lines of a list that are not blank.
 
     Raises:
         DataError: The list does not exist. The error names the other lists in its folder.
     """
     if not path.is_file():
-        raise absent_split(
+        raise missing_split_error(
             path.stem, [file.stem for file in path.parent.glob("*.txt")], path.parent
         )
     return [line.strip() for line in read_lines(path) if line.strip()]
@@ -166,28 +166,27 @@ def read_list(path: Path) -> list[str]:
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     """Return the id of the image that each line of a list names.
 
-    A line is an id, a file name or a path. Numbers, paths or other columns may follow it. Names may
-    contain blanks and dots, so the longest name with an existing file is used. A name in another
-    Unicode form than its file also matches.
+    A line is an id, a file name or a path. Any columns may follow a file name, but only numbers and
+    paths may follow an id. Names may contain blanks and dots, so the longest name with an existing
+    file is used. The line `pet0 (2)` never stands for `pet0`, because "(2)" is not a number. A name
+    in another Unicode form than its file also matches.
 
     Args:
         lines: The lines of a list.
-        files: The image files. If none of them fits a line, the whole line becomes the id, and the
+        files: The image files. If no file matches a line, the whole line becomes the id, and the
             image is later reported as missing.
     """
-    # The name may end in "_left" if the suffix is "_left.png".
+    # A listed name may end in "_left" if the suffix is "_left.png".
     endings = (files.suffix, "", PurePosixPath(files.suffix).stem)
 
     @cache
     def names_in(folder: str) -> dict[str, str]:
-        """Return the file names in a folder by themselves and by their composed Unicode form."""
+        """Return the name of each file in a folder, by this name and by its Unicode form NFC."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
-        return {
-            **{normalize("NFC", name): name for name in names},
-            **{name: name for name in names},
-        }
+        composed = {normalize("NFC", name): name for name in names}
+        return composed | {name: name for name in names}
 
     @cache
     def find_folder(path: str) -> str | None:
@@ -200,7 +199,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
         return f"{parent}/{actual}" if parent and actual else actual
 
     def find_id(line: str) -> str:
-        # Most published lists have such lines, and nothing has to be looked up.
+        # A plain id needs no search for its file. Most published lists contain only plain ids.
         if _PLAIN_NAME.fullmatch(line) and not line.endswith(endings[2]):
             return line
         for folder, name in _possible_names(line, files.suffix):
@@ -217,22 +216,23 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
 
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield the folders and names that a line may mean, longer ones first."""
+    """Yield each folder and file name that a line may stand for, longer paths first."""
     for path in _without_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
         for start in range(len(folders) + 1):
-            # A blank in a folder may separate two columns, so that folder is not removed.
+            # A blank may separate two columns, so a folder with a blank in its name is not removed.
             if start and re.search(r"\s", folders[start - 1]):
                 break
             yield "/".join(folders[start:]), name
 
 
 def _without_columns(line: str, suffix: str) -> Iterator[str]:
-    """Yield a line, and then its beginnings that may be the first columns, longest first."""
+    """Yield a line, then the line without its last column, without its last two, and so on."""
     yield line
+    suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
     for blank in reversed(list(re.finditer(r"\s+", line))):
         name, columns = line[: blank.start()], line[blank.end() :].split()
-        is_file = name.lower().endswith((suffix.lower(), *IMAGE_SUFFIXES))
+        is_file = name.lower().endswith(suffixes)
         if is_file or all("/" in column or _NUMBER.fullmatch(column) for column in columns):
             yield name
 
@@ -247,8 +247,8 @@ def shared_values(config: Any) -> dict[str, Any]:
     return values
 
 
-def as_asked(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a view of a dataset to which the values of the shared keys are applied.
+def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
+    """Return a view of a dataset with the values of the shared config keys applied.
 
     Args:
         dataset: A dataset that the configuration builds.
@@ -283,20 +283,20 @@ class OpenedOnce(DatasetView):
         super().__init__(dataset, lambda _, images: images)
         self._opened: dict[str, ImageSet] = {}
 
-    def _set(self, role: str) -> ImageSet:
-        if role not in self._opened:
-            self._opened[role] = super()._set(role)
-        return self._opened[role]
+    def _open_images(self, method: str) -> ImageSet:
+        if method not in self._opened:
+            self._opened[method] = super()._open_images(method)
+        return self._opened[method]
 
 
 class ListedOnce(OpenedOnce):
     """A dataset whose files are listed once, so that all tasks of a command use the same images.
 
-    Each task still reads the files itself, because they may change between two tasks.
+    Each task computes fingerprints again, because files may change between two tasks.
     """
 
-    def _set(self, role: str) -> ImageSet:
-        return _without_cache(super()._set(role))
+    def _open_images(self, method: str) -> ImageSet:
+        return _without_cache(super()._open_images(method))
 
 
 def _without_cache(images: ImageSet) -> ImageSet:
@@ -309,15 +309,15 @@ def _without_cache(images: ImageSet) -> ImageSet:
 
 
 def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> DatasetView:
-    """Return a dataset with at most `limit` images in each split, under a name of its own."""
+    """Return a dataset with at most `limit` images in each split. Its name states the limit."""
     name = _limited_name(dataset.name, limit, first)
     return DatasetView(dataset, lambda _, images: limit_images(images, limit, first=first), name)
 
 
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
-    """Return at most `limit` images, under a name such as "voc2012-limit64" or "voc2012-first64".
+    """Return at most `limit` images. Their set has a name such as "voc2012-limit64".
 
-    The name keeps scores of some images apart from scores of all images.
+    Results for all images have another name.
 
     Args:
         images: A split, which may be sorted by class.
@@ -334,7 +334,7 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 
 
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return `count` ids in their original order, selected by the digests of all ids.
+    """Return the `count` ids with the smallest SHA-256, in their original order.
 
     Most of the selected ids stay the same if images are added or removed.
     """

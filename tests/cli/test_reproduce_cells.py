@@ -25,7 +25,7 @@ from ssl_bench.cli.reproduce import full_name, is_run
 from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import build
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.splits import as_asked, shared_values
+from ssl_bench.data.splits import apply_shared_values, shared_values
 from ssl_bench.evaluation import Probe
 from ssl_bench.layers import select_layers
 from ssl_bench.models import ViTConfig, build_encoder, identify_encoder
@@ -48,7 +48,7 @@ def composed(
     """The real probe and dataset of a command."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
-    return build(config, "probe"), as_asked(build(config, "dataset"), values), values
+    return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:

@@ -15,6 +15,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w/.]+)`:\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+CONTRACT = "tests/data/test_configs.py"
 RUN = """
 import json, sys
 from ssl_bench.cli.__main__ import main
@@ -57,7 +58,7 @@ def test_the_page_has_a_whole_one_of_each():
 @pytest.mark.slow
 def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
     suite, place = tmp_path / "suite", tmp_path / "place"
-    for name in ("ssl_bench", "probes", "pretrain", "configs"):
+    for name in ("ssl_bench", "probes", "pretrain", "configs", "tests", "docs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, suite / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", suite)
@@ -71,6 +72,7 @@ def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
     done(suite, "-m", "ruff", "check", "--no-cache", *python)
     run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
     printed = done(place, "-c", run, json.dumps(commands()))
+    done(suite, "-m", "pytest", "-q", "-p", "no:cacheprovider", CONTRACT, "-k", "listed")
 
     assert "class_means: accuracy (%) on toy_objects val" in printed
     assert "reconstruction: explained (%) on toy-odd train" in printed

@@ -74,7 +74,7 @@ FIRST_CONDITIONING = [
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
     """The first eight toy scenes of a split, over and over, drawn once."""
-    draw, drawn = Painter.scene, {}
+    draw, drawn = Painter.paint_scene, {}
 
     def scene(painter: Painter, index: int) -> Scene:
         asked = painter.split, painter.seed, index % 8
@@ -83,7 +83,7 @@ def few_scenes() -> Iterator[None]:
         return drawn[asked]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Painter, "scene", scene)
+        patch.setattr(Painter, "paint_scene", scene)
         yield
 
 

@@ -59,9 +59,9 @@ def test_the_root_may_be_the_folder_above_and_splits_shares(root, monkeypatch):
     assert dataset.train().name == dataset.images().name == "ade20k-2"
     for role, name in (("val", "ade20k"), ("train", "ade20k-2"), ("val", "ade20k-2")):
         counts = {"train": 2, "val": 2, role: 2 if name == "ade20k" else 1}
-        monkeypatch.setattr(samples, "PUBLISHED", {"ade20k": counts})
+        monkeypatch.setattr(samples, "PUBLISHED_COUNTS", {"ade20k": counts})
         assert Ade20k(root).val().name == name
-    with pytest.raises(DataError, match="no split test, but training, validation"):
+    with pytest.raises(DataError, match=r"no split test\. Existing splits: training, validation"):
         Ade20k(root, val_split="test").val()
 
 

@@ -47,7 +47,7 @@ def test_the_validation_folder_may_be_called_test_or_as_one_says(tmp_path):
 
     assert ClassFolders(tmp_path).val().split == "test"
     assert ClassFolders(tmp_path, val_split="other").val().ids == ("a/3.png",)
-    with pytest.raises(DataError, match=r"has no split nowhere, but .*other"):
+    with pytest.raises(DataError, match=r"has no split nowhere. Existing splits: .*other"):
         ClassFolders(tmp_path, val_split="nowhere").val()
 
 

@@ -10,7 +10,7 @@ import pytest
 from ssl_bench.data import samples
 from ssl_bench.data.layouts import coco20k as layout
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
-from ssl_bench.data.samples import PUBLISHED, Dataset, Sample
+from ssl_bench.data.samples import PUBLISHED_COUNTS, Dataset, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.network import PublishedFile
 from tests.support.faults import coco20k
@@ -113,7 +113,7 @@ def test_the_annotations_are_parsed_once_and_again_when_they_change(root, tmp_pa
 
 def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     path = root / "coco_20k_filenames_subset.txt"
-    monkeypatch.setattr(samples, "PUBLISHED", {"coco20k": {"discovery": 3}})
+    monkeypatch.setattr(samples, "PUBLISHED_COUNTS", {"coco20k": {"discovery": 3}})
 
     with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, expected {LIST.digest}"):
         dataset.discovery()
@@ -153,7 +153,7 @@ def test_the_published_list_is_the_one_that_is_asked_for(shared_data):
 
     lines = path.read_text().splitlines()
 
-    assert len(set(lines)) == PUBLISHED["coco20k"]["discovery"]
+    assert len(set(lines)) == PUBLISHED_COUNTS["coco20k"]["discovery"]
     assert hashlib.md5(path.read_bytes()).hexdigest() == LIST.digest
 
 

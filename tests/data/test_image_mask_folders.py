@@ -154,7 +154,9 @@ def test_images_and_masks_may_lie_beside_each_other(tmp_path):
     assert ImageMaskFolders(tmp_path, **together, mask_suffix="_label.png", **NAMED).val().ids == (
         "a",
     )
-    with pytest.raises(ConfigurationError, match=r"both \{split\}/\*\.png; .*dataset.mask_suffix"):
+    with pytest.raises(
+        ConfigurationError, match=r"\{split\}/\*\.png matches .*dataset.mask_suffix"
+    ):
         ImageMaskFolders(tmp_path, **together, mask_suffix=".png", **NAMED)
 
 
@@ -199,11 +201,11 @@ def test_an_image_without_its_partner_is_found_at_once(folders, lost, complaint)
 
 
 def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
-    with pytest.raises(DataError, match=r"gtFine has no split test, but val, train"):
+    with pytest.raises(DataError, match=r"gtFine has no split test. Existing splits: val, train"):
         from_config("cityscapes", cityscapes, val_split="test").val()
     picture(cityscapes, "trainannot/a.png")
     picture(cityscapes, "test/a.png")
-    with pytest.raises(DataError, match=r"has no split test, but train\."):
+    with pytest.raises(DataError, match=r"has no split test. Existing splits: train\."):
         from_config("camvid", cityscapes, train_split="test").train()
 
 

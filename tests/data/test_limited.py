@@ -9,7 +9,7 @@ from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.files.readable import ImageSubset
-from ssl_bench.data.splits import as_asked, limit_dataset, limit_images, shared_values
+from ssl_bench.data.splits import apply_shared_values, limit_dataset, limit_images, shared_values
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, photo_folder
@@ -56,7 +56,7 @@ def test_the_first_images_are_those_in_front_under_a_name_of_their_own(tmp_path)
 
     def asked(*more: str):
         config = compose_config("data", [*words, *more])
-        return as_asked(build(config, "dataset"), shared_values(config)).images()
+        return apply_shared_values(build(config, "dataset"), shared_values(config)).images()
 
     first, spread = asked("data.first=2"), asked("data.limit=2")
     assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")

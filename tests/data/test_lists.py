@@ -53,6 +53,12 @@ def test_a_missing_image_is_not_replaced_by_one_with_a_shorter_name(find, line):
     assert image_id == line.removesuffix(".jpg")
 
 
+@pytest.mark.parametrize("line", ["pet0 (2)", "pet0 (2) 1", "pet0 b"])
+@pytest.mark.parametrize("suffix", ["", ".jpg", "_mask.png"])
+def test_a_missing_image_is_not_replaced_whatever_the_suffix(find, line, suffix):
+    assert find([line], f"pet0{suffix}", suffix=suffix) == [line]
+
+
 def test_folders_of_a_line_count_as_far_as_they_exist(find):
     names = ("aachen/a.jpg", "bochum/a.jpg", "a.jpg")
 
@@ -102,7 +108,7 @@ def test_an_absent_list_names_the_others(tmp_path):
     for name in ("bird_val", "boat_val", "cat_val", "cow_val", "dog_train", "train", "val"):
         (tmp_path / f"{name}.txt").touch()
 
-    with pytest.raises(DataError, match=r"no split test, but val, train, ") as caught:
+    with pytest.raises(DataError, match=r"no split test. Existing splits: val, train, ") as caught:
         read_list(tmp_path / "test.txt")
 
     assert caught.value.hint[0] == "dataset.train_split=train:0-75%"

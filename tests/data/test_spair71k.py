@@ -58,7 +58,7 @@ def test_the_fingerprint_tells_other_points_and_other_pictures(base, changed):
 
 def test_files_and_lines_that_are_missing_or_wrong_are_named(base):
     listed = base / "Layout/large/test.txt"
-    with pytest.raises(DataError, match="has no split trn, but test"):
+    with pytest.raises(DataError, match=r"has no split trn\. Existing splits: test"):
         Spair71k(base, val_split="trn").val()
     (base / "JPEGImages/bird/2009_000005.jpg").rename(base / "away.jpg")
     with pytest.raises(DataError, match=r"1 of 5 images .* missing .*2009_000005"):

@@ -15,7 +15,7 @@ from ssl_bench.data.layouts.toy import (
     Scene,
     Toy,
     ToyObjects,
-    _place,
+    _draw_outlines,
 )
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import DataError, MachineError
@@ -53,20 +53,20 @@ def test_the_toy_dataset_plays_every_role(toy):
 
 def test_scenes_come_back_from_disk_with_masks_and_boxes_of_what_is_seen(toy):
     overlaps, masked, boxed = 0, toy.train(), toy.discovery()
-    for index, scene in enumerate(map(painted("train", 0).scene, range(12))):
+    for index, scene in enumerate(map(painted("train", 0).paint_scene, range(12))):
         found, boxes = masked[index], np.array(scene.boxes)
         assert np.array_equal(found.mask, scene.mask)
         assert np.abs(found.image - scene.image.astype(float)).mean() < 12
         assert boxed[index].boxes.tolist() == boxes.tolist()
         written = boxed.boxes.files.path(found.image_id).read_text()
-        assert re.findall("<truncated>(.)<", written) == [str(int(t)) for t in scene.truncated]
         assert 1 <= len(boxes) <= 3
         for number, box in zip(scene.classes, scene.boxes, strict=True):
             rows, cols = np.nonzero(scene.mask == number)
             assert len(rows) > 200
             assert box == (cols.min(), rows.min(), cols.max() + 1, rows.max() + 1)
         rim = np.concatenate([scene.mask[[0, -1]].ravel(), scene.mask[:, [0, -1]].ravel()])
-        assert scene.truncated == tuple(number in rim for number in scene.classes)
+        truncated = [str(int(number in rim)) for number in scene.classes]
+        assert re.findall("<truncated>(.)<", written) == truncated
         # Boxes that meet and masks that never do: somebody is in front.
         overlaps += len(boxes) > 1 and bool(
             (np.maximum(boxes[0, :2], boxes[1, :2]) < np.minimum(boxes[0, 2:], boxes[1, 2:])).all()
@@ -77,18 +77,18 @@ def test_scenes_come_back_from_disk_with_masks_and_boxes_of_what_is_seen(toy):
 def test_no_object_is_hidden_by_more_than_half():
     rng = np.random.default_rng(0)
 
-    for depths in (_place(rng, 40, 50) for _ in range(30)):
+    for depths in (_draw_outlines(rng, 40, 50) for _ in range(30)):
         for number, depth in enumerate(depths):
             hidden = np.any([other < 1 for other in depths[number + 1 :]], axis=0)
             assert ((depth < 1) & ~hidden).sum() >= 0.5 * (depth < 1).sum()
 
 
 def test_a_scene_depends_on_split_seed_and_number_alone():
-    scene = Painter("train", 0).scene(5).image
+    scene = Painter("train", 0).paint_scene(5).image
 
     for split, seed, index in [("train", 4, 5), ("val", 0, 5), ("train", 0, 4)]:
-        assert not np.array_equal(painted(split, seed).scene(index).image, scene)
-    assert np.array_equal(painted("train", 0).scene(5).image, scene)
+        assert not np.array_equal(painted(split, seed).paint_scene(index).image, scene)
+    assert np.array_equal(painted("train", 0).paint_scene(5).image, scene)
 
 
 def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):
@@ -97,7 +97,7 @@ def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):
     monkeypatch.setattr(toy_scenes, "read_image", lambda _: ramp)
     photograph = toy_scenes.Photograph("skimage", "data/brick.png")
 
-    parts = [toy_scenes._load(photograph, split)[0, :, 0] for split in ("train", "val")]
+    parts = [toy_scenes._load_photograph(photograph, split)[0, :, 0] for split in ("train", "val")]
 
     assert np.concatenate(parts).tolist() == columns.tolist()
     assert parts[0].max() < parts[1].min()
@@ -111,7 +111,7 @@ def test_scenes_are_written_once_where_xdg_says_and_others_elsewhere(
     fingerprint = first.val().fingerprint()
     (folder,) = (tmp_path / "ssl-bench").glob("toy-*")
     with monkeypatch.context() as patched:
-        patched.setattr(Painter, "scene", lambda *_: pytest.fail("drawn again"))
+        patched.setattr(Painter, "paint_scene", lambda *_: pytest.fail("drawn again"))
         assert first.val().fingerprint() == fingerprint
 
     Toy(num_train=1, num_val=1, seed=1).val()
@@ -154,7 +154,7 @@ def test_neither_an_interrupt_nor_a_quicker_writer_leaves_half_written_scenes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Painter, "scene", interrupted)
+        patched.setattr(Painter, "paint_scene", interrupted)
         with pytest.raises(KeyboardInterrupt):
             slow.train()
     assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ def records(folder: Path, facts: Facts) -> str:
 def toy_scenes(folder: Path, facts: Facts) -> str:
     kind = facts.get("kind", "toy")
     asked = {name: value for name, value in facts.items() if "." not in name and name != "kind"}
-    return Toy(cache=folder, **asked).draw_once(kind, lambda _: None).name
+    return Toy(cache=folder, **asked).generate_once(kind, lambda _: None).name
 
 
 ENCODER = {

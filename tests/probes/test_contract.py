@@ -24,7 +24,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import TARGET, component_class, has_key
-from ssl_bench.data.samples import OFFERED, datasets_with
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, datasets_with
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Probe
 from ssl_bench.models import load_encoder
@@ -279,7 +279,7 @@ def test_values_follow_from_per_image_values_and_lie_in_their_intervals(task, pl
 @pytest.mark.parametrize("task", TASKS)
 def test_scores_against_a_ground_truth_come_with_a_baseline(task, place):
     probe = reduced_plan(task)[0]
-    if not probe.keeps_images or OFFERED[probe.role] == "images":
+    if not probe.keeps_images or ROLE_ANNOTATIONS[probe.role] == "images":
         pytest.skip("the probe compares with no ground truth")
     for record in records(task, place):
         if record.unit == "%" and not math.isnan(record.value):

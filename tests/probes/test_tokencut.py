@@ -19,7 +19,7 @@ from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, 
 from probes.tokencut.probe import TokenCut, batch_by_shape
 from probes.tokencut.scores import corloc_score
 from ssl_bench.composition.compose import build, changed_settings, compose_config
-from ssl_bench.data.samples import Sample, lacking
+from ssl_bench.data.samples import Sample, unsupported_role_error
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
@@ -81,7 +81,7 @@ class Pictures:
         return self
 
     def train(self) -> "Pictures":
-        raise lacking("pictures", "segmentation")
+        raise unsupported_role_error("pictures", "segmentation")
 
     val = images = train
 

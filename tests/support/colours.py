@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from probes.segmentation import Segmentation
-from ssl_bench.data.samples import Sample, lacking
+from ssl_bench.data.samples import Sample, unsupported_role_error
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.support.heads import segmentation
@@ -78,10 +78,10 @@ class ColourDataset:
         return Colours("val", self.num_val, first=1, masks=self.val_masks)
 
     def discovery(self) -> Colours:
-        raise lacking(self.name, "discovery")
+        raise unsupported_role_error(self.name, "discovery")
 
     def images(self) -> Colours:
-        raise lacking(self.name, "images")
+        raise unsupported_role_error(self.name, "images")
 
 
 def tiny_encoder(seed: int = 0) -> Encoder:

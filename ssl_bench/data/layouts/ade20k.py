@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
@@ -11,8 +12,8 @@ from ssl_bench.data.splits import read_lines
 
 NUM_CLASSES = 150
 
-# The published masks store 0 for "other", and classes from 1 on. A table detects masks that were
-# already shifted, unlike a subtraction, which would also rely on 0 - 1 being 255 in uint8.
+# Published masks store 0 for "other" and 1 to 150 for the classes. With this table, a mask whose
+# classes were already shifted by 1 is an error. A subtraction would accept such a mask.
 LABELS = LabelMap(
     {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
     hint="use the published masks, as 255 shows that the classes were already shifted",
@@ -25,12 +26,13 @@ class Ade20k(PairedFolders):
 
     Attributes:
         root: ADEChallengeData2016, or the folder that contains it.
-        train_split: Folder of the training images in images/ and annotations/, or a share of it.
-        val_split: Folder of the scored images in images/ and annotations/, or a share of it.
+        train_split: Name of the training folders in images/ and annotations/, or a share of them.
+        val_split: Name of the scored folders in images/ and annotations/, or a share of them.
     """
 
     name = "ade20k"
     supports = frozenset({"segmentation", "images"})
+    published_splits = MappingProxyType({"train": "training", "val": "validation"})
 
     root: OptionalPath = None
     train_split: str = "training"
@@ -44,10 +46,6 @@ class Ade20k(PairedFolders):
         files = Files(split_folder(root / "annotations", split), ".png")
         return IndexMasks(files, LABELS), class_names(root)
 
-    def _published_files(self) -> dict[str, Files]:
-        folders = {"train": "images/training", "val": "images/validation"}
-        return {split: Files(self._root() / name, ".jpg") for split, name in folders.items()}
-
     def _root(self) -> Path:
         return find_root(
             self.root,
@@ -59,7 +57,7 @@ class Ade20k(PairedFolders):
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """Return the first name of each class in objectInfo150.txt, or numbered names."""
+    """Return the first name of each class in objectInfo150.txt, or class_0 to class_149."""
     table = root / "objectInfo150.txt"
     if not table.is_file():
         return tuple(f"class_{number}" for number in range(NUM_CLASSES))

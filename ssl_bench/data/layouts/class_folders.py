@@ -19,7 +19,7 @@ from ssl_bench.data.files.fingerprints import (
 from ssl_bench.data.files.readable import select_images
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.samples import ImageView, Layout, Sample, require_own_name, resolve_folder
-from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
+from ssl_bench.data.splits import Split, missing_split_error, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
 from ssl_bench.system.files import is_output
 from ssl_bench.system.output import say_once
@@ -214,7 +214,7 @@ class ClassFolders(ClassificationSplits):
             return folder
         folders = [path for path in self._root.iterdir() if path.is_dir()]
         if divisible := [path.name for path in folders if len(list(path.glob("*/"))) > 1]:
-            raise absent_split(name, [path.name for path in folders], self._root, divisible)
+            raise missing_split_error(name, [path.name for path in folders], self._root, divisible)
         raise DataError(
             f"{self._root} has no split {name}, and none of its folders has two classes. Expected "
             "SPLIT/CLASS/IMAGE or CLASS/IMAGE. See docs/data.md"

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
-from ssl_bench.data.samples import Layout, find_root, first_existing, name_of_images
+from ssl_bench.data.samples import Layout, find_existing_folder, find_root, name_of_images
 from ssl_bench.data.splits import Split, find_image_ids, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
@@ -21,7 +21,7 @@ from ssl_bench.scores import index_coco
 from ssl_bench.system.files import cache_folder, expand_path, read_regular, write_atomically
 from ssl_bench.system.process import reraise_out_of_memory
 
-# The digest is from commit fcedbec of this repository.
+# The digest is that of the file in commit fcedbec of the repository in this address.
 LIST = PublishedFile(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
@@ -34,13 +34,14 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 @dataclass(frozen=True, eq=False)
 class CocoBoxes(Boxes):
-    """Boxes from COCO's instances.
+    """Boxes from COCO's instances file.
 
-    Boxes without height or width are kept, as in LOST. COCO has a few, and rounding adds some.
+    Boxes without height or width are kept, as in LOST. Some are in the file, and rounding creates
+    more.
 
     Attributes:
         file: The JSON file.
-        known: Sorted ids of all annotated images, including images without boxes.
+        known: Sorted ids of all images in the file, including images without boxes.
         sizes: Height and width of each image in `known`, or zeros if the file does not state them.
         owners: Image id of each box, sorted.
         objects: Annotation id of each box.
@@ -81,7 +82,7 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes themselves, because most changes of the file concern other images."""
+        """Return the boxes of the image as text. Other boxes in the file do not affect it."""
         return str(self.read(image_id).tolist())
 
 
@@ -92,9 +93,9 @@ class Coco20k(Layout):
     Attributes:
         root: The folder that contains annotations/instances_train2014.json and images/train2014.
         list_file: The list of images. By default, a published list in `root` or in its parent
-            folder is used, or else downloaded.
+            folder. If there is none, the list is downloaded.
         discovery_split: `train2014`, or a share of the listed images.
-        cache: Folder for the downloaded list and the parsed boxes. The JSON file has 450 MB.
+        cache: Folder for the downloaded list and the parsed boxes.
     """
 
     name = "coco20k"
@@ -120,7 +121,9 @@ class Coco20k(Layout):
     def _image_set(self, boxes: CocoBoxes | None) -> FileImageSet:
         root, split = self._root(), Split.parse(self.discovery_split)
         source = self._find_list(root)
-        images = Files(first_existing([root / "images" / split.name, root / split.name]), ".jpg")
+        images = Files(
+            find_existing_folder([root / "images" / split.name, root / split.name]), ".jpg"
+        )
         ids = find_image_ids(read_list(source), images)
         name = name_of_images(self.name, {"discovery": ids})
         if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
@@ -163,7 +166,7 @@ def _parse_image_number(image_id: str) -> int:
 
 
 def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
-    """Read COCO's instances, or the arrays that an earlier call has stored in the cache.
+    """Read the boxes from COCO's instances file, or from the cache of an earlier call.
 
     Raises:
         DataError: The annotations are missing or damaged.
@@ -185,22 +188,17 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
 
 
 def parse_boxes(annotations: Path) -> CocoBoxes:
-    """Parse COCO's instances. Crowds are left out, and corners are rounded to integers, as in LOST.
+    """Parse COCO's instances file. As in LOST, crowds are left out and corners are rounded.
 
     Source: https://github.com/valeoai/LOST/blob/c0ff67ba/datasets.py
 
     Raises:
-        DataError: The file is not COCO's JSON, or a box is invalid.
+        DataError: The file has another format, or a box is invalid.
     """
     try:
         content = json.loads(read_regular(annotations))
         # Boxes do not need the categories.
         index = index_coco({name: content[name] for name in ("images", "annotations")})
-    # Other files make pycocotools raise any exception.
-    except Exception as error:
-        reraise_out_of_memory(error)
-        raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
-    try:
         images = {
             _require_integer(number, "the id of an image"): [
                 _require_integer(image.get(side, 0), side) for side in ("height", "width")
@@ -212,7 +210,9 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
             raise ValueError("two annotations or two images have the same id")
         parsed = [_parse_object(number, row) for number, row in index.anns.items()]
         objects = [row for row in parsed if row is not None]
-    except (ValueError, KeyError, TypeError) as error:
+    # Other files make pycocotools raise any exception.
+    except Exception as error:
+        reraise_out_of_memory(error)
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     names, owners, corners = zip(*objects, strict=True) if objects else ((), (), ())
     # Boxes are validated before rounding, which could make an invalid box valid.

@@ -3,18 +3,19 @@
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Files, LabelMap, Masks
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, PairedFolders, split_folder
-from ssl_bench.data.samples import IGNORED, find_root, first_existing
+from ssl_bench.data.samples import IGNORED, find_existing_folder, find_root
 from ssl_bench.data.splits import Split
 
 CONVERTED = "_labelTrainIds.png"
 """Suffix of masks that mmsegmentation has converted to the classes 0 to 170."""
 
-# 12 groups of things and 15 groups of stuff, in the order of papers with 27 classes.
+# 12 groups of things and 15 groups of stuff, in the order that papers with 27 classes use.
 # fmt: off
 COARSE_NAMES = (
     "electronic", "appliance", "food", "furniture", "indoor", "kitchen", "accessory", "animal",
@@ -32,13 +33,14 @@ class CocoStuff(PairedFolders):
     Attributes:
         root: The folder that contains the images in images/train2017/ or train2017/, and the masks
             in stuffthingmaps/ or annotations/.
-        train_split: Folder of the training images and masks, or a share of it.
-        val_split: Folder of the scored images and masks, or a share of it.
+        train_split: Name of the folders of training images and masks, or a share of them.
+        val_split: Name of the folders of scored images and masks, or a share of them.
         classes: 171 classes, or the 27 groups of COCO's hierarchy.
     """
 
     name = "coco_stuff"
     supports = frozenset({"segmentation", "images"})
+    published_splits = MappingProxyType({"train": "train2017", "val": "val2017"})
 
     root: OptionalPath = None
     train_split: str = "train2017"
@@ -47,16 +49,16 @@ class CocoStuff(PairedFolders):
 
     def _images(self, split: str) -> Files:
         root, name = self._root(), Split.parse(split).name
-        return Files(first_existing([root / "images" / name, root / name]), ".jpg")
+        return Files(find_existing_folder([root / "images" / name, root / name]), ".jpg")
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         root, classes = self._root(), read_classes()
-        maps = first_existing(
+        maps = find_existing_folder(
             [root / "stuffthingmaps", root / "annotations/stuffthingmaps", root / "annotations"]
         )
         folder, numbers = split_folder(maps, split), list(classes)
         files = Files(folder, ".png", excluded_suffix=CONVERTED)
-        # Converted masks are next to the published masks, or replace them.
+        # The folder has published masks, converted masks, or both.
         if not files.ids() and Files(folder, CONVERTED).ids():
             files, numbers = Files(folder, CONVERTED), list(range(len(classes)))
         if self.classes == 171:
@@ -69,15 +71,6 @@ class CocoStuff(PairedFolders):
             hint=f"published masks are named ID.png, converted masks must be named ID{CONVERTED}",
         )
         return IndexMasks(files, labels), names
-
-    def _published_files(self) -> dict[str, Files]:
-        root, names = self._root(), {"train": "train2017", "val": "val2017"}
-        return {
-            split: Files(parent / name, ".jpg")
-            for split, name in names.items()
-            for parent in (root, root / "images")
-            if (parent / name).is_dir()
-        }
 
     def _root(self) -> Path:
         return find_root(
@@ -95,10 +88,10 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each of the 171 ids that occur in published masks, in order.
+    """Return the name and the group of each class, by the id that published masks store.
 
-    Source: labels.txt of https://github.com/nightrome/cocostuff, minus 1 because 0 is "unlabeled"
-    there, and the supercategories of COCO.
+    Source: the groups are COCO's supercategories. The ids are those of labels.txt in
+    https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".
     """
     with Path(__file__).with_name("coco_stuff_classes.csv").open(encoding="utf-8") as file:
         rows = csv.DictReader(file)

@@ -20,7 +20,8 @@ _MAX_NAMED_SUFFIXES = 5
 class ImageFolder(Layout):
     """All images in a folder and its subfolders, in the order of their paths.
 
-    Images are rotated by their EXIF orientation. Probes leave out unreadable images and name them.
+    Images are rotated by their EXIF orientation. Probes leave out unreadable images, with a
+    message.
 
     Attributes:
         root: The folder. Links to other folders are followed.
@@ -38,7 +39,7 @@ class ImageFolder(Layout):
         require_own_name(self.name)
 
     def discovery(self) -> FileImageSet:
-        """Return all images, without boxes. Discovered objects are shown but not scored."""
+        """Return all images, without boxes. Figures show the discovered objects without scores."""
         return self.images()
 
     def images(self) -> FileImageSet:
@@ -51,11 +52,11 @@ class ImageFolder(Layout):
             raise DataError("expected a folder of images", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)
         if not root.is_dir():
-            raise DataError(f"{root} is not a folder; expected a folder of images")
+            raise DataError(f"{root} is not a folder, expected a folder of images")
         names = list(list_files(root))
         ids = tuple(sorted(filter(_has_image_suffix, names)))
         if not ids:
-            raise DataError(f"{root} has no images; expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
+            raise DataError(f"{root} has no images, expected suffixes: {', '.join(IMAGE_SUFFIXES)}")
         if len(ids) < len(names):
             say_once(_describe_left_out(root, set(names).difference(ids)))
         return FileImageSet(
@@ -69,7 +70,7 @@ class ImageFolder(Layout):
 
 
 def pictures_below(root: Path) -> Iterator[str]:
-    """Yield the relative paths of the images below a folder, as `list_files` finds them."""
+    """Yield the relative paths of the images below a folder, in the order of `list_files`."""
     return filter(_has_image_suffix, list_files(root))
 
 
@@ -81,8 +82,8 @@ def _describe_left_out(root: Path, names: Collection[str]) -> str:
     suffixes = Counter(PurePosixPath(name).suffix.lower() or "without suffix" for name in names)
     counts = [f"{count} {suffix}" for suffix, count in suffixes.most_common(_MAX_NAMED_SUFFIXES)]
     more = ", ..." if len(suffixes) > len(counts) else ""
-    files = "1 file does" if len(names) == 1 else f"{len(names)} files do"
+    files = f"{len(names)} file{'s' * (len(names) > 1)}"
     return (
-        f"{files} not have the suffix of an image and are left out of {root}: "
-        f"{', '.join(counts)}{more}; for example {min(names)}"
+        f"ignored {files} without the suffix of an image in {root}: {', '.join(counts)}{more}. "
+        f"The first is {min(names)}"
     )

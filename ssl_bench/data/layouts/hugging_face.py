@@ -31,7 +31,7 @@ from ssl_bench.data.layouts.indexed import (
     digest_of_parts,
     to_corners,
 )
-from ssl_bench.data.splits import Split, absent_split, require_disjoint
+from ssl_bench.data.splits import Split, missing_split_error, require_disjoint
 from ssl_bench.errors import (
     ConfigurationError,
     DataError,
@@ -282,7 +282,7 @@ class HuggingFace(IndexedDataset):
         )
 
     def missing_error(self, role: str) -> DataError:
-        return absent_split(role, [*self._tables], Path(str(self.root)))
+        return missing_split_error(role, [*self._tables], Path(str(self.root)))
 
     def images_name(self) -> str:
         if self.name != "hf":
@@ -305,7 +305,7 @@ class HuggingFace(IndexedDataset):
     def _items(self) -> Mapping[str, TableItems]:
         names = {Split.parse(split).name for split in self._splits.values() if split}
         for name in names - set(self._tables):
-            raise absent_split(name, [*self._tables], Path(str(self.root)))
+            raise missing_split_error(name, [*self._tables], Path(str(self.root)))
         return {name: TableItems(self._tables[name], name, self) for name in sorted(names)}
 
     @property

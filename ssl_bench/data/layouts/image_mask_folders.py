@@ -1,10 +1,11 @@
-"""Images and masks in two folders: the base of several datasets, and folders of your own."""
+"""Datasets with a folder of images and a folder of masks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,12 +14,18 @@ from jaxtyping import Int64, Integer, UInt8
 from ssl_bench.composition.fields import MaskValue, OptionalPath, Rgb, format_value
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.images import read_indices, read_mask_colours, read_palette
-from ssl_bench.data.samples import IGNORED, PUBLISHED, Layout, find_root, lacking, name_of_images
+from ssl_bench.data.samples import (
+    IGNORED,
+    PUBLISHED_COUNTS,
+    Layout,
+    find_root,
+    name_of_images,
+    unsupported_role_error,
+)
 from ssl_bench.data.splits import (
     Split,
-    absent_split,
     find_image_ids,
-    read_lines,
+    missing_split_error,
     read_list,
     require_disjoint,
 )
@@ -34,9 +41,13 @@ class PairedFolders(Layout):
     """Base class of datasets with an image folder and a mask folder for each split.
 
     A subclass returns the files of a split from `_images` and `_masks`.
+
+    Attributes:
+        published_splits: Name of a split on disk, by its key in `PUBLISHED_COUNTS`, if both differ.
     """
 
     supports: Any
+    published_splits: ClassVar[Mapping[str, str]] = MappingProxyType({})
     train_split: str
     val_split: str
 
@@ -81,15 +92,18 @@ class PairedFolders(Layout):
     def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Return the ids of a whole split, and the folder or list that contains them."""
+        """Return the folder or list of a split, and all ids in it."""
         del split
-        # With the ids of the masks, because a lost image must not be left out silently.
+        # The ids of masks are included, so that a missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
 
     @cached_property
     def _full_name(self) -> str:
-        files = self._published_files()
-        ids = {split: images.ids() for split, images in files.items() if images.folder.is_dir()}
+        ids = {}
+        for split in PUBLISHED_COUNTS.get(self.name, ()):
+            # A missing split does not change the name.
+            with suppress(DataError):
+                ids[split] = self._images(self.published_splits.get(split, split)).ids()
         return name_of_images(self.name, ids)
 
     def _images(self, split: str) -> Files:
@@ -99,23 +113,19 @@ class PairedFolders(Layout):
         """Return the masks of a split and the class names."""
         raise NotImplementedError
 
-    def _published_files(self) -> Mapping[str, Files]:
-        """Return the images of each split with a published number of images."""
-        raise NotImplementedError
-
 
 def split_folder(parent: Path, split: str) -> Path:
     """Return the folder of a split, or raise `DataError` with the existing splits."""
     name = Split.parse(split).name
     if not (parent / name).is_dir():
         existing = [folder.name for folder in parent.glob("*") if folder.is_dir()]
-        raise absent_split(name, existing, parent)
+        raise missing_split_error(name, existing, parent)
     return parent / name
 
 
 @dataclass(frozen=True)
 class NestedFiles(Files):
-    """Files at any depth. Their ids contain the subfolders."""
+    """Files in a folder and its subfolders. An id contains the subfolders of its file."""
 
     def ids(self) -> list[str]:
         """Return the sorted ids of the files that `list_files` finds."""
@@ -131,12 +141,12 @@ class IndexMasks(Masks):
     """Masks that store class numbers.
 
     Attributes:
-        has_convention: Whether the first mask of a split is checked before a model is loaded.
-        reference: A mask of the same split. If other masks store other numbers for the colours in
-            its palette, a tool has sorted the palettes.
+        checks_first_mask: Whether the first mask is read when a split is opened.
+        reference: Path of a mask in the same split, or None. In every mask with a palette, a colour
+            must have the same number as in this mask.
     """
 
-    has_convention: ClassVar[bool] = False
+    checks_first_mask: ClassVar[bool] = False
 
     reference: Path | None = None
 
@@ -144,7 +154,7 @@ class IndexMasks(Masks):
         """Return the classes of a mask.
 
         Raises:
-            DataError: As for `Masks`, or the numbers have another meaning than expected.
+            DataError: As for `Masks`, or the mask follows another convention.
         """
         path = self.files.path(image_id)
         if palette := read_palette(path):
@@ -160,7 +170,7 @@ class IndexMasks(Masks):
         expected, source = self._reference_palette, str(self.reference)
         greys = {r for r, g, b in palette if r == g == b}
         # A tool may have added a palette to a grey mask, whose grey values are the class numbers.
-        # Black and white alone are not enough evidence, as they are often the colours of 0 and 1.
+        # A palette of black and white is no evidence, because both are common class colours.
         if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
             expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
         for colour, number in palette.items():
@@ -179,16 +189,16 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes in a dataset that does not state the meaning of 255."""
+    """Masks of two classes, for which the user has not stated the meaning of 255."""
 
-    has_convention = True
+    checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Refuse a mask of 0 and 255, because 255 may be the second class or may be ignored."""
+        """Raise `DataError` for a mask of 0 and 255, because 255 may be a class or ignored."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
-                f"{path} holds 0 and 255 but no 1, which is the number of the second class. Either "
-                "255 is the second class, or these pixels are ignored",
+                f"{path} holds 0 and 255, but not 1 for the second class. Either 255 is the second "
+                "class, or these pixels are ignored",
                 hint=(
                     "dataset.numbers=[0,255]",
                     "dataset.ignored=[]",
@@ -209,17 +219,17 @@ class ColourMasks(Masks):
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the classes of a mask. A colour without a class raises `DataError`."""
+        """Return the classes of a mask. Raise `DataError` for a colour without a class."""
         path = self.files.path(image_id)
-        packed = _pack_colours(read_mask_colours(path))
+        pixels = read_mask_colours(path)
+        packed = _pack_colours(pixels)
         known = _pack_colours(np.array([self.colours], np.uint8))[0]
         order = known.argsort()
         positions = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
         numbers = order[positions]
         is_unknown = known[numbers] != packed
         if is_unknown.any():
-            value = int(packed[is_unknown][0])
-            colour = [value >> 16, value >> 8 & 255, value & 255]
+            colour = pixels[is_unknown][0].tolist()
             raise DataError(
                 f"{path} holds the colour {colour}, which is neither in dataset.colours nor in "
                 "dataset.ignored_colours. Add it, or save the masks without loss, as PNG"
@@ -231,7 +241,7 @@ class ColourMasks(Masks):
 
 
 def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
-    """Return one number for each colour."""
+    """Return the colour of each pixel as one number."""
     return pixels.astype(np.int64) @ np.array([65536, 256, 1])
 
 
@@ -254,12 +264,13 @@ class ImageMaskFolders(PairedFolders):
         class_names: Names of the classes. By default they are read from classes.txt, one per line.
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
-        reduce_zero: The numbers of the classes begin at 1, and 0 is ignored.
-        ignored: Numbers that are ignored. By default 255. Any other number is an error.
+        reduce_zero: Whether the numbers of the classes begin at 1, and 0 is ignored.
+        ignored: Numbers of ignored pixels. By default 255. Numbers of neither a class nor an
+            ignored pixel are errors.
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours that are ignored.
-        one_object: Class 0 is the background, and class 1 is one object. The two splits may then
-            be the same. If they are, no heads can be trained.
+        one_object: Whether class 0 is the background and class 1 is one object. Then, `train_split`
+            and `val_split` may be the same, but no heads can be trained.
     """
 
     root: OptionalPath = None
@@ -295,7 +306,7 @@ class ImageMaskFolders(PairedFolders):
             )
         if self._is_one_folder and self.image_suffix == self.mask_suffix:
             raise ConfigurationError(
-                f"images and masks are both {self.image_folder}/*{self.image_suffix}",
+                f"{self.image_folder}/*{self.image_suffix} matches images and masks",
                 hint=(
                     "dataset.mask_folder={mask_folder}",
                     "or",
@@ -304,14 +315,14 @@ class ImageMaskFolders(PairedFolders):
             )
 
     def train(self) -> FileImageSet:
-        """Return the training images with masks. One split for both purposes is refused."""
+        """Return the training images with masks. Raise `DataError` if both splits are the same."""
         if "segmentation" not in self.supports:
-            raise lacking(self.name, "segmentation")
+            raise unsupported_role_error(self.name, "segmentation")
         return super().train()
 
     def _segmentation(self, split: str) -> FileImageSet:
         images = super()._segmentation(split)
-        if isinstance(images.masks, IndexMasks) and images.masks.has_convention:
+        if isinstance(images.masks, IndexMasks) and images.masks.checks_first_mask:
             with suppress(UnreadableImage):
                 images.masks.read(images.ids[0])
         return images
@@ -327,16 +338,9 @@ class ImageMaskFolders(PairedFolders):
         source = self._root() / self.lists.replace(_SPLIT, Split.parse(split).name)
         return source, find_image_ids(read_list(source), images)
 
-    def _published_files(self) -> dict[str, Files]:
-        root, folder = self._root(), self.image_folder
-        return {
-            split: NestedFiles(root / folder.replace(_SPLIT, split), self.image_suffix)
-            for split in PUBLISHED.get(self.name, ())
-        }
-
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
-        # In one folder, `*.png` includes masks that end in `_label.png`.
+        # If images and masks share a folder, `*.png` also matches `*_label.png`.
         excluded = other if self._is_one_folder and other.endswith(suffix) else None
         return NestedFiles(self._folder(pattern, split), suffix, excluded)
 
@@ -357,7 +361,7 @@ class ImageMaskFolders(PairedFolders):
         suffix = after.partition("/")[0]
         names = [path.name for path in parent.glob(f"{prefix}*{suffix}") if path.is_dir()]
         splits = [found.removeprefix(prefix).removesuffix(suffix) for found in names]
-        raise absent_split(name, splits, parent)
+        raise missing_split_error(name, splits, parent)
 
     def _class_names(self) -> tuple[str, ...]:
         if self.class_names:
@@ -367,11 +371,10 @@ class ImageMaskFolders(PairedFolders):
             return ("background", "object")
         if not path.is_file():
             raise DataError(
-                f"{self.name} needs the names of its classes, one per line in {path} or as a list",
+                f"{self.name} needs the names of its classes, as a list or one per line in {path}",
                 hint=("dataset.class_names=[road,sky]",),
             )
-        lines = (line.strip() for line in read_lines(path))
-        return tuple(line for line in lines if line)
+        return tuple(read_list(path))
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
         files, names = self._files(self.mask_folder, self.mask_suffix, split), self._class_names()

@@ -16,7 +16,14 @@ from jaxtyping import Float64, Integer, UInt8
 from ssl_bench.composition.fields import MaskValue
 from ssl_bench.data.files.file_sets import LabelMap, validate_boxes
 from ssl_bench.data.files.fingerprints import ReadOptions, map_in_threads
-from ssl_bench.data.samples import IGNORED, ImageSet, Layout, Sample, lacking, require_own_name
+from ssl_bench.data.samples import (
+    IGNORED,
+    ImageSet,
+    Layout,
+    Sample,
+    require_own_name,
+    unsupported_role_error,
+)
 from ssl_bench.errors import ConfigurationError, DataError, UnreadableImage
 from ssl_bench.system.output import say_once, show_progress
 
@@ -335,7 +342,7 @@ class IndexedDataset(Layout):
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
         if not (found := [*with_boxes, *without, *filter(None, [self.part("images")])]):
-            raise lacking(self.name, "discovery")
+            raise unsupported_role_error(self.name, "discovery")
         return self._open(found[0], with_classes=False)
 
     def images(self) -> ImageSet:
@@ -348,7 +355,7 @@ class IndexedDataset(Layout):
         if part is None:
             raise self.missing_error(role)
         if not {"label", "mask"} & part.items.annotations:
-            raise lacking(self.images_name(), "classification")
+            raise unsupported_role_error(self.images_name(), "classification")
         return self._open(part)
 
     def _open(self, part: SelectedItems, *, with_classes: bool = True) -> IndexedImages:

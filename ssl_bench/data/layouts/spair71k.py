@@ -21,7 +21,7 @@ from ssl_bench.data.files.file_sets import (
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
-from ssl_bench.data.splits import Split, absent_split, read_lines
+from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.process import reraise_out_of_memory
@@ -34,7 +34,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class SpairPairs(FileSet):
-    """The pairs of a split. A sample has the source image, and its `pair` has the target image.
+    """The pairs of a split. A sample has the source image. Its `pair` has the target image.
 
     Attributes:
         ids: Lines of the list of pairs.
@@ -109,8 +109,8 @@ class Spair71k(Layout):
 
     Attributes:
         root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
-        val_split: `test`, `val`, `trn`, or a share of one of them. For other pairs than all of
-            `test`, the name in records has their number at the end.
+        val_split: `test`, `val`, `trn`, or a share of one of them. Unless the split has the
+            published 12,234 pairs, the name in records ends in its number of pairs.
     """
 
     name = "spair71k"
@@ -125,12 +125,10 @@ class Spair71k(Layout):
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
-        """Return the pairs. A missing file or an invalid line raises `DataError`."""
+        """Return the pairs. Raise `DataError` for a missing file or an invalid line."""
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
-        if not source.is_file():
-            raise absent_split(split.name, [f.stem for f in source.parent.glob("*.txt")], root)
-        lines = [line.strip() for line in read_lines(source) if line.strip()]
+        lines = read_list(source)
         return SpairPairs(
             name=name_of_images(self.name, {"val": lines}),
             split=self.val_split,

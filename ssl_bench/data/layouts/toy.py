@@ -1,7 +1,7 @@
 """Generated scenes with exact masks and boxes, on which most probes run without a download.
 
 A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
-scikit-learn. `ToyObjects` has the same objects, cropped.
+scikit-learn. `ToyObjects` contains the same objects, cropped.
 """
 
 import hashlib
@@ -9,8 +9,7 @@ import json
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import file_state
 from ssl_bench.data.files.images import read_image, voc_colours
+from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import ImageSet, Layout
 from ssl_bench.errors import MachineError
@@ -46,8 +46,8 @@ class Photograph:
         package: Name of the package.
         file: Path of the image in the package.
         scale: Factor by which the image is resized, so that a few patches show its texture.
-        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. None
-            for the whole image.
+        cut: Part of the image that shows the texture, as (left, top, right, bottom) in pixels. If
+            it is None, the whole image is used.
     """
 
     package: str
@@ -66,7 +66,7 @@ TEXTURES = {
     "stars": Photograph("skimage", "data/hubble_deep_field.jpg", 0.5),
     "print": Photograph("skimage", "data/page.png", 0.7, cut=(5, 58, 375, 140)),
 }
-"""Photograph of each class, beginning with class 1. Class 0 is the background."""
+"""Photograph for the texture of each class, from class 1 on. Class 0 is the background."""
 
 BACKGROUNDS = (
     Photograph("skimage", "data/astronaut.png"),
@@ -79,10 +79,10 @@ BACKGROUNDS = (
 
 CLASS_NAMES = ("background", *TEXTURES)
 
-# Height and width. No scene is square, and some sizes are no multiple of the patch size.
+# Heights and widths. No scene is square, and some sides are not multiples of a patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Left and right part of each photograph, so that the splits share no pixel of a texture.
+# Columns of each photograph that a split uses, as shares of the width. No column is in both.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
@@ -91,22 +91,21 @@ class Scene:
     """A generated scene.
 
     Attributes:
-        image: RGB, 0 to 255.
+        image: RGB image with values from 0 to 255.
         mask: Class of the visible object at each pixel, or 0 for the background.
         classes: Class of each object, from the farthest to the nearest.
-        boxes: Box of the visible part of each object as (x0, y0, x1, y1). Far edges are exclusive.
-        truncated: Whether each object touches the edge of the scene.
+        boxes: Box around the visible part of each object, as (x0, y0, x1, y1). Far edges are
+            exclusive.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     mask: UInt8[np.ndarray, "height width"]
     classes: tuple[int, ...]
     boxes: tuple[tuple[int, int, int, int], ...]
-    truncated: tuple[bool, ...]
 
 
 class Painter:
-    """Generator of the scenes of a split. The seed and the index determine a scene.
+    """Paint the scenes of a split. The split, the seed and the index determine a scene.
 
     Args:
         split: "train" or "val".
@@ -118,36 +117,36 @@ class Painter:
 
     def __init__(self, split: str, seed: int) -> None:
         self.split, self.seed = split, seed
-        self._textures = [_load(photograph, split) for photograph in TEXTURES.values()]
-        self._backgrounds = [_load(photograph, split) for photograph in BACKGROUNDS]
+        self._textures = [_load_photograph(photograph, split) for photograph in TEXTURES.values()]
+        self._backgrounds = [_load_photograph(photograph, split) for photograph in BACKGROUNDS]
 
-    def scene(self, index: int) -> Scene:
+    def paint_scene(self, index: int) -> Scene:
         rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index])
         height, width = SIZES[rng.integers(len(SIZES))]
-        depths = _place(rng, height, width)
+        depths = _draw_outlines(rng, height, width)
         classes = 1 + rng.permutation(len(TEXTURES))[: len(depths)]
-        pixels = _background(rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width)
+        pixels = _crop_background(
+            rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width
+        )
         for depth, number in zip(depths, classes, strict=True):
-            texture = _texture(rng, self._textures[number - 1], height, width)
-            pixels = _paste(pixels, texture, depth)
+            texture = _warp_texture(rng, self._textures[number - 1], height, width)
+            pixels = _paste_object(pixels, texture, depth)
         visible = _visible_objects(depths)
         boxes = []
         for number in range(len(depths)):
             rows, cols = np.nonzero(visible == number)
-            box = (cols.min(), rows.min(), cols.max() + 1, rows.max() + 1)
-            boxes.append((int(box[0]), int(box[1]), int(box[2]), int(box[3])))
+            boxes.append(
+                (int(cols.min()), int(rows.min()), int(cols.max()) + 1, int(rows.max()) + 1)
+            )
         return Scene(
             image=pixels.round().clip(0, 255).astype(np.uint8),
             mask=np.array([0, *classes], np.uint8)[visible + 1],
             classes=tuple(classes.tolist()),
             boxes=tuple(boxes),
-            truncated=tuple(
-                x0 == 0 or y0 == 0 or x1 == width or y1 == height for x0, y0, x1, y1 in boxes
-            ),
         )
 
 
-def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
+def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)
     if package is None or not package.submodule_search_locations:
         raise MachineError(f"the toy scenes need the package {photograph.package}. Install it")
@@ -161,22 +160,22 @@ def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height wid
     return pixels[:, start:stop]
 
 
-def _place(
+def _draw_outlines(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
-    """Return one to three outlines, farthest first. At least half of each object is visible."""
+    """Return one to three outlines, farthest first, of objects that are at least half visible."""
     number = int(rng.integers(1, 4))
     while True:
-        depths = [_outline(rng, height, width) for _ in range(number)]
+        depths = [_draw_outline(rng, height, width) for _ in range(number)]
         visible = _visible_objects(depths)
         if all((visible == k).sum() >= 0.5 * (depth < 1).sum() for k, depth in enumerate(depths)):
             return depths
 
 
-def _outline(
+def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """Return a smooth random shape: 0 at its centre, 1 on its outline, and more outside."""
+    """Return a smooth random shape: 0 at the centre, 1 on the outline, larger values outside."""
     y, x = np.mgrid[:height, :width] - np.array(
         [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
     ).reshape(2, 1, 1)
@@ -198,7 +197,7 @@ def _visible_objects(
     return visible
 
 
-def _background(
+def _crop_background(
     rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
     """Return a random crop of a photograph, resized to the given size."""
@@ -213,10 +212,10 @@ def _background(
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def _texture(
+def _warp_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return a texture that is slightly rotated, scaled and tinted, and mirrored at its edges."""
+    """Return a slightly rotated, scaled and tinted texture, extended by reflection."""
     # Imported only here, because the import takes a second and stored scenes do not need it.
     from scipy.ndimage import map_coordinates
 
@@ -231,12 +230,12 @@ def _texture(
     return np.stack(channels, axis=-1) * rng.uniform(0.9, 1.1, size=3)
 
 
-def _paste(
+def _paste_object(
     pixels: Float64[np.ndarray, "height width 3"],
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Paste an object that is darker towards its rim and casts a soft shadow."""
+    """Return the image with an added object, which has a darker rim and a soft shadow."""
     from scipy.ndimage import gaussian_filter
 
     inside = depth < 1
@@ -246,12 +245,12 @@ def _paste(
 
 
 @dataclass(frozen=True)
-class Drawn(Layout):
+class GeneratedDataset(Layout):
     """Base class of generated datasets, which are written to the cache on first use.
 
     Attributes:
         num_train: Number of training scenes.
-        num_val: Number of scored scenes. They show other parts of the photographs.
+        num_val: Number of scored scenes. Training scenes show other parts of the photographs.
         seed: Seed of the scenes.
         cache: Folder in which the scenes are stored.
     """
@@ -261,10 +260,10 @@ class Drawn(Layout):
     seed: Seed = 0
     cache: OptionalPath = None
 
-    def draw_once(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """Return a folder of the cache, which `write` fills if it is missing or damaged.
+    def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
+        """Return a folder of the cache. If the folder is missing or damaged, `write` creates it.
 
-        The folder is written under another name and renamed, so that it is always complete.
+        First, `write` fills a temporary folder, which is renamed when it is complete.
 
         Raises:
             MachineError: The cache cannot be written.
@@ -276,6 +275,7 @@ class Drawn(Layout):
             if _is_intact(path):
                 return path
             say(f"files in {path} have changed, so they are generated again")
+            shutil.rmtree(path, ignore_errors=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
@@ -284,39 +284,44 @@ class Drawn(Layout):
                 f"cannot write to {path.parent} ({error.strerror}). Choose another folder",
                 hint=("dataset.cache={folder}",),
             ) from error
-        changed = unfinished.with_name(f"{unfinished.name}-changed")
         try:
             write(unfinished)
             _write_manifest(unfinished)
             mark_as_output(unfinished)
-            with suppress(FileNotFoundError):
-                path.rename(changed)
             unfinished.rename(path)
         except OSError as error:
-            # Another process may have been quicker. Its scenes are the same.
+            # Another process may have created the folder in the meantime, with the same scenes.
             if not path.is_dir():
                 raise MachineError(f"cannot write {path} ({error.strerror})") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.rmtree(changed, ignore_errors=True)
         return path
+
+    def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
+        """Yield the split and the index of each scene, and the scene."""
+        for split, count in (("train", self.num_train), ("val", self.num_val)):
+            painter = Painter(split, self.seed)
+            for index in range(count):
+                yield split, index, painter.paint_scene(index)
 
 
 def _write_manifest(folder: Path) -> None:
-    """Store the SHA-256, size and time of each file, by which damage is recognised."""
+    """Store the SHA-256, the size and the modification time of each file, to detect damage."""
     rows = {}
     for name in sorted(list_files(folder)):
-        size, mtime_ns, *_ = file_state(folder / name)
-        rows[name] = [file_sha256(folder / name), size, mtime_ns]
+        path = folder / name
+        rows[name] = [file_sha256(path), *file_state(path)[:2]]
     (folder / _MANIFEST).write_text(json.dumps(rows), encoding="utf-8")
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a folder has the files of its manifest. Older versions wrote no manifest."""
-    if not (folder / _MANIFEST).is_file():
+    """Return whether the files match the manifest. A folder without manifest is accepted."""
+    manifest = folder / _MANIFEST
+    # Older versions wrote no manifest.
+    if not manifest.is_file():
         return True
     try:
-        rows = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        rows = json.loads(manifest.read_text(encoding="utf-8"))
         for name, (digest, *state) in rows.items():
             path = folder / name
             if [*file_state(path)[:2]] != state and file_sha256(path) != digest:
@@ -328,8 +333,8 @@ def _is_intact(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Toy(Drawn):
-    """Textured objects in front of photographs, stored in VOC's layout."""
+class Toy(GeneratedDataset):
+    """Scenes of textured objects in front of photographs, stored in VOC's layout."""
 
     name = "toy"
     supports = frozenset({"segmentation", "discovery", "boxes", "images"})
@@ -349,18 +354,17 @@ class Toy(Drawn):
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
-        path = self.draw_once("toy", self._write)
+        path = self.generate_once("toy", self._write)
         return VocFolder(path, self.name, CLASS_NAMES)
 
     def _write(self, folder: Path) -> None:
         for part in ("JPEGImages", "SegmentationClass", "Annotations"):
             (folder / part).mkdir()
-        ids = {}
-        for split, count in (("train", self.num_train), ("val", self.num_val)):
-            painter = Painter(split, self.seed)
-            ids[split] = [f"{split}_{index:05d}" for index in range(count)]
-            for index, image_id in enumerate(ids[split]):
-                write_scene(folder, image_id, painter.scene(index))
+        ids: dict[str, list[str]] = {"train": [], "val": []}
+        for split, index, scene in self._paint_scenes():
+            image_id = f"{split}_{index:05d}"
+            ids[split].append(image_id)
+            write_scene(folder, image_id, scene)
         ids["trainval"] = ids["train"] + ids["val"]
         for kind in ("Segmentation", "Main"):
             (folder / "ImageSets" / kind).mkdir(parents=True)
@@ -370,33 +374,33 @@ class Toy(Drawn):
 
 
 def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
-    """Write the image, the mask and the boxes of one scene as VOC does."""
+    """Write the image, the mask and the boxes of a scene in VOC's format."""
     image = Image.fromarray(scene.image)
     image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
     mask = Image.fromarray(scene.mask)
     mask.putpalette(voc_colours().ravel().tolist())
     mask.save(folder / "SegmentationClass" / f"{image_id}.png")
     root = ElementTree.Element("annotation")
-    _append(root, filename=f"{image_id}.jpg")
+    _append_texts(root, filename=f"{image_id}.jpg")
     size = ElementTree.SubElement(root, "size")
-    _append(size, width=image.width, height=image.height, depth=3)
-    objects = zip(scene.classes, scene.boxes, scene.truncated, strict=True)
-    for number, (x0, y0, x1, y1), truncated in objects:
+    _append_texts(size, width=image.width, height=image.height, depth=3)
+    for number, (x0, y0, x1, y1) in zip(scene.classes, scene.boxes, strict=True):
         one = ElementTree.SubElement(root, "object")
-        _append(one, name=CLASS_NAMES[number], truncated=int(truncated), difficult=0)
+        is_truncated = x0 == 0 or y0 == 0 or x1 == image.width or y1 == image.height
+        _append_texts(one, name=CLASS_NAMES[number], truncated=int(is_truncated), difficult=0)
         box = ElementTree.SubElement(one, "bndbox")
-        _append(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
+        _append_texts(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(folder / "Annotations" / f"{image_id}.xml")
 
 
-def _append(parent: ElementTree.Element, **texts: object) -> None:
+def _append_texts(parent: ElementTree.Element, **texts: object) -> None:
     for tag, text in texts.items():
         ElementTree.SubElement(parent, tag).text = str(text)
 
 
 @dataclass(frozen=True)
-class ToyObjects(Drawn):
+class ToyObjects(GeneratedDataset):
     """The objects of the toy scenes, cropped to their boxes, in one folder for each class."""
 
     name = "toy_objects"
@@ -413,19 +417,13 @@ class ToyObjects(Drawn):
         return self.train()
 
     def _folders(self) -> Layout:
-        # Imported only here, because the toy scenes do not need it.
-        from ssl_bench.data.layouts.class_folders import ClassFolders
-
-        root = str(self.draw_once("toy_objects", self._write))
+        root = str(self.generate_once("toy_objects", self._write))
         return ClassFolders(root=root, name=self.name, known_only=True)
 
     def _write(self, folder: Path) -> None:
-        for split, count in (("train", self.num_train), ("val", self.num_val)):
-            painter = Painter(split, self.seed)
-            for index in range(count):
-                scene = painter.scene(index)
-                image = Image.fromarray(scene.image)
-                for number, box in zip(scene.classes, scene.boxes, strict=True):
-                    class_folder = folder / split / CLASS_NAMES[number]
-                    class_folder.mkdir(parents=True, exist_ok=True)
-                    image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)
+        for split, index, scene in self._paint_scenes():
+            image = Image.fromarray(scene.image)
+            for number, box in zip(scene.classes, scene.boxes, strict=True):
+                class_folder = folder / split / CLASS_NAMES[number]
+                class_folder.mkdir(parents=True, exist_ok=True)
+                image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)

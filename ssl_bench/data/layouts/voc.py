@@ -56,7 +56,7 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image. VOC's corners are 1-based and inclusive, and are shifted.
+        """Return the boxes of an image, converted from VOC's 1-based, inclusive corners.
 
         Raises:
             DataError: The file is not VOC's XML, or an object has no valid box in the image.
@@ -91,8 +91,8 @@ def _parse_xml(data: bytes) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(data)
     except (ElementTree.ParseError, ValueError):
-        # The parser does not support Chinese and Japanese encodings. Some tools write such text
-        # even into files that declare UTF-8.
+        # The parser does not support Chinese and Japanese encodings. Some tools use such an
+        # encoding even in files that declare UTF-8.
         encoding = _XML_ENCODING.match(data)
         text = data.decode(encoding[1].decode() if encoding else "utf-8", errors="replace")
         return ElementTree.fromstring(text)
@@ -134,7 +134,7 @@ class VocFolder:
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Return images with masks, for `trainaug` from SegmentationClassAug."""
+        """Return images with masks. The masks of `trainaug` are in SegmentationClassAug."""
         share = Split.parse(split)
         folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
         numbers = range(len(self.class_names))
@@ -148,7 +148,7 @@ class VocFolder:
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
         """Return images with boxes.
 
-        With `exclude_difficult`, images that have only difficult objects are left out too.
+        With `exclude_difficult`, images with only difficult objects are also left out.
         """
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
         images = self._image_set("Main", split, boxes=boxes).validate()
@@ -179,7 +179,7 @@ class VocFolder:
 
 
 def _read_ids(source: Path, folder: Path) -> list[str]:
-    """Read a list of images. A list of one class, such as person_val.txt, marks others by -1."""
+    """Read a list of images. A list such as person_val.txt marks images without its class by -1."""
     lines = read_list(source)
     if all(_CLASS_FLAG.search(line) for line in lines):
         lines = [line for line in lines if not line.endswith("-1")]
@@ -193,9 +193,9 @@ class Voc(Layout):
     Attributes:
         root: VOC2012, VOCdevkit, or the folder that contains VOCdevkit.
         year: 2012 or 2007.
-        train_split: List in ImageSets/Segmentation, or a share of it. `trainaug` adds images with
-            the masks of SBD.
-        val_split: List in ImageSets/Segmentation, or a share of it. The original masks are used.
+        train_split: List in ImageSets/Segmentation, or a share of it. `trainaug` also contains
+            the images and masks of SBD.
+        val_split: List in ImageSets/Segmentation, or a share of it.
         discovery_split: List in ImageSets/Main, or a share of it.
         exclude_difficult: Leave out boxes that are marked as difficult or truncated.
     """
