@@ -69,7 +69,7 @@ class EncoderIdentity:
         num_registers: Number of registers. They follow the [CLS] token.
         strides: Stride of each block in pixels. Empty if it is `patch_size` for all blocks.
         widths: Width of each block. Empty if all blocks are equally wide, or if it is not known.
-        any_size: Whether the encoder accepts other image sizes than `native_size`.
+        any_size: Whether the encoder accepts images of other sizes than `native_size`.
         fallback_facets: Replacement for each default facet that the encoder lacks.
     """
 
@@ -119,8 +119,9 @@ class Encoder(EncoderIdentity):
             return tokens or feature maps. The extractor runs it in evaluation mode.
         dim: Width of the last block.
         colours_from: Source of `mean` and `std`.
-        loaded_keys: Number of tensors of the file that are used.
-        total_keys: Number of tensors in the file, including heads.
+        loaded_keys: Number of tensors that were loaded from the weights file.
+        total_keys: Number of all tensors in the weights file, including heads. It is 0 if there is
+            no file.
         contents: What else the loader found in the file.
         channels_last: Whether feature maps have their channels in the last axis.
         position_rule: How stored positions are resampled for other image sizes. None without stored
@@ -321,7 +322,7 @@ def encoder_from_model(
         name: Name of the encoder in tables.
         uri: Address that the model was loaded from.
         sha256: Digest of its weights file. By default that of its state dict.
-        keys: Number of tensors of the file that are used, and number of all its tensors.
+        keys: The attributes `loaded_keys` and `total_keys` of the encoder.
         contents: What else the loader found in the file.
         colours: Mean and standard deviation of the training images.
         colours_from: Source of `colours`.

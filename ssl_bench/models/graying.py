@@ -1,12 +1,12 @@
 """Token graying: increase the small singular values of the tokens of each image.
 
-`TokenGraying` is the module in a block. It calls one of three functions: `gray_by_svd`,
-`gray_by_dct`, which transforms cosine coefficients instead of singular values, and
-`gray_by_cholesky`, which has the result of `gray_by_svd` and is faster on a GPU.
+Blocks contain the module `TokenGraying`, which calls one of three functions. `gray_by_svd` changes
+singular values. `gray_by_cholesky` approximates it and is faster on a GPU. `gray_by_dct` changes
+cosine coefficients instead of singular values.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from ssl_bench.models.config import GrayingKind, ViTConfig
 from ssl_bench.system.device import disable_autocast
+
+if TYPE_CHECKING:
+    from ssl_bench.models.timm_config import TimmConfig
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
@@ -52,7 +55,7 @@ class TokenGraying(nn.Module):
         self.kind, self.exponent = kind, exponent
 
     @classmethod
-    def from_config(cls, config: ViTConfig) -> "TokenGraying":
+    def from_config(cls, config: "ViTConfig | TimmConfig") -> "TokenGraying":
         return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:

@@ -1,9 +1,12 @@
 """Initial weights of blocks and of depthwise filters.
 
-An initialiser is a dataclass. Its fields are the options in `model.init_options`. All weights are
-drawn in float64 and rounded once at the end. The matrices of a block follow the row-vector
-convention y = x W of the papers, so `nn.Linear.weight` is W transposed (see `set_block`). Biases of
-a block are 0. The pixels of a filter are in row-major order.
+An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
+initialiser, enter its class in `INITIALISERS` or in `FILTER_INITIALISERS`.
+
+Initialisers draw in float64, and each weight is rounded once when it is stored. In contrast,
+`draw_uniform` draws directly in the dtype of the layer. The matrices of a block follow the
+row-vector convention y = x W of the papers, so `nn.Linear.weight` is the transpose of W. The pixels
+of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence

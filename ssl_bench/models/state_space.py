@@ -1,7 +1,7 @@
 """Mamba 1 and 2, which predict the next token of a sequence, and their initialisation.
 
-A block mixes tokens by a short convolution and a state space. For a channel with decay A < 0 and
-with the steps Delta, keys B and queries C of each token, the state h and the output y are
+A block mixes tokens by a short convolution and a state space. Each channel has a decay A < 0, and
+each token has steps Delta, keys B and queries C. The state h and the output y of a channel are
 
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
@@ -64,7 +64,7 @@ _STEP_SHARE = 0.01
 # The softplus of this number is 1.
 _UNIT_STEP_BIAS = math.log(math.e - 1)
 _LEAST_STEP, _LARGEST_STEP = 0.001, 0.1
-# Upper bound of the initial decays of the heads of Mamba 2. The lower bound is 1.
+# Upper bound of the initial -A of the heads of Mamba 2. The lower bound is 1.
 _LARGEST_DECAY = 16.0
 
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -86,8 +86,8 @@ class StateSpaceConfig(EncoderConfig):
         mimetic: Parts of mimetic initialisation. An empty list means the initialisation of the
             authors.
         mimetic_layers: Blocks with mimetic initialisation, counted from 0. None means all blocks.
-        state_decay: Value of the part "decay". "power" is the drawn decay to the power of -8, and
-            "constant" is exp(-8).
+        state_decay: Decay A in layers with the part "decay". It is -a^-8 for "power", if the
+            authors' initial decay is -a, and -exp(-8) for "constant".
 
     Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
     """
@@ -170,7 +170,7 @@ class Mamba1Mixer(nn.Module):
         self.conv = nn.Conv1d(channels, channels, _TAPS, groups=channels)
         self.selection = nn.Linear(channels, self.rank + 2 * states, bias=False)
         self.step = nn.Linear(self.rank, channels)
-        # A vector, because optimizers do not decay vectors. A value of 0 would mean A = -1.
+        # log(-A). It is a vector, because vectors have no weight decay, which would pull A to -1.
         self.log_decay = nn.Parameter(torch.empty(channels * states))
         self.scan_skip = nn.Parameter(torch.empty(channels))
         self.out_proj = nn.Linear(channels, config.dim, bias=False)
@@ -313,10 +313,10 @@ def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
         nn.init.uniform_(
             mixer.step.weight, -(mixer.rank**-0.5), mixer.rank**-0.5, generator=generator
         )
-        decays = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
+        rates = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
     else:
-        decays = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
-    mixer.log_decay.copy_(decays.log())
+        rates = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
+    mixer.log_decay.copy_(rates.log())
     low, high = math.log(_LEAST_STEP), math.log(_LARGEST_STEP)
     steps = torch.empty_like(mixer.step_bias).uniform_(low, high, generator=generator).exp()
     mixer.step_bias.copy_(steps.expm1().log())

@@ -57,8 +57,7 @@ def trace_blocks(model: Any) -> Shape:
     `model.forward_intermediates` returns.
 
     Returns:
-        The names and shapes of the blocks. `any_size` is true if the model accepts a size other
-        than its native size.
+        The names and shapes of the blocks.
 
     Raises:
         UnsupportedBlocks: A stage does not return the features that timm extracts from it.

@@ -19,8 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import check_layers
-from ssl_bench.models.graying import TokenGraying
+from ssl_bench.models.config import build_part, check_layers
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
@@ -50,7 +49,7 @@ class Shape:
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
         channels_last: Whether maps that blocks return have the channels last.
-        any_size: Whether the model accepts images of several sizes.
+        any_size: Whether the model accepts images of other sizes than its native size.
         blocks: Names of the blocks, if `trace_blocks` found them.
     """
 
@@ -65,14 +64,15 @@ class Shape:
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm with the interface of an encoder: all blocks in one list, and a norm.
+    """A model of timm with two attributes of an encoder: the list `blocks` and the final `norm`.
 
-    Position embeddings of Vision Transformers and CaiT are resized as in DINO. timm resizes them
-    with antialiasing and without a margin, so its features differ at all sizes but the native one.
+    For images of another size, position embeddings of Vision Transformers and CaiT are resized as
+    in DINO. At these sizes, features differ from timm's, which resizes with antialiasing and
+    without a margin.
 
     Args:
-        model: The model of timm.
-        traced: Blocks that `trace_blocks` found. None for models of the classes `KNOWN`.
+        model: The model of timm, which is used, not copied.
+        traced: Shape from `trace_blocks`. None for models of the classes `KNOWN`.
     """
 
     def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
@@ -320,7 +320,7 @@ def gray_inputs(
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
-    graying = TokenGraying(config.graying, config.graying_exponent)
+    graying = build_part("graying", config)
     gray = gray_windows if config.graying_scope == "window" else gray_images
     layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
     for layer in layers:
@@ -329,9 +329,7 @@ def gray_inputs(
         block.register_forward_pre_hook(partial(gray_with_class, graying))
 
 
-def gray_images(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray all tokens of an image as one matrix. Maps have the channels last."""
     x, *others = inputs
     if x.ndim == 3:
@@ -339,9 +337,7 @@ def gray_images(
     return graying(x.flatten(1, 2)).unflatten(1, x.shape[1:3]), *others
 
 
-def gray_windows(
-    graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray the tokens of each window of a Swin block as one matrix.
 
     The map is shifted as in the block. If windows do not divide it, it is padded with zeros, as
@@ -362,7 +358,7 @@ def gray_windows(
 
 
 def gray_with_class(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+    graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Gray [CLS] and the patches as one matrix, in the last blocks of CaiT."""
     x, cls_token = inputs
