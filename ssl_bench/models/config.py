@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ssl_bench.models.vit import EncoderModule, VisionTransformer
 
 Config = TypeVar("Config", bound="EncoderConfig")
-Norm = Literal["layernorm", "none"]
-PositionEmbedding = Literal["learned", "sinusoidal"]
 # Fields of ViTConfig that were keys of `init_options` in earlier versions.
 _FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
 # Import paths of the built-in kinds. A module is imported when its name is used. Installed packages
@@ -53,7 +51,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "osa_newton_schulz": "orthogonal:OrthogonalAttention.from_config",
     },
     "graying": {
-        "none": "vit:no_graying",
+        "none": "vit:nn.Identity",
         "svd": "graying:TokenGraying.from_config",
         "dct": "graying:TokenGraying.from_config",
     },
@@ -102,7 +100,6 @@ class RegisteredName:
         return " or ".join(registered_names(self.group))
 
 
-AttentionKind = Annotated[str, RegisteredName("attention")]
 GrayingKind = Annotated[str, RegisteredName("graying")]
 
 
@@ -158,8 +155,6 @@ class EncoderConfig(ABC):
             value = getattr(self, item.name)
             if item.name == "init_options":
                 value = {key: option for key, option in value.items() if option is not None}
-            elif isinstance(item.default, float):
-                value = float(value)
             elif isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
             object.__setattr__(self, item.name, value)
@@ -239,17 +234,17 @@ class ViTConfig(EncoderConfig):
     depth: Depth = 12
     num_heads: Width = 6
     mlp_ratio: Annotated[float, Bounds(0, 1000, allow_low=False)] = 4.0
-    attention: AttentionKind = "softmax"
+    attention: Annotated[str, RegisteredName("attention")] = "softmax"
     graying: GrayingKind = "none"
     graying_exponent: PositiveFraction = 0.95
     graying_layers: Sequence[CountOrZero] | None = None
     skip_attention: bool = True
     skip_mlp: bool = True
-    norm: Norm = "layernorm"
+    norm: Literal["layernorm", "none"] = "layernorm"
     qkv_bias: bool = True
     drop_path: FractionBelowOne = 0.0
     num_registers: Annotated[int, Bounds(0, 1000)] = 0
-    position_embedding: PositionEmbedding = "learned"
+    position_embedding: Literal["learned", "sinusoidal"] = "learned"
     truncated_tokens: bool = False
     position_scale: Annotated[float, Bounds(0, 1000, allow_low=False)] = 1.0
     mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0

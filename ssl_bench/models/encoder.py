@@ -268,9 +268,7 @@ def state_dict_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def describe_config(
-    config: EncoderConfig, *, norm_eps: float = NORM_EPS, strides: Sequence[int] = ()
-) -> dict[str, Any]:
+def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
     """Return the architecture of an encoder of this suite as JSON types, for its identity.
 
     It consists of all integers of the configuration and of other values that differ from their
@@ -282,8 +280,6 @@ def describe_config(
     for name, value in config.to_dict().items():
         if name not in config.training_fields and (type(value) is int or value != defaults[name]):
             architecture[name] = value
-    if norm_eps != NORM_EPS:
-        architecture["norm_eps"] = norm_eps
     if strides:
         architecture["strides"] = strides
     return json.loads(json.dumps(architecture))
@@ -330,13 +326,15 @@ def encoder_from_model(
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    described = describe_config(config, strides=shape.strides if shape else ())
+    strides = shape.strides if shape else ()
+    described = describe_config(config, strides=strides)
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
         # Norms in checkpoints of other libraries may have another epsilon.
         epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
         (eps,) = epsilons or {NORM_EPS}
-        described = describe_config(config, norm_eps=eps)
+        if eps != NORM_EPS:
+            described["norm_eps"] = eps
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
         if rows != cols:
@@ -349,7 +347,7 @@ def encoder_from_model(
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
         architecture=described,
-        patch_size=shape.strides[0] if shape else config.patch_size,
+        patch_size=strides[0] if strides else config.patch_size,
         depth=config.depth,
         dim=config.dim,
         num_heads=config.num_heads,
@@ -362,7 +360,7 @@ def encoder_from_model(
         total_keys=keys[1],
         num_registers=config.num_registers,
         contents=contents or Contents(),
-        strides=shape.strides if shape else (),
+        strides=strides,
         widths=shape.widths if shape else (),
         channels_last=shape is not None and shape.channels_last,
         position_rule=model.position_rule,

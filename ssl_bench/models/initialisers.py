@@ -382,8 +382,7 @@ class CovarianceFilters(UniformFilters):
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
         root = positive_root(filter_covariance(size, self.sigma(depth)))
-        normal = torch.randn(count, size**2, generator=generator, dtype=torch.float64)
-        return (normal @ root).unflatten(1, (size, size))
+        return (_normal(count, size**2, generator) @ root).unflatten(1, (size, size))
 
 
 FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {

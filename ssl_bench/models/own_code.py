@@ -36,7 +36,7 @@ def code_sha256(module: nn.Module) -> str:
             if _is_own(kind):
                 code.add_value(kind.__qualname__, kind)
             elif kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                code.add(_source(kind))
+                code.lines.add(_source(kind))
         # Methods that are replaced on an instance, such as a patched forward.
         for name, value in vars(part).items():
             if callable(value) and not isinstance(value, nn.Module):
@@ -55,19 +55,16 @@ class _Code:
         # Keeps the objects alive, so that no two of them have the same id.
         self._seen: dict[int, Any] = {}
 
-    def add(self, line: str) -> None:
-        self.lines.add(line)
-
     def add_value(self, name: str, value: Any) -> None:
         """Add a value under a name, and the values that it consists of."""
         if value is None or isinstance(value, _CONSTANTS):
-            self.add(f"{name} = {value!r}")
+            self.lines.add(f"{name} = {value!r}")
             return
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor | np.ndarray):
-            self.add(f"{name} = {_tensor_digest(value)}")
+            self.lines.add(f"{name} = {_tensor_digest(value)}")
         elif isinstance(value, Mapping):
             for key, inside in list(value.items()):
                 self.add_value(f"{name}[{key}]" if isinstance(key, _CONSTANTS) else name, inside)
@@ -95,13 +92,13 @@ class _Code:
                 if key != "training":
                     self.add_value(f"{name}.{key}", inside)
         else:
-            self.add(f"{name} is a {type(value).__qualname__}")
+            self.lines.add(f"{name} is a {type(value).__qualname__}")
 
     def _add_function(self, name: str, function: FunctionType) -> None:
         if not _is_own(function):
-            self.add(f"{name} is {function.__qualname__}")
+            self.lines.add(f"{name} is {function.__qualname__}")
         else:
-            self.add(_source(function.__code__))
+            self.lines.add(_source(function.__code__))
             for key, value in _used_values(function):
                 self.add_value(key, value)
         # The function that a decorator of a package wraps.
@@ -109,9 +106,9 @@ class _Code:
 
     def _add_class(self, name: str, kind: type) -> None:
         if not _is_own(kind):
-            self.add(f"{name} is {kind.__qualname__}")
+            self.lines.add(f"{name} is {kind.__qualname__}")
             return
-        self.add(f"class {kind.__qualname__}")
+        self.lines.add(f"class {kind.__qualname__}")
         for base in kind.__bases__:
             self.add_value(f"base of {kind.__qualname__}", base)
         for key, value in list(vars(kind).items()):
@@ -160,8 +157,9 @@ def _source(value: type | CodeType) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         # The source is not available, as for functions made by exec.
-        name = value.co_qualname if isinstance(value, CodeType) else value.__qualname__
-        return f"{name} {value.co_code.hex()}" if isinstance(value, CodeType) else name
+        if isinstance(value, CodeType):
+            return f"{value.co_qualname} {value.co_code.hex()}"
+        return value.__qualname__
 
 
 def _is_own(value: type | FunctionType | ModuleType) -> bool:

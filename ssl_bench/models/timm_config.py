@@ -1,7 +1,7 @@
 """Configuration of the models of timm that this suite trains, and their families."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,10 +34,9 @@ class Family:
         stages: Number of stages. Each stage after the first halves the token grid.
         patch_size: Patch size in pixels of models whose name does not state one.
         arguments: timm's names of the arguments for widths, depths and heads.
-        sized: Whether timm's constructor takes the image size.
-        any_patch: Whether `patch_size` is free.
-        windows: Whether attention is limited to windows.
-        dynamic: Whether the argument `dynamic_img_size` enables images of any size.
+        options: Which of the arguments "img_size", "patch_size", "window_size" and
+            "dynamic_img_size" timm's constructor takes. With the last one, the model accepts images
+            of any size.
         class_blocks: Whether the last blocks only update [CLS].
         inits: Names of the initialisers that support the blocks.
     """
@@ -46,10 +45,7 @@ class Family:
     stages: int
     patch_size: int
     arguments: Mapping[str, str]
-    sized: bool = True
-    any_patch: bool = True
-    windows: bool = False
-    dynamic: bool = False
+    options: Collection[str]
     class_blocks: bool = False
     inits: Sequence[str] = _OF_BLOCKS
 
@@ -59,21 +55,17 @@ _SWIN = {"widths": "embed_dim", "depths": "depths", "heads": "num_heads"}
 _PVT = {"widths": "embed_dims", "depths": "depths", "heads": "num_heads"}
 _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVOLUTIONS = ("default", "uniform", "covariance")
+_DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
 # Families by the beginning of timm's name. timm decides whether the whole name is a model.
 FAMILIES: Mapping[str, Family] = {
-    "swin_": Family("Swin", 4, 4, _SWIN, windows=True, dynamic=True),
-    "cait_": Family("CaiT", 1, 16, _WHOLE, class_blocks=True),
-    "pvt_v2_": Family("PVT v2", 4, 4, _PVT, sized=False, any_patch=False, inits=("default",)),
-    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, sized=False, inits=_CONVOLUTIONS),
-    "vit_": Family("ViT", 1, 16, _WHOLE, dynamic=True),
-    "deit_": Family("DeiT", 1, 16, _WHOLE, dynamic=True),
+    "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
+    "cait_": Family("CaiT", 1, 16, _WHOLE, ("img_size", "patch_size"), class_blocks=True),
+    "pvt_v2_": Family("PVT v2", 4, 4, _PVT, (), inits=("default",)),
+    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, ("patch_size",), inits=_CONVOLUTIONS),
+    "vit_": Family("ViT", 1, 16, _WHOLE, _DYNAMIC),
+    "deit_": Family("DeiT", 1, 16, _WHOLE, _DYNAMIC),
 }
-
-
-def family_of(name: str) -> Family | None:
-    """Return the family of a model of timm, or None if this suite cannot train the model."""
-    return next((family for start, family in FAMILIES.items() if name.startswith(start)), None)
 
 
 @dataclass(frozen=True)
@@ -133,17 +125,18 @@ class TimmConfig(EncoderConfig):
         family = self.family
         match = re.search(r"patch(\d+)", self.name)
         named = int(match[1]) if match else family.patch_size
-        if not family.any_patch and self.patch_size not in (0, named):
+        if "patch_size" not in family.options and self.patch_size not in (0, named):
             raise ConfigurationError(
                 f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
             )
         object.__setattr__(self, "patch_size", self.patch_size or named)
-        if self.window_size and not family.windows:
+        has_windows = "window_size" in family.options
+        if self.window_size and not has_windows:
             raise ConfigurationError(
                 f"model.window_size is of Swin alone, got {self.window_size} for {self.name}. "
                 "Remove it"
             )
-        if family.windows and not self.window_size:
+        if has_windows and not self.window_size:
             match = re.search(r"window(\d+)", self.name)
             object.__setattr__(self, "window_size", int(match[1]) if match else 7)
         stages, known = family.stages, family.arguments
@@ -154,7 +147,7 @@ class TimmConfig(EncoderConfig):
                     f"model.{name} of {self.name} must have {stages if name in known else 0} "
                     f"entries, got {list(values)}"
                 )
-        if family.windows and self.widths is not None:
+        if has_windows and self.widths is not None:
             doubled = [self.widths[0] * 2**stage for stage in range(stages)]
             if list(self.widths) != doubled:
                 widths = str(doubled).replace(" ", "")
@@ -169,7 +162,7 @@ class TimmConfig(EncoderConfig):
                 f"model.graying needs attention, got {self.graying} for {self.name}",
                 hint=("model.graying=none",),
             )
-        if self.graying_scope == "window" and not family.windows:
+        if self.graying_scope == "window" and not has_windows:
             raise ConfigurationError(
                 f"model.graying_scope=window needs Swin's windows, {self.name} has none",
                 hint=("model.graying_scope=map",),
@@ -201,14 +194,14 @@ class TimmConfig(EncoderConfig):
     @property
     def family(self) -> Family:
         """The family of the model."""
-        family = family_of(self.name)
-        if family is None or "." in self.name:
+        families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
+        if not families or "." in self.name:
             raise ConfigurationError(
                 f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
                 f"have no tag, got {self.name!r}",
                 hint=("model.name=swin_small_patch4_window7_224",),
             )
-        return family
+        return families[0]
 
     @property
     def shape(self) -> "Shape":

@@ -291,14 +291,13 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
         if (values := getattr(config, ours)) is not None:
             is_one = family.stages == 1 or theirs == "embed_dim"
             arguments[theirs] = values[0] if is_one else values
-    if family.any_patch:
-        arguments["patch_size"] = config.patch_size
-    if family.sized:
-        arguments["img_size"] = config.image_size
-    if family.windows:
-        arguments["window_size"] = config.window_size
-    if family.dynamic:
-        arguments["dynamic_img_size"] = True
+    options = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "window_size": config.window_size,
+        "dynamic_img_size": True,
+    }
+    arguments |= {option: options[option] for option in family.options}
     try:
         with torch.random.fork_rng(devices=[]):
             model: Any = timm.create_model(config.name, num_classes=0, device=device, **arguments)

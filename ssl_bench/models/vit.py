@@ -11,12 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import ViTConfig, build_part
-from ssl_bench.models.initialisers import (
-    INITIALISERS,
-    draw_uniform,
-    make_initialiser,
-    set_block,
-)
+from ssl_bench.models.initialisers import INITIALISERS, draw_uniform, make_initialiser, set_block
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
@@ -230,11 +225,6 @@ class VisionTransformer(EncoderModule):
         return x
 
 
-def no_graying(config: ViTConfig) -> nn.Module:  # noqa: ARG001 - the same for all configurations
-    """Return the identity, as `model.graying=none`."""
-    return nn.Identity()
-
-
 def _norm(config: ViTConfig) -> nn.Module:
     return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()
 
@@ -253,9 +243,8 @@ def build_vit(
     generator = torch.Generator().manual_seed(seed)
     # Official DINO keeps PyTorch's initialisation of the patch convolution.
     draw_uniform(model.patch_embed.proj, generator)
-    tokens = dict(model.named_parameters(recurse=False))
     for name in ("cls_token", "reg_token", "pos_embed"):
-        parameter = tokens.get(name)
+        parameter = getattr(model, name, None)
         if parameter is None or not parameter.requires_grad:
             continue
         nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
