@@ -82,20 +82,16 @@ def trace_blocks(model: Any) -> Shape:
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
                 raise UnsupportedBlocks(reason) from error
     stages = _without_stem(model, names, stages)
-    prefixes = {stage.num_prefix_tokens for stage in stages}
+    prefixes = {stage.num_prefix_tokens or 0 for stage in stages}
     layouts = {stage.channels_last for stage in stages if stage.num_prefix_tokens is None}
-    if (
-        len(prefixes - {None}) > 1
-        or (None in prefixes and prefixes > {None, 0})
-        or len(layouts) > 1
-    ):
+    if len(prefixes) > 1 or len(layouts) > 1:
         raise UnsupportedBlocks("its blocks return tokens in different orders")
     blocks = [(name, stage) for stage in stages for name in stage.blocks]
     return Shape(
         widths=tuple(stage.width for _, stage in blocks),
         strides=tuple(stage.stride for _, stage in blocks),
         num_heads=count_heads(model.get_submodule(blocks[0][0])),
-        num_prefix_tokens=max(prefix or 0 for prefix in prefixes),
+        num_prefix_tokens=prefixes.pop(),
         num_registers=count_registers(model),
         channels_last=True in layouts,
         any_size=any_size,
