@@ -25,7 +25,7 @@ DINO_NAMES = "DINO, timm"
 """Name of the layout whose tensor names are those of this suite."""
 NORM_EPS = 1e-6
 # Attributes that depend on the machine or the mode, but not on the architecture.
-_OF_MACHINE = frozenset({"training", "fused_attn"})
+_IGNORED = frozenset({"training", "fused_attn"})
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def describe_library_model(model: nn.Module, library: str, name: str) -> dict[st
                 {
                     key: getattr(value, "__qualname__", None) or repr(value)
                     for key, value in sorted(vars(module).items())
-                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
+                    if not key.startswith("_") and key not in _IGNORED and _is_plain(value)
                 },
             ]
         )

@@ -232,7 +232,7 @@ INITIALISERS: dict[str, type[DefaultInit]] = {
 
 
 @torch.no_grad()
-def set_block(
+def draw_block(
     block: nn.Module,
     initialiser: DefaultInit,
     generator: Generator,
@@ -526,7 +526,7 @@ def _draw_blocks(model: Model, name: str, seed: int, options: dict[str, Any]) ->
         )
     for block in blocks:
         try:
-            set_block(block, initialiser, generator)
+            draw_block(block, initialiser, generator)
         except AttributeError as error:
             raise ConfigurationError(
                 f"expected blocks with attn.qkv, attn.proj, attn.num_heads, mlp.fc1 and mlp.fc2, "

@@ -203,10 +203,10 @@ def phi(skew: Square) -> Square:
     S may be singular. The Taylor polynomial of S / 2^n is followed by n steps phi(2 X) = phi(X) +
     phi(X) X phi(X) / 2. Since all steps are products, the gradients cost twice as much as the
     values. The gradients of `torch.matrix_exp` need the exponential of a matrix of twice the size.
-    In float32 on CUDA, and in compiled code, the result is that of `phi_without_waiting`.
+    In float32 on CUDA, and in compiled code, the result is that of `phi_without_sync`.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
-        return phi_without_waiting(skew)
+        return phi_without_sync(skew)
     doublings = _doublings(skew, _MOST_DOUBLINGS)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
     # The host waits for this number. Tensors on the meta device, which count FLOPs, have no values.
@@ -214,7 +214,7 @@ def phi(skew: Square) -> Square:
     return _double(small, doublings, count, torch.matmul, _identity(skew))
 
 
-def phi_without_waiting(skew: Square) -> Square:
+def phi_without_sync(skew: Square) -> Square:
     """Return the same bits as `phi` without reading values, with the maximum number of doublings.
 
     The norm of S has no bound, because queries, keys and their factor are learned. Above a norm of
@@ -227,12 +227,12 @@ def phi_without_waiting(skew: Square) -> Square:
 
 
 def most_doublings(dtype: torch.dtype) -> int:
-    """Return the number of doublings in `phi_without_waiting`."""
+    """Return the number of doublings in `phi_without_sync`."""
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
 class _Phi(torch.autograd.Function):
-    """The function `phi_without_waiting` and its gradient."""
+    """The function `phi_without_sync` and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, skew: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import PACKAGES
 
-_STANDARD = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+_STANDARD_LIBRARY = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtype, np.generic, Enum)
 
 
@@ -30,10 +30,10 @@ def code_sha256(module: nn.Module) -> str:
     defaults that they use, recursively through containers, partial functions and objects. For
     classes of installed packages, it covers the source of the module's own classes.
     """
-    code = _Code()
+    code = _CodeLines()
     for part in module.modules():
         for kind in type(part).__mro__:
-            if _is_own(kind):
+            if _is_user_code(kind):
                 code.add_value(kind.__qualname__, kind)
             elif kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 code.lines.add(_source(kind))
@@ -44,7 +44,7 @@ def code_sha256(module: nn.Module) -> str:
     return sha256("\n".join(sorted(code.lines)).encode()).hexdigest()
 
 
-class _Code:
+class _CodeLines:
     """Lines that describe all code and values found so far.
 
     They are sorted later, because the order of modules depends on their names.
@@ -86,7 +86,7 @@ class _Code:
             self._add_function(name, value)
         elif isinstance(value, type):
             self._add_class(name, value)
-        elif _is_own(type(value)) or isinstance(value, nn.Module):
+        elif _is_user_code(type(value)) or isinstance(value, nn.Module):
             self.add_value(name, type(value))
             for key, inside in getattr(value, "__dict__", {}).items():
                 if key != "training":
@@ -95,7 +95,7 @@ class _Code:
             self.lines.add(f"{name} is a {type(value).__qualname__}")
 
     def _add_function(self, name: str, function: FunctionType) -> None:
-        if not _is_own(function):
+        if not _is_user_code(function):
             self.lines.add(f"{name} is {function.__qualname__}")
         else:
             self.lines.add(_source(function.__code__))
@@ -105,7 +105,7 @@ class _Code:
         self.add_value(name, getattr(function, "__wrapped__", None))
 
     def _add_class(self, name: str, kind: type) -> None:
-        if not _is_own(kind):
+        if not _is_user_code(kind):
             self.lines.add(f"{name} is {kind.__qualname__}")
             return
         self.lines.add(f"class {kind.__qualname__}")
@@ -147,7 +147,7 @@ def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, value in sorted(values.items()):
         if not isinstance(value, ModuleType):
             yield name, value
-        elif _is_own(value):
+        elif _is_user_code(value):
             for inside in sorted(attributes & vars(value).keys()):
                 yield inside, vars(value)[inside]
 
@@ -162,7 +162,7 @@ def _source(value: type | CodeType) -> str:
         return value.__qualname__
 
 
-def _is_own(value: type | FunctionType | ModuleType) -> bool:
+def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
     """Whether an object belongs to neither Python, an installed package nor this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
@@ -172,4 +172,4 @@ def _is_own(value: type | FunctionType | ModuleType) -> bool:
     file = getattr(sys.modules[name], "__file__", None)
     if file is None or {"site-packages", "dist-packages"}.intersection(Path(file).parts):
         return False
-    return not any(map(Path(file).is_relative_to, _STANDARD))
+    return not any(map(Path(file).is_relative_to, _STANDARD_LIBRARY))

@@ -60,10 +60,10 @@ _DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Part)
 _EXPONENT = 8.0
 _EMBEDDING_STD = 0.02
 # Factor of the weights of the steps with the part "step".
-_STEP_SHARE = 0.01
+_STEP_FACTOR = 0.01
 # The softplus of this number is 1.
 _UNIT_STEP_BIAS = math.log(math.e - 1)
-_LEAST_STEP, _LARGEST_STEP = 0.001, 0.1
+_SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
 # Upper bound of the initial -A of the heads of Mamba 2. The lower bound is 1.
 _LARGEST_DECAY = 16.0
 
@@ -131,10 +131,10 @@ class StateSpaceConfig(EncoderConfig):
         layers = range(self.depth) if self.mimetic_layers is None else self.mimetic_layers
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, StateSpaceBlock)
-            _draw(block.mixer, self.depth, generator)
+            _draw_mixer(block.mixer, self.depth, generator)
             # The changes draw no numbers, so all other weights do not depend on them.
             if layer in layers:
-                _mimic(block.mixer, self)
+                _apply_mimetic_parts(block.mixer, self)
         return model
 
     def build_empty(self) -> "StateSpaceModel":
@@ -301,7 +301,7 @@ class StateSpaceModel(EncoderModule):
         return self.norm(hidden) @ self.embedding.weight.T
 
 
-def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
+def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
     """Draw the initial weights of the authors. Output weights decrease with the model's depth."""
     draw_uniform(mixer.in_proj, generator)
     draw_uniform(mixer.out_proj, generator)
@@ -317,20 +317,20 @@ def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
     else:
         rates = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
     mixer.log_decay.copy_(rates.log())
-    low, high = math.log(_LEAST_STEP), math.log(_LARGEST_STEP)
+    low, high = math.log(_SMALLEST_STEP), math.log(_LARGEST_STEP)
     steps = torch.empty_like(mixer.step_bias).uniform_(low, high, generator=generator).exp()
     mixer.step_bias.copy_(steps.expm1().log())
     mixer.scan_skip.fill_(1)
 
 
-def _mimic(mixer: Mixer, config: StateSpaceConfig) -> None:
+def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
     """Apply the parts of mimetic initialisation that the configuration contains."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
             mixer.log_decay.fill_(-_EXPONENT)
     if _STEP in config.mimetic:
-        mixer.step_weight.mul_(_STEP_SHARE)
+        mixer.step_weight.mul_(_STEP_FACTOR)
         mixer.step_bias.fill_(_UNIT_STEP_BIAS)
     if _CORRELATION in config.mimetic:
         mixer.queries_weight.add_(mixer.keys_weight).div_(2)

@@ -21,8 +21,8 @@ from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, mak
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape, TimmEncoder
 
-_PixelsOrNamed = Annotated[int, Bounds(0, 8192)]
-_OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
+_PatchSize = Annotated[int, Bounds(0, 8192)]
+_BLOCK_INITIALISERS = ("default", "skipless", "mimetic", "xavier")
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,24 @@ class Family:
     arguments: Mapping[str, str]
     options: Collection[str]
     class_blocks: bool = False
-    inits: Sequence[str] = _OF_BLOCKS
+    inits: Sequence[str] = _BLOCK_INITIALISERS
 
 
-_WHOLE = {"widths": "embed_dim", "depths": "depth", "heads": "num_heads"}
+_VIT = {"widths": "embed_dim", "depths": "depth", "heads": "num_heads"}
 _SWIN = {"widths": "embed_dim", "depths": "depths", "heads": "num_heads"}
 _PVT = {"widths": "embed_dims", "depths": "depths", "heads": "num_heads"}
 _CONVNEXT = {"widths": "dims", "depths": "depths"}
-_CONVOLUTIONS = ("default", "uniform", "covariance")
+_CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
 _DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
 # Families by the beginning of timm's name. timm decides whether the whole name is a model.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
-    "cait_": Family("CaiT", 1, 16, _WHOLE, ("img_size", "patch_size"), class_blocks=True),
+    "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),
     "pvt_v2_": Family("PVT v2", 4, 4, _PVT, (), inits=("default",)),
-    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, ("patch_size",), inits=_CONVOLUTIONS),
-    "vit_": Family("ViT", 1, 16, _WHOLE, _DYNAMIC),
-    "deit_": Family("DeiT", 1, 16, _WHOLE, _DYNAMIC),
+    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, ("patch_size",), inits=_CONVNEXT_INITIALISERS),
+    "vit_": Family("ViT", 1, 16, _VIT, _DYNAMIC),
+    "deit_": Family("DeiT", 1, 16, _VIT, _DYNAMIC),
 }
 
 
@@ -105,7 +105,7 @@ class TimmConfig(EncoderConfig):
 
     name: str = "swin_small_patch4_window7_224"
     image_size: Pixels = 224
-    patch_size: _PixelsOrNamed = 0
+    patch_size: _PatchSize = 0
     window_size: CountOrZero = 0
     widths: Sequence[Width] | None = None
     depths: Sequence[Depth] | None = None

@@ -23,9 +23,9 @@ from ssl_bench.models.config import build_part, check_layers
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
+    draw_block,
     draw_convolutions,
     make_initialiser,
-    set_block,
 )
 from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.vit import EncoderModule, describe_resampling, resize_positions
@@ -90,7 +90,7 @@ class TimmBackbone(nn.Module):
         """The blocks of all stages in order, without CaiT's blocks of [CLS] alone."""
         if self.traced is not None:
             return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
-        return nn.ModuleList(blocks_of(self.model))
+        return nn.ModuleList(list_blocks(self.model))
 
     @property
     def norm(self) -> nn.Module:
@@ -176,7 +176,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
                 "model.patch_size",
                 hint=(f"model.image_size={image_size}",),
             )
-        gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
+        gray_inputs(config, list_blocks(self.model), getattr(self.model, "blocks_token_only", ()))
         for filters in depthwise_filters(self.model) if config.frozen_filters else ():
             filters.weight.requires_grad_(False)
 
@@ -200,15 +200,19 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     elif config.init != "default":
         initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
-            set_block(block, initialiser, generator)
+            draw_block(block, initialiser, generator)
     return model
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def list_blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of all stages of a model of the classes `KNOWN`, in order."""
-    stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-    blocks: Any = getattr(model, "blocks", None)
-    return list(blocks) if stages is None else [b for stage in stages for b in stage.blocks]
+    if (stages := _list_stages(model)) is None:
+        return list(model.blocks)
+    return [block for stage in stages for block in stage.blocks]
+
+
+def _list_stages(model: Any) -> Any:
+    return getattr(model, "layers", getattr(model, "stages", None))
 
 
 def native_size(model: Any) -> tuple[int, int]:
@@ -244,7 +248,7 @@ def count_registers(model: Any) -> int:
 
 def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     """Return the depthwise convolutions of a ConvNeXt, in the order of its blocks."""
-    modules = (module for block in blocks_of(model) for module in block.modules())
+    modules = (module for block in list_blocks(model) for module in block.modules())
     return [m for m in modules if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
 
 
@@ -262,16 +266,14 @@ def _shape_of(described: str) -> Shape:
 
 def shape_of_model(model: Any) -> Shape:
     """Return the shape of a model of the classes `KNOWN`, as its `feature_info` states it."""
-    if isinstance(model, STAGED):
-        stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-        counts = [len(stage.blocks) for stage in stages]
-    else:
-        counts = [1] * len(blocks_of(model))
+    blocks, stages = list_blocks(model), _list_stages(model)
+    # timm lists stages, or all blocks of a model without stages.
+    counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
     return Shape(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
-        num_heads=count_heads(blocks_of(model)[0]),
+        num_heads=count_heads(blocks[0]),
         num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
         num_registers=count_registers(model),
         channels_last=isinstance(model, SwinTransformer),

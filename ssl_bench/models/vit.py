@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import ViTConfig, build_part
-from ssl_bench.models.initialisers import INITIALISERS, draw_uniform, make_initialiser, set_block
+from ssl_bench.models.initialisers import INITIALISERS, draw_block, draw_uniform, make_initialiser
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
@@ -129,9 +129,9 @@ class Block(nn.Module):
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
         self.graying = build_part("graying", config)
-        self.norm1 = _norm(config)
+        self.norm1 = _build_norm(config)
         self.attn = build_part("attention", config)
-        self.norm2 = _norm(config)
+        self.norm2 = _build_norm(config)
         self.mlp = Mlp(config.dim, config.hidden_dim)
 
     def forward(self, x: Tokens) -> Tokens:
@@ -187,7 +187,7 @@ class VisionTransformer(EncoderModule):
             Block(config if layer in gray_layers else without_graying, drop_path=step * layer)
             for layer in layers
         )
-        self.norm = _norm(config)
+        self.norm = _build_norm(config)
 
     @property
     def position_rule(self) -> str | None:
@@ -225,7 +225,7 @@ class VisionTransformer(EncoderModule):
         return x
 
 
-def _norm(config: ViTConfig) -> nn.Module:
+def _build_norm(config: ViTConfig) -> nn.Module:
     return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()
 
 
@@ -257,7 +257,7 @@ def build_vit(
     initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
     shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
     for block in model.blocks:
-        set_block(block, initialiser, generator, **shift)
+        draw_block(block, initialiser, generator, **shift)
     return model
 
 
