@@ -1,4 +1,4 @@
-"""A digest of the code of a user's module, because another forward pass is another encoder."""
+"""A digest of the code of a user's module. Modules with different code are different encoders."""
 
 import dis
 import functools
@@ -26,9 +26,9 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtyp
 def code_sha256(module: nn.Module) -> str:
     """Return the sha256 of the code that a module runs.
 
-    For users' classes and functions, the digest covers their source, and the globals, closures and
-    defaults that they use, recursively through containers, partial functions and objects. For
-    classes of installed packages, it covers the source of the module's own classes.
+    The digest covers the source of users' classes and functions. It also covers the globals,
+    closures and defaults that these use, including values in containers, partial functions and
+    objects. From installed packages, it covers only the classes of the module and its submodules.
     """
     code = _CodeLines()
     for part in module.modules():
@@ -37,7 +37,7 @@ def code_sha256(module: nn.Module) -> str:
                 code.add_value(kind.__qualname__, kind)
             elif kind.__module__.partition(".")[0] not in ("torch", "builtins"):
                 code.lines.add(_source(kind))
-        # Methods that are replaced on an instance, such as a patched forward.
+        # Functions that are assigned to an instance, such as a patched forward.
         for name, value in vars(part).items():
             if callable(value) and not isinstance(value, nn.Module):
                 code.add_value(name, value)
@@ -45,18 +45,18 @@ def code_sha256(module: nn.Module) -> str:
 
 
 class _CodeLines:
-    """Lines that describe all code and values found so far.
+    """Lines of text that describe code and values.
 
-    They are sorted later, because the order of modules depends on their names.
+    The lines are a set, because the order of modules depends on their names.
     """
 
     def __init__(self) -> None:
         self.lines: set[str] = set()
-        # Keeps the objects alive, so that no two of them have the same id.
+        # Visited objects by their id. The reference keeps an object alive, so no id is used twice.
         self._seen: dict[int, Any] = {}
 
     def add_value(self, name: str, value: Any) -> None:
-        """Add a value under a name, and the values that it consists of."""
+        """Add the line of a value with a name, and the lines of all values that it contains."""
         if value is None or isinstance(value, _CONSTANTS):
             self.lines.add(f"{name} = {value!r}")
             return
@@ -70,7 +70,7 @@ class _CodeLines:
                 self.add_value(f"{name}[{key}]" if isinstance(key, _CONSTANTS) else name, inside)
         elif isinstance(value, (list, tuple, set, frozenset)):
             for place, inside in enumerate(value):
-                # Sets have no order.
+                # Items of a set have no index, because sets have no order.
                 self.add_value(
                     f"{name}[{place}]" if isinstance(value, (list, tuple)) else name, inside
                 )
@@ -101,7 +101,7 @@ class _CodeLines:
             self.lines.add(_source(function.__code__))
             for key, value in _used_values(function):
                 self.add_value(key, value)
-        # The function that a decorator of a package wraps.
+        # A decorator of a package keeps the user's function in `__wrapped__`.
         self.add_value(name, getattr(function, "__wrapped__", None))
 
     def _add_class(self, name: str, kind: type) -> None:
@@ -128,9 +128,9 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
 
 
 def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals, closures and defaults that a function uses, by name.
+    """Yield the name and the value of the globals, closures and defaults that a function uses.
 
-    For users' modules, the attributes that the function names are yielded instead of the module.
+    If a global is a user's module, yield the attributes of the module that the function names.
     """
     codes, names, attributes = [function.__code__], set[str](), set[str]()
     for code in codes:
@@ -140,7 +140,7 @@ def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
     values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        # A cell that is not filled yet has no contents.
+        # The variable of a closure may have no value yet.
         with suppress(ValueError):
             values[name] = cell.cell_contents
     values["defaults"] = [function.__defaults__, function.__kwdefaults__]
@@ -163,7 +163,7 @@ def _source(value: type | CodeType) -> str:
 
 
 def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
-    """Whether an object belongs to neither Python, an installed package nor this suite."""
+    """Return whether an object belongs to neither Python, an installed package nor this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False
