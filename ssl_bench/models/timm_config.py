@@ -34,9 +34,9 @@ class Family:
         stages: Number of stages. Each stage after the first halves the token grid.
         patch_size: Patch size in pixels of models whose name does not state one.
         arguments: timm's names of the arguments for widths, depths and heads.
-        options: Which of the arguments "img_size", "patch_size", "window_size" and
-            "dynamic_img_size" timm's constructor takes. With the last one, the model accepts images
-            of any size.
+        options: Those of the arguments "img_size", "patch_size", "window_size" and
+            "dynamic_img_size" that timm's constructor takes. Models with "dynamic_img_size" accept
+            images of any size.
         class_blocks: Whether the last blocks only update [CLS].
         inits: Names of the initialisers that support the blocks.
     """
@@ -57,7 +57,7 @@ _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
 _DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
-# Families by the beginning of timm's name. timm decides whether the whole name is a model.
+# Families by the beginning of timm's name. `create` asks timm whether the whole name exists.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
     "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),
@@ -73,31 +73,31 @@ class TimmConfig(EncoderConfig):
     """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt or ViT of timm.
 
     Args:
-        name: timm's name without a tag. It determines everything that other fields leave open.
+        name: timm's name without a tag. It determines all properties that no other field sets.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
             the last stage. Each stage halves the token grid.
-        patch_size: Patch size of the first layer in pixels. 0 for the size in the name.
-        window_size: Side of Swin's windows in patches. 0 for the size in the name. timm limits
+        patch_size: Patch size of the first layer in pixels. 0 means the size in the name.
+        window_size: Side of Swin's windows in patches. 0 means the size in the name. timm limits
             windows to the grid of their stage.
-        widths: Width of each stage. None for timm's.
-        depths: Number of blocks of each stage. None for timm's.
-        heads: Number of attention heads of each stage. None for timm's.
-        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. In CaiT, it is the
-            same in all blocks. Elsewhere it increases linearly to this value in the last block.
+        widths: Width of each stage. None means timm's widths.
+        depths: Number of blocks of each stage. None means timm's depths.
+        heads: Number of attention heads of each stage. None means timm's numbers.
+        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. CaiT has the same
+            probability in all blocks. In other models, it increases linearly from 0 in the first
+            block to this value in the last block.
         graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
         graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
         graying_layers: Indices of the blocks with graying, counted through all stages. None for all
             blocks.
         graying_scope: Whether all tokens of an image form one matrix ("map"), or the tokens of each
             window of Swin ("window").
-        graying_class_blocks: Whether CaiT's blocks of [CLS] also have graying, of [CLS] and all
-            patches.
-        frozen_filters: Whether the depthwise filters of ConvNeXt are not trained. Their biases are.
+        graying_class_blocks: Whether graying also comes before CaiT's last blocks, which only
+            update [CLS]. There it changes [CLS] and all patches.
+        frozen_filters: Do not train the depthwise filters of ConvNeXt. Their biases are trained.
         init: "default" is timm's initialisation. ConvNeXt also has "uniform" (PyTorch's, for all
             layers) and "covariance" ("uniform", with other depthwise filters). Models other than
             ConvNeXt and PVT v2 have the initialisers of `ViTConfig` except "osa".
-        init_options: Hyperparameters of the initialiser that differ from their defaults. None
-            stands for a default.
+        init_options: Options of the initialiser. None means the default of the option.
     """
 
     kind = "timm"
@@ -127,13 +127,13 @@ class TimmConfig(EncoderConfig):
         named = int(match[1]) if match else family.patch_size
         if "patch_size" not in family.options and self.patch_size not in (0, named):
             raise ConfigurationError(
-                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
+                f"model.patch_size of {family.name} is {named}, got {self.patch_size}. Remove it"
             )
         object.__setattr__(self, "patch_size", self.patch_size or named)
         has_windows = "window_size" in family.options
         if self.window_size and not has_windows:
             raise ConfigurationError(
-                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}. "
+                f"model.window_size is only for Swin, got {self.window_size} for {self.name}. "
                 "Remove it"
             )
         if has_windows and not self.window_size:
@@ -164,12 +164,12 @@ class TimmConfig(EncoderConfig):
             )
         if self.graying_scope == "window" and not has_windows:
             raise ConfigurationError(
-                f"model.graying_scope=window needs Swin's windows, {self.name} has none",
+                f"model.graying_scope=window needs Swin's windows, which {self.name} lacks",
                 hint=("model.graying_scope=map",),
             )
         if self.graying_class_blocks and not family.class_blocks:
             raise ConfigurationError(
-                f"model.graying_class_blocks is of CaiT alone, got true for {self.name}",
+                f"model.graying_class_blocks is only for CaiT, got true for {self.name}",
                 hint=("model.graying_class_blocks=false",),
             )
         every = {**INITIALISERS, **FILTER_INITIALISERS}
@@ -197,8 +197,8 @@ class TimmConfig(EncoderConfig):
         families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
         if not families or "." in self.name:
             raise ConfigurationError(
-                f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
-                f"have no tag, got {self.name!r}",
+                "model.name must be timm's name of a model without a tag, and begin with "
+                f"{' or '.join(FAMILIES)}, got {self.name!r}",
                 hint=("model.name=swin_small_patch4_window7_224",),
             )
         return families[0]

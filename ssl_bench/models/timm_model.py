@@ -35,22 +35,22 @@ Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
 KNOWN = (*TRAINED, Eva)
-"""Classes of timm whose blocks are known. Blocks of all others are found by a trial pass."""
+"""Classes of timm for which `list_blocks` works. `trace_blocks` is for all other classes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of all blocks of a model of timm, in order.
+    """The shapes of the blocks of a model of timm. Attributes with a value per block are in order.
 
     Attributes:
         widths: Number of channels of each block.
-        strides: Pixels along a side of one position of each block.
-        num_heads: Attention heads of the first block. 0 without attention.
+        strides: Stride of each block in pixels.
+        num_heads: Number of attention heads of the first block. 0 without attention.
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
-        channels_last: Whether maps that blocks return have the channels last.
+        channels_last: Whether blocks return maps whose last axis contains the channels.
         any_size: Whether the model accepts images of other sizes than its native size.
-        blocks: Names of the blocks, if `trace_blocks` found them.
+        blocks: Name of each block. Empty for models of the classes `KNOWN`.
     """
 
     widths: tuple[int, ...]
@@ -81,20 +81,20 @@ class TimmBackbone(nn.Module):
         self.model: Any = model
         self.traced = traced
         if isinstance(model, Cait):
-            # Its positions are resized instead.
+            # Accept other image sizes, because `forward` resizes the positions.
             patch_embed: Any = model.patch_embed
             patch_embed.strict_img_size = False
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks of all stages in order, without CaiT's blocks of [CLS] alone."""
+        """The blocks of all stages in order, without CaiT's blocks that only update [CLS]."""
         if self.traced is not None:
             return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
         return nn.ModuleList(list_blocks(self.model))
 
     @property
     def norm(self) -> nn.Module:
-        """The final norm, for tokens of the last block. An identity if the model has none."""
+        """The final norm for tokens of the last block, or an identity."""
         if self.traced is None:
             if isinstance(self.model, ConvNeXt):
                 # timm applies this norm to the mean of a map.
@@ -111,7 +111,7 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """How position embeddings are resized. None if there are none."""
+        """Text that describes how position embeddings are resized. None without them."""
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -129,7 +129,7 @@ class TimmBackbone(nn.Module):
         if size == tuple(native):
             return model(images)
         resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-        # In this pass, timm must take the resized positions for its own.
+        # With this grid size, timm does not resize the positions again.
         model.patch_embed.grid_size = size
         try:
             return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
@@ -163,8 +163,8 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
-                f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
-                "whose stem is a patch embedding",
+                "expected a ConvNeXt whose stem is a patch embedding, got another stem with "
+                f"model.name={config.name}",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
@@ -186,9 +186,9 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     """Build an encoder whose weights depend only on `config` and `seed`.
 
     The global random state does not change. Weights that the initialiser does not set are timm's.
-    In ConvNeXt, all layers are first drawn as in PyTorch and then the depthwise filters. Therefore,
-    "uniform" and "covariance" only differ in these filters. LayerScale does not change. The thesis
-    does not state which layers "uniform" applies to.
+    In ConvNeXt, all layers are first drawn as in PyTorch, and then the depthwise filters are drawn
+    again. Therefore, "uniform" and "covariance" only differ in these filters. LayerScale keeps
+    timm's values. Trockman's thesis does not state which layers "uniform" applies to.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -216,7 +216,7 @@ def _list_stages(model: Any) -> Any:
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """Return the height and width in pixels that a model of timm is made for."""
+    """Return the height and width in pixels of the images that a model of timm is made for."""
     patch_embed: Any = getattr(model, "patch_embed", None)
     # Older versions of timm have no traits.
     size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
@@ -225,10 +225,9 @@ def native_size(model: Any) -> tuple[int, int]:
 
 
 def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """Return a function that arranges the patches of a block as a map. None if they are in rows.
+    """Return the function `arrange` of an encoder, or None if its patches are row by row.
 
-    Hiera keeps patches of one window next to each other. Its function takes tokens (batch, patches,
-    dim) and the index of their block, and returns maps (batch, rows, cols, dim).
+    Hiera needs the function, because it keeps the patches of a window next to each other.
     """
     return getattr(model, "reroll", None)
 
@@ -265,9 +264,9 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Return the shape of a model of the classes `KNOWN`, as its `feature_info` states it."""
+    """Return the shape of a model of the classes `KNOWN`, based on its `feature_info`."""
     blocks, stages = list_blocks(model), _list_stages(model)
-    # timm lists stages, or all blocks of a model without stages.
+    # `feature_info` has an entry for each stage, or for each block of a model without stages.
     counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
     return Shape(
@@ -284,8 +283,8 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
     """Create a model of timm from a configuration. The global random state does not change."""
     if not timm.is_model(config.name):
         raise ConfigurationError(
-            f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
-            f"`timm.list_models('*{config.name.partition('_')[0]}*')` lists them"
+            f"model.name must be a model of timm {timm.__version__}, got {config.name!r}. "
+            f"`timm.list_models('*{config.name.partition('_')[0]}*')` lists similar names"
         )
     family = config.family
     arguments: dict[str, Any] = {"drop_path_rate": config.drop_path}
@@ -309,7 +308,7 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
     if not isinstance(model, TRAINED):
         raise ConfigurationError(
             f"model.name={config.name} is a {type(model).__name__}, expected one of "
-            f"{', '.join(kind.__name__ for kind in TRAINED)}; take another name"
+            f"{', '.join(kind.__name__ for kind in TRAINED)}. Choose another name"
         )
     return model
 
@@ -341,8 +340,7 @@ def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) 
 def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray the tokens of each window of a Swin block as one matrix.
 
-    The map is shifted as in the block. If windows do not divide it, it is padded with zeros, as
-    before the attention.
+    The map is shifted, and padded with zeros to a multiple of the window size, as in the block.
     """
     swin: Any = block
     (x,) = inputs

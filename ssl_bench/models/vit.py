@@ -15,7 +15,7 @@ from ssl_bench.models.initialisers import INITIALISERS, draw_block, draw_uniform
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
-# Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
+# Bound for `truncated_tokens`. Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
 _CUT = 2 * _TOKEN_STD
 _TEMPERATURE = 10_000.0
 # Official DINO adds the margin to the new size, so that rounding cannot lose a row. The margin also
@@ -31,7 +31,7 @@ class EncoderModule(nn.Module):
     """Base class of the encoders that an `EncoderConfig` builds.
 
     Attributes:
-        config: The configuration, of the class for this kind of encoder.
+        config: The configuration that the module was built from.
         blocks: The blocks in order, as a `ModuleList`.
         norm: The final norm, or the identity.
     """
@@ -42,7 +42,7 @@ class EncoderModule(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Describe how stored positions are resized, or None if there are none."""
+        """Text that describes how stored positions are resized. None without stored positions."""
         return None
 
 
@@ -66,7 +66,7 @@ class PatchEmbed(nn.Module):
             )
         if not images.is_cuda:
             return self.proj(images)
-        # One matrix product. With three channels, cuDNN's convolution takes 8 % of a training step.
+        # Use a matrix product. cuDNN's convolution of three channels takes 8 % of a training step.
         size = self.patch_size
         parts = images.unflatten(2, (-1, size)).unflatten(4, (-1, size))
         patches = parts.permute(0, 2, 4, 1, 3, 5).flatten(3)  # batch rows cols pixels
@@ -95,8 +95,8 @@ class Attention(nn.Module):
         """Return the attention-weighted sums of the values, for each head and token."""
         if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
             return F.scaled_dot_product_attention(q, k, v)
-        # Use float32. On a CPU, the gradients in bfloat16 take two to eight times as long for up to
-        # 150 tokens, and as long for 257 tokens.
+        # Use float32. On a CPU, gradients in bfloat16 take two to eight times as long for up to 150
+        # tokens. For 257 tokens, both dtypes take equally long.
         with disable_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
@@ -157,8 +157,8 @@ class VisionTransformer(EncoderModule):
             `config`. Checkpoints of other libraries may have another grid.
 
     Attributes:
-        position_margin: The `margin` of `resize_positions`. Checkpoints of other libraries may have
-            another margin than DINO.
+        position_margin: The `margin` of `resize_positions`. By default that of DINO. Checkpoints of
+            other libraries may need another margin.
     """
 
     config: ViTConfig
@@ -262,7 +262,9 @@ def build_vit(
 
 
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
-    """Return sine and cosine of the column, then of the row, each at dim / 4 frequencies.
+    """Return position embeddings: sine and cosine of the column, then sine and cosine of the row.
+
+    Each of the four parts has dim / 4 frequencies.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.
@@ -288,8 +290,8 @@ def resize_positions(
         positions: Position embedding, in which the positions of the patches come last.
         old_size: Rows and columns of the patches in `positions`.
         new_size: Rows and columns of the result.
-        margin: Number that is added to each new side in the scale factor. The library transformers
-            uses 0.
+        margin: Number that is added to the new rows and columns in the scale factor. The library
+            transformers uses 0.
 
     Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic,
     scale factor (n + 0.1) / n0, no antialiasing.
@@ -301,7 +303,8 @@ def resize_positions(
     scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
-        # Equal up to rounding. On CUDA, the gradient of `F.interpolate` is not deterministic.
+        # On CUDA, the gradient of `F.interpolate` is not deterministic. Results are equal up to
+        # rounding.
         by_row, by_col = (
             _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
             for old, new, factor in zip(old_size, new_size, scale, strict=True)
@@ -313,7 +316,7 @@ def resize_positions(
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Return the method of `resize_positions` in words, for records."""
+    """Return a text for records that describes the method of `resize_positions`."""
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 
