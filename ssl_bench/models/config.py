@@ -43,14 +43,14 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "timm": "timm_config:TimmConfig",
         "state_space": "state_space:StateSpaceConfig",
     },
-    # Functions that build a module from a configuration, by the values of its field `attention`.
+    # Functions that build a module from a configuration, by the value of the field `attention` or
+    # `graying`.
     "attention": {
         "softmax": "vit:Attention.from_config",
         "linear": "orthogonal:LinearAttention.from_config",
         "osa_qr": "orthogonal:OrthogonalAttention.from_config",
         "osa_newton_schulz": "orthogonal:OrthogonalAttention.from_config",
     },
-    # Functions of the same kind, by the values of the field `graying`.
     "graying": {
         "none": "vit:nn.Identity",
         "svd": "graying:TokenGraying.from_config",
@@ -65,7 +65,7 @@ def registered_names(group: str) -> list[str]:
 
 
 def find_registered(group: str, name: str) -> Any:
-    """Import and return the class or function with a name in a group.
+    """Import and return the class or function that is registered in a group under a name.
 
     Raises:
         ConfigurationError: The group does not contain the name.

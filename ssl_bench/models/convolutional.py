@@ -118,7 +118,7 @@ class ConvNeXtConfig(EncoderConfig):
 
 
 class _ConvEncoder(EncoderModule):
-    """Base class of both encoders. Blocks return maps, and the output is the mean over patches."""
+    """Base class of ConvMixer and ConvNeXt, whose output is the mean of the last map."""
 
     patch_embed: PatchEmbed
 

@@ -57,18 +57,18 @@ class EncoderIdentity:
         uri: Address that the encoder was loaded from.
         name: Name of the encoder in tables.
         sha256: Digest of the weights file, or of the state dict if there is no file.
-        architecture: Every other property that the forward pass depends on, as JSON types.
+        architecture: All properties that affect the forward pass, except the weights, as JSON types.
         patch_size: Side of a patch in pixels. In hierarchical encoders, the stride of block 0.
         depth: Number of blocks.
         num_heads: Number of attention heads of the first block, 0 without attention. None if the
             number is unknown before timm is imported, which takes seconds.
         num_prefix_tokens: Number of tokens before the patch tokens: [CLS] and registers.
-        native_size: Height and width in pixels of images that fit the position embedding. If there
-            is none, height and width of the training images.
+        native_size: Height and width in pixels of images that fit the position embedding. Without
+            a position embedding, height and width of the training images.
         mean: Mean of the training images, as RGB in [0, 1].
         std: Standard deviation of the training images, as RGB.
-        num_registers: Number of registers. They follow the [CLS] token.
-        strides: Stride of each block in pixels. Empty if it is `patch_size` for all blocks.
+        num_registers: Number of registers, which follow the [CLS] token.
+        strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
         any_size: Whether the encoder accepts images of other sizes than `native_size`.
         fallback_facets: Replacement for each default facet that the encoder lacks.
@@ -162,7 +162,7 @@ class Encoder(EncoderIdentity):
 
         Forward passes of two zero images show the depth, the width, the number of tokens before the
         patches, and whether other image sizes are accepted. The module is used, not a copy of it.
-        Each pass runs in evaluation mode. After it, every submodule has its former mode.
+        Each pass runs in evaluation mode. After the pass, all submodules have their former modes.
 
         Args:
             module: Module that takes images (batch x 3 x height x width), normalised by `mean` and

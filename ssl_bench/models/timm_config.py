@@ -87,12 +87,12 @@ class TimmConfig(EncoderConfig):
             block to this value in the last block.
         graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
         graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
-        graying_layers: Indices of the blocks with graying, counted through all stages. None for all
-            blocks.
+        graying_layers: Indices of the blocks with graying, counted through all stages. None
+            means all blocks.
         graying_scope: Whether all tokens of an image form one matrix ("map"), or the tokens of each
             window of Swin ("window").
         graying_class_blocks: Whether graying also comes before CaiT's last blocks, which only
-            update [CLS]. There it changes [CLS] and all patches.
+            update [CLS]. In these blocks, graying changes [CLS] and all patches.
         frozen_filters: Do not train the depthwise filters of ConvNeXt. Their biases are trained.
         init: "default" is timm's initialisation. ConvNeXt also has "uniform" (PyTorch's, for all
             layers) and "covariance" ("uniform", with other depthwise filters). Models other than
@@ -205,7 +205,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def shape(self) -> "Shape":
-        """Shapes of all blocks. This imports timm, which takes seconds."""
+        """Shapes of all blocks. The property imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)

@@ -40,7 +40,7 @@ KNOWN = (*TRAINED, Eva)
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of the blocks of a model of timm. Attributes with a value per block are in order.
+    """The shapes of the blocks of a model of timm. Tuples have a value for each block, in order.
 
     Attributes:
         widths: Number of channels of each block.
@@ -66,9 +66,9 @@ class Shape:
 class TimmBackbone(nn.Module):
     """A model of timm with two attributes of an encoder: the list `blocks` and the final `norm`.
 
-    For images of another size, position embeddings of Vision Transformers and CaiT are resized as
-    in DINO. At these sizes, features differ from timm's, which resizes with antialiasing and
-    without a margin.
+    For images of other sizes than the native size, position embeddings of Vision Transformers and
+    CaiT are resized as in DINO. timm resizes them with antialiasing and without a margin, so its
+    features differ for these images.
 
     Args:
         model: The model of timm, which is used, not copied.
@@ -111,7 +111,7 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Text that describes how position embeddings are resized. None without them."""
+        """Text that describes how positions are resized. None without a position embedding."""
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -218,7 +218,7 @@ def _list_stages(model: Any) -> Any:
 def native_size(model: Any) -> tuple[int, int]:
     """Return the height and width in pixels of the images that a model of timm is made for."""
     patch_embed: Any = getattr(model, "patch_embed", None)
-    # Older versions of timm have no traits.
+    # Older versions of timm have no `_traits`.
     size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
     height, width = size or model.pretrained_cfg["input_size"][1:]
     return height, width

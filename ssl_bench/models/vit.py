@@ -157,8 +157,8 @@ class VisionTransformer(EncoderModule):
             `config`. Checkpoints of other libraries may have another grid.
 
     Attributes:
-        position_margin: The `margin` of `resize_positions`. By default that of DINO. Checkpoints of
-            other libraries may need another margin.
+        position_margin: The `margin` of `resize_positions`. The default is DINO's margin.
+            Checkpoints of other libraries may need another margin.
     """
 
     config: ViTConfig
@@ -284,7 +284,7 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the positions of the patches, and keep the positions before them, such as [CLS].
+    """Resize the positions of the patches. Positions of prefix tokens such as [CLS] do not change.
 
     Args:
         positions: Position embedding, in which the positions of the patches come last.

@@ -185,8 +185,8 @@ def test_what_a_layer_lacks_is_refused_in_one_line(kind, layer, facet, message):
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (SWIN, {"name": "resnet50"}, "must be a model of timm that begins with swin_, cait_"),
-        (SWIN, {"name": "swin_small_patch4_window7_224.ms_in1k"}, "have no tag"),
+        (SWIN, {"name": "resnet50"}, "begin with swin_ or cait_"),
+        (SWIN, {"name": "swin_small_patch4_window7_224.ms_in1k"}, "without a tag"),
         (SWIN, {"widths": (8, 16, 32)}, "model.widths .* must have 4 entries"),
         (SWIN, {"widths": (8, 16, 32, 65)}, r"must double .*model.widths=\[8,16,32,64\]"),
         (SWIN, {"image_size": 33}, "image_size must be a multiple of model.patch_size"),
