@@ -57,7 +57,8 @@ class EncoderIdentity:
         uri: Address that the encoder was loaded from.
         name: Name of the encoder in tables.
         sha256: Digest of the weights file, or of the state dict if there is no file.
-        architecture: All properties that affect the forward pass, except the weights, as JSON types.
+        architecture: Properties of the forward pass other than weights, `mean` and `std`, as JSON
+            types.
         patch_size: Side of a patch in pixels. In hierarchical encoders, the stride of block 0.
         depth: Number of blocks.
         num_heads: Number of attention heads of the first block, 0 without attention. None if the

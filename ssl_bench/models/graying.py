@@ -207,10 +207,10 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T without an SVD.
 
     Let G = x^T x / s_max^2. The result is x G^((exponent - 1) / 2). The power of G is an integral
-    over inverses of G + t I. The integral is approximated by a sum of about thirty inverses, which
-    are computed with Cholesky factors. Since G contains squares of the singular values, it is
-    computed in float64. Errors are below 1e-5 of the largest singular value. Singular values below
-    1e-6 of the largest one are increased less than by `gray_by_svd`.
+    of weighted inverses of G + t I over t. The integral is approximated by a sum of about thirty
+    inverses, which are computed with Cholesky factors. Since G contains squares of the singular
+    values, it is computed in float64. Errors are below 1e-5 of the largest singular value. Singular
+    values below 1e-6 of the largest one are increased less than by `gray_by_svd`.
 
     The backward pass differentiates the sum, without singular values in a denominator, and
     recomputes all intermediate values. There are no second derivatives. The cost is that of thirty
@@ -221,8 +221,8 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
         x: One matrix for each image.
         exponent: Exponent in (0, 1].
 
-    Source: equation 5.18 of Higham, "Functions of matrices", 2008, integrated over the logarithm
-    by the trapezoidal rule.
+    Source: equation 5.18 of Higham, "Functions of matrices", 2008, integrated over log t by the
+    trapezoidal rule.
     """
     if exponent == 1:
         return x
@@ -251,8 +251,8 @@ class _GrayByCholesky(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient for the tokens.
 
-        A term x R with R = (x^T x + t)^-1 contributes g R - x R (x^T g + g^T x) R. The derivative
-        of the largest eigenvalue is the projector on its eigenvectors.
+        For an incoming gradient g, a term x R with R = (x^T x + t)^-1 contributes g R - x R (x^T g
+        + g^T x) R. The derivative of the largest eigenvalue is the projector on its eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent
         with disable_autocast(tokens.device):

@@ -1,7 +1,8 @@
 """Initial weights of blocks and of depthwise filters.
 
 An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
-initialiser, enter its class in `INITIALISERS` or in `FILTER_INITIALISERS`.
+initialiser, enter its class in `INITIALISERS` or in `FILTER_INITIALISERS`. If models of timm
+support the initialiser, also enter its name in timm_config.py.
 
 Initialisers draw in float64, and each weight is rounded once when it is stored. In contrast,
 `draw_uniform` draws directly in the dtype of the layer. The matrices of a block follow the
@@ -131,7 +132,7 @@ class SkiplessInit(DefaultInit):
 class MimeticInit(DefaultInit):
     """Attention similar to that of trained models: W_Q W_K^T near I, and W_V W_O near -I.
 
-    The thesis combines it with `position_embedding=sinusoidal`. The MLP has the default
+    The thesis adds `position_embedding=sinusoidal`. The MLP has the default
     initialisation.
 
     Attributes:

@@ -62,10 +62,10 @@ class OrthogonalAttention(nn.Module):
         alpha: Initial value of the factor alpha, which each head learns.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients of the
-    QR decomposition differ from the paper. In the paper, they are divided by the diagonal of R and
-    explode near rank deficiency. Here the basis has no gradients, because exp(S) does not depend on
-    it. Components outside the span of the basis are included to first order, which gives the same
-    derivative without a division.
+    QR decomposition differ from the paper. In the paper, these gradients are divided by the
+    diagonal of R and explode near rank deficiency. Here the basis has no gradients, because exp(S)
+    does not depend on it. Components outside the span of the basis are included to first order,
+    which gives the same derivative without a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -138,7 +138,7 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
 
 
 def _turn(m: Columns) -> Columns:
-    """Return [-K, Q] for [Q, K]. Its product with [Q, K]^T is Q K^T - K Q^T."""
+    """Return [-K, Q] for M = [Q, K]. The product [-K, Q] M^T is Q K^T - K Q^T."""
     q, k = m.chunk(2, dim=-1)
     return torch.cat([-k, q], dim=-1)
 

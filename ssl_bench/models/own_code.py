@@ -27,8 +27,9 @@ def code_sha256(module: nn.Module) -> str:
     """Return the sha256 of the code that a module runs.
 
     The digest covers the source of users' classes and functions. It also covers the globals,
-    closures and defaults that these use, including values in containers, partial functions and
-    objects. From installed packages, it covers only the classes of the module and its submodules.
+    closures and defaults that the functions use, including values in containers, partial functions
+    and objects. From installed packages, it covers only the classes of the module and its
+    submodules.
     """
     code = _CodeLines()
     for part in module.modules():

@@ -13,8 +13,8 @@ Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. I
 3.28 of Trockman's thesis (2025), the output is delayed by one token. The mask 1{i <= j} in equation
 3.34 belongs to the transpose of M. Here an output depends on its own token and earlier tokens.
 
-The initial weights are those of the authors. Mimetic initialisation then changes up to four parts
-of a layer, so that it resembles linear attention whose queries equal its keys:
+Initial weights are drawn as the authors of Mamba do. Mimetic initialisation then changes up to four
+parts of a layer, so that the layer resembles linear attention whose queries equal its keys:
 
 1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1. In
    Mamba 1, one of the N states has a = 1. In Mamba 2, a is close to 1 for some heads. With
@@ -22,12 +22,12 @@ of a layer, so that it resembles linear attention whose queries equal its keys:
 2. "step": the bias of the steps is log(e - 1), whose softplus is 1. The weights of the steps are
    divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.
-4. "convolution": the last tap is 1, and all other taps and the bias are 0. With the first tap
+4. "convolution": the last tap is 1, and all other taps and the bias are 0. If the first tap were 1
    instead, the convolution would delay its input by three tokens.
 
 Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
 could also hold during training. Here A_log is multiplied by -c once, before training. The thesis
-does not define "W_Delta near 0". Here it means 1/100 of the drawn weights. In Mamba 1, only the
+does not define "W_Delta near 0". Here W_Delta is 1/100 of the drawn weights. In Mamba 1, only the
 second factor of W_Delta is reduced, because two factors of zero would never be trained.
 """
 
@@ -87,8 +87,8 @@ class StateSpaceConfig(EncoderConfig):
         mimetic: Parts of mimetic initialisation. An empty list means the initialisation of the
             authors.
         mimetic_layers: Blocks with mimetic initialisation, counted from 0. None means all blocks.
-        state_decay: Decay A in layers with the part "decay". It is -a^-8 for "power", if the
-            authors' initial decay is -a, and -exp(-8) for "constant".
+        state_decay: Value of A with the part "decay". "power" replaces the drawn A = -a by -a^-8,
+            and "constant" replaces it by -exp(-8).
 
     Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
     """
@@ -152,7 +152,7 @@ class StateSpaceConfig(EncoderConfig):
 
 
 def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
-    """Convolve each channel over the last four tokens. The last tap belongs to the last token."""
+    """Convolve each channel over four tokens. The last tap belongs to the current token."""
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
 
@@ -161,8 +161,8 @@ class Mamba1Mixer(nn.Module):
 
     S is a convolution, then silu, then a scan.
 
-    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of the thesis omits the skip connection
-    D x of the scan and the norm of the block, which are included here.
+    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis omits the skip
+    connection D x of the scan and the norm of the block, which are included here.
     """
 
     def __init__(self, config: StateSpaceConfig) -> None:

@@ -75,7 +75,7 @@ class TimmConfig(EncoderConfig):
     Args:
         name: timm's name without a tag. It determines all properties that no other field sets.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
-            the last stage. Each stage halves the token grid.
+            the last stage. Each stage after the first halves the token grid.
         patch_size: Patch size of the first layer in pixels. 0 means the size in the name.
         window_size: Side of Swin's windows in patches. 0 means the size in the name. timm limits
             windows to the grid of their stage.
@@ -193,7 +193,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def family(self) -> Family:
-        """The family of the model."""
+        """Properties that the model shares with its family."""
         families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
         if not families or "." in self.name:
             raise ConfigurationError(
