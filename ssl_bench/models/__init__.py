@@ -46,7 +46,7 @@ __all__ = [
     "save_encoder",
 ]
 
-# Names that are imported when they are first used, with their modules.
+# Modules of the names that are imported at their first use.
 _LAZY_MODULES = {
     "ConvMixer": "convolutional",
     "ConvMixerConfig": "convolutional",

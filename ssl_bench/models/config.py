@@ -1,4 +1,4 @@
-"""Frozen descriptions of encoders. A checkpoint stores one of them with its weights."""
+"""Configurations of encoders. A checkpoint stores a configuration with the weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from ssl_bench.models.vit import EncoderModule, VisionTransformer
 
 Config = TypeVar("Config", bound="EncoderConfig")
-Norm = Literal["layernorm", "none"]
-PositionEmbedding = Literal["learned", "sinusoidal"]
 # Fields of ViTConfig that were keys of `init_options` in earlier versions.
 _FORMER_INIT_OPTIONS = {"mlp_mean", "mlp_input_std"}
-# Import paths of the built-in kinds. A module is imported when its name is used. Installed packages
-# add names with entry points (docs/extending.md).
+# Import paths of the built-in encoders, attentions and grayings. A module is imported when its name
+# is used. Installed packages add names with entry points (docs/extending.md).
 _BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Subclasses of `EncoderConfig`, by their `kind`.
     "model": {
@@ -45,7 +43,8 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "timm": "timm_config:TimmConfig",
         "state_space": "state_space:StateSpaceConfig",
     },
-    # Functions from a configuration to a module, by the value of the field with the group's name.
+    # Functions that build a module from a configuration, by the value of the field `attention` or
+    # `graying`.
     "attention": {
         "softmax": "vit:Attention.from_config",
         "linear": "orthogonal:LinearAttention.from_config",
@@ -53,7 +52,7 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "osa_newton_schulz": "orthogonal:OrthogonalAttention.from_config",
     },
     "graying": {
-        "none": "vit:no_graying",
+        "none": "vit:nn.Identity",
         "svd": "graying:TokenGraying.from_config",
         "dct": "graying:TokenGraying.from_config",
     },
@@ -66,7 +65,7 @@ def registered_names(group: str) -> list[str]:
 
 
 def find_registered(group: str, name: str) -> Any:
-    """Import and return the class or function that has a name.
+    """Import and return the class or function that is registered in a group under a name.
 
     Raises:
         ConfigurationError: The group does not contain the name.
@@ -79,18 +78,18 @@ def find_registered(group: str, name: str) -> Any:
         return load_entry_point(points[name])
     expected = " or ".join(registered_names(group))
     raise ConfigurationError(
-        f"expected {expected} as the name of a {group}, got {name!r}, which may need a package "
-        "that is not installed"
+        f"expected {expected} as {group}, got {name!r}. A package that defines this name may be "
+        "missing"
     )
 
 
 def build_part(group: str, config: Any) -> Any:
-    """Build the attention or the graying that a configuration names."""
+    """Return the module for the field `attention` or `graying` of a configuration."""
     return find_registered(group, getattr(config, group))(config)
 
 
 class RegisteredName:
-    """A rule that accepts the names in a group."""
+    """A rule for `check_fields` that accepts the names in a group."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -102,20 +101,19 @@ class RegisteredName:
         return " or ".join(registered_names(self.group))
 
 
-AttentionKind = Annotated[str, RegisteredName("attention")]
 GrayingKind = Annotated[str, RegisteredName("graying")]
 
 
 class EncoderConfig(ABC):
-    """Base class of the frozen dataclasses that describe encoders, one class for each kind.
+    """Base class of the configurations of encoders. Subclasses are frozen dataclasses.
 
-    All fields must have JSON types. A class of another package is registered with an entry point of
-    the group `ssl_bench.model`, whose name is the `kind`.
+    All fields must have JSON types. Other packages register a subclass with an entry point in the
+    group `ssl_bench.model`. The name of the entry point must be the `kind`.
 
     Attributes:
         kind: Name of the class in checkpoints.
-        training_fields: Names of the fields that affect training but not the forward pass. They are
-            not part of the identity of a trained encoder.
+        training_fields: Names of the fields that affect training but not the forward pass. These
+            fields are not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
         patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
@@ -123,7 +121,8 @@ class EncoderConfig(ABC):
         num_heads: Number of attention heads. It is 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
         num_registers: Number of prefix tokens that are registers.
-        shape: Width and stride of each block, if they differ between blocks, as in timm's Swin.
+        shape: Widths and strides of the blocks, if they differ between blocks, as in timm's Swin.
+            None if all blocks are alike.
     """
 
     kind: ClassVar[str]
@@ -152,14 +151,12 @@ class EncoderConfig(ABC):
         """Return an encoder with arbitrary weights, which a checkpoint replaces."""
 
     def __post_init__(self) -> None:
-        """Check the types of all fields, and convert them so that equal settings compare equal."""
+        """Check the types of all fields. Convert lists to tuples, and remove options of None."""
         check_fields(self, "model")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "init_options":
                 value = {key: option for key, option in value.items() if option is not None}
-            elif isinstance(item.default, float):
-                value = float(value)
             elif isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
             object.__setattr__(self, item.name, value)
@@ -170,7 +167,7 @@ class EncoderConfig(ABC):
 
     @classmethod
     def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Return the configuration that `to_dict` has written.
+        """Return the configuration with the fields that `to_dict` returned.
 
         Raises:
             ConfigurationError: A key is unknown or a value is not allowed.
@@ -184,7 +181,7 @@ class EncoderConfig(ABC):
         return self.patch_size > 0
 
     def summary(self) -> str:
-        """Return the size of the encoder in words."""
+        """Return a text with the depth, the width and other sizes of the encoder."""
         side, patch = self.image_size, self.patch_size
         blocks = f"{self.depth} blocks of width {self.dim}"
         return f"{blocks}, patches of {patch} pixels, images of {side} x {side}"
@@ -198,28 +195,28 @@ class ViTConfig(EncoderConfig):
         image_size: Side in pixels of the images for which positions are stored. For other sizes,
             the positions are resized.
         mlp_ratio: Hidden width of the MLP divided by `dim`.
-        attention: Attention of all blocks. "linear" is attention without a softmax. The kinds that
-            begin with "osa" are orthogonal self-attention, which has no biases.
-        graying: Token graying at the start of a block, by singular values or by cosine
-            coefficients.
-        graying_exponent: Exponent of token graying, where 1 changes nothing. The paper uses 0.85 to
-            0.97 for "dct" and 0.5 to 0.9 for "svd".
+        attention: Kind of attention in all blocks. "linear" is attention without a softmax. Names
+            that begin with "osa" stand for orthogonal self-attention, which has no biases.
+        graying: Token graying at the start of a block. "svd" changes singular values, and "dct"
+            cosine coefficients.
+        graying_exponent: Exponent of token graying. 1 does not change the tokens. The paper uses
+            0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
         graying_layers: Blocks with token graying, counted from 0. None means all blocks.
         skip_attention: Add the input of the attention sub-block to its output.
         skip_mlp: Add the input of the MLP sub-block to its output.
         norm: Normalisation before the attention, before the MLP and after the last block.
         qkv_bias: Add biases to queries, keys and values.
         drop_path: Probability to drop a sub-block of the last block for a sample. The probability
-            increases linearly from 0 in the first block. It requires both skips.
-        num_registers: Number of additional tokens between [CLS] and the patches. They have no
+            increases linearly from 0 in the first block. A probability above 0 requires both skips.
+        num_registers: Number of additional tokens between [CLS] and the patches. Registers have no
             position.
         position_embedding: Positions that are trained ("learned") or fixed ("sinusoidal").
         truncated_tokens: Draw [CLS], registers and learned positions within two standard deviations
             of 0. Official DINO and timm cut at -2 and 2, which is 100 standard deviations.
-        position_scale: Factor of sinusoidal positions.
+        position_scale: Number that sinusoidal positions are multiplied by.
         mlp_mean: Constant that is added to all entries of the first matrix of each MLP.
-        mlp_input_std: Standard deviation of a normal number for each input channel of the MLP. It
-            is added to the weights from this channel to all hidden units.
+        mlp_input_std: Standard deviation of a normal number that is drawn for each input channel of
+            an MLP. The number is added to the weights from this channel to all hidden units.
         init: Name of an initialiser in `ssl_bench.models.initialisers`.
         init_options: Options of the initialiser. None means the default of the option.
     """
@@ -228,7 +225,7 @@ class ViTConfig(EncoderConfig):
     training_fields = frozenset(
         {
             *("init", "init_options", "mlp_mean", "mlp_input_std"),
-            # The stored positions contain their scale.
+            # Stored positions are already multiplied by `position_scale`.
             *("truncated_tokens", "position_scale", "drop_path"),
         }
     )
@@ -239,17 +236,17 @@ class ViTConfig(EncoderConfig):
     depth: Depth = 12
     num_heads: Width = 6
     mlp_ratio: Annotated[float, Bounds(0, 1000, allow_low=False)] = 4.0
-    attention: AttentionKind = "softmax"
+    attention: Annotated[str, RegisteredName("attention")] = "softmax"
     graying: GrayingKind = "none"
     graying_exponent: PositiveFraction = 0.95
     graying_layers: Sequence[CountOrZero] | None = None
     skip_attention: bool = True
     skip_mlp: bool = True
-    norm: Norm = "layernorm"
+    norm: Literal["layernorm", "none"] = "layernorm"
     qkv_bias: bool = True
     drop_path: FractionBelowOne = 0.0
     num_registers: Annotated[int, Bounds(0, 1000)] = 0
-    position_embedding: PositionEmbedding = "learned"
+    position_embedding: Literal["learned", "sinusoidal"] = "learned"
     truncated_tokens: bool = False
     position_scale: Annotated[float, Bounds(0, 1000, allow_low=False)] = 1.0
     mlp_mean: Annotated[float, Bounds(-1000, 1000)] = 0.0
@@ -355,7 +352,7 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Check that a field is None or a list of one or more blocks of the encoder."""
+    """Check that a field is None or a list of one or more block indices below the depth."""
     if layers is None:
         return
     outside = [layer for layer in layers if layer not in range(depth)]

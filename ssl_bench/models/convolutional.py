@@ -1,4 +1,4 @@
-"""Convolutional encoders with one grid and width: ConvMixer and an isotropic ConvNeXt."""
+"""ConvMixer and a ConvNeXt of one stage. All blocks have the same token grid and width."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,8 +75,9 @@ class ConvNeXtConfig(EncoderConfig):
         frozen_filters: Do not train the depthwise filters. Their biases are trained.
         mlp_mean: Constant that is added to all entries of the first matrix of each MLP, as in
             equation 3.40 of Trockman, "Mimetic initialization" (2025).
-        mlp_input_std: Standard deviation of a normal number for each input channel of the MLP. It
-            is added to the weights from this channel to all hidden units (equation 3.39 there).
+        mlp_input_std: Standard deviation of a normal number that is drawn for each input channel of
+            an MLP. The number is added to the weights from this channel to all hidden units, as in
+            equation 3.39 of the same thesis.
         init: Initialiser of the depthwise filters of 7 x 7 in `ssl_bench.models.initialisers`. All
             other weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. None means the default of the option.
@@ -105,7 +106,7 @@ class ConvNeXtConfig(EncoderConfig):
     @torch.no_grad()
     def build(self, *, seed: int) -> "ConvNeXt":
         model, generator = _build(ConvNeXt, self, seed)
-        # These numbers are drawn last, so that all other weights do not depend on them.
+        # `mlp_input_std` draws last, so that all other weights do not depend on it.
         for block in model.blocks:
             weight = block.fc1.weight  # hidden_dim dim
             weight += self.mlp_mean
@@ -117,7 +118,7 @@ class ConvNeXtConfig(EncoderConfig):
 
 
 class _ConvEncoder(EncoderModule):
-    """Base class of encoders whose features are maps and whose output is a mean over patches."""
+    """Base class of ConvMixer and ConvNeXt, whose output is the mean of the last map."""
 
     patch_embed: PatchEmbed
 
@@ -189,8 +190,8 @@ class ConvNeXt(_ConvEncoder):
     """The ConvNeXt-256/8 of figure 3.36 in Trockman's thesis. `build_encoder` draws its weights.
 
     Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3
-    for one stage. Width, depth and filters are those of Trockman's thesis (2025). The thesis does
-    not state an expansion of 4, the absence of LayerScale, and the norm before the mean.
+    for one stage. Width, depth and filters are those of Trockman's thesis (2025). The thesis
+    states neither the expansion of 4, nor the absence of LayerScale, nor the norm before the mean.
     """
 
     config: ConvNeXtConfig
@@ -222,7 +223,7 @@ class ConvNeXtBlock(nn.Module):
 
 @torch.no_grad()
 def _build(kind: Any, config: Any, seed: int) -> tuple[Any, Generator]:
-    """Return an encoder with initial weights, and the generator after they were drawn."""
+    """Return an encoder with initial weights, and the generator that drew the weights."""
     with torch.random.fork_rng(devices=[]):
         model = kind(config)
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A frozen encoder with everything that a probe must know about it."""
+"""The class `Encoder`: a frozen module with the properties that probes need."""
 
 import hashlib
 import json
@@ -22,21 +22,21 @@ Normalization = tuple[tuple[float, float, float], tuple[float, float, float]]
 IMAGENET_NORMALIZATION: Normalization = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
-"""Name of the layout whose tensor names are those of this suite."""
+"""Name of the layout with the same tensor names as the ViT of this suite."""
 NORM_EPS = 1e-6
-# Attributes that depend on the machine or the mode, but not on the architecture.
-_OF_MACHINE = frozenset({"training", "fused_attn"})
+# Attributes of modules that depend on the machine or the mode, but not on the architecture.
+_IGNORED = frozenset({"training", "fused_attn"})
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a loader found in a weights file.
+    """Information about a weights file and about how it was loaded.
 
     Attributes:
-        layout: Name of the layout of the tensors' names.
-        source: Where that layout is published.
-        ignored: Reason for each tensor, or container of tensors, that is not used.
-        note: What the loader assumed or changed.
+        layout: Name of the layout, which defines the names of the tensors.
+        source: Library or repository that publishes the layout.
+        ignored: Names of tensors, or of containers of tensors, that are not used, with the reasons.
+        note: Text about assumptions and changes of the loader.
         file: Path of the file. None if the weights come from memory.
         epoch: Number of epochs of training. None if the file does not state it.
     """
@@ -51,25 +51,27 @@ class Contents:
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """The properties of an encoder that are known without its weights.
+    """The properties of an encoder that are known before its weights are loaded.
 
     Attributes:
         uri: Address that the encoder was loaded from.
         name: Name of the encoder in tables.
         sha256: Digest of the weights file, or of the state dict if there is no file.
-        architecture: Every other property that the forward pass depends on, as JSON types.
+        architecture: Properties of the forward pass other than weights, `mean` and `std`, as JSON
+            types.
         patch_size: Side of a patch in pixels. In hierarchical encoders, the stride of block 0.
         depth: Number of blocks.
-        num_heads: Heads of the first block, 0 without attention. None if only timm knows them,
-            because timm takes seconds to import.
+        num_heads: Number of attention heads of the first block, 0 without attention. None if the
+            number is unknown before timm is imported, which takes seconds.
         num_prefix_tokens: Number of tokens before the patch tokens: [CLS] and registers.
-        native_size: Height and width in pixels of the position embedding or of the training images.
+        native_size: Height and width in pixels of images that fit the position embedding. Without
+            a position embedding, height and width of the training images.
         mean: Mean of the training images, as RGB in [0, 1].
         std: Standard deviation of the training images, as RGB.
-        num_registers: Number of registers. They follow the [CLS] token.
-        strides: Stride of each block in pixels. Empty if it is `patch_size` for all blocks.
-        widths: Width of each block. Empty if all blocks are equally wide, or if it is not known.
-        any_size: Whether the encoder accepts other image sizes than `native_size`.
+        num_registers: Number of registers, which follow the [CLS] token.
+        strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
+        widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
+        any_size: Whether the encoder accepts images of other sizes than `native_size`.
         fallback_facets: Replacement for each default facet that the encoder lacks.
     """
 
@@ -91,7 +93,7 @@ class EncoderIdentity:
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that decide the features, as JSON types by their record names."""
+        """Return the properties that determine the features, with their names in records."""
         return {
             "checkpoint_sha256": self.sha256,
             "architecture": self.architecture,
@@ -116,18 +118,19 @@ class Encoder(EncoderIdentity):
 
     Attributes:
         module: Module with `blocks`, `norm` and, in each block with attention, `attn.qkv`. Blocks
-            return tokens or feature maps. The extractor runs it in evaluation mode.
+            return tokens or feature maps. Features are extracted in evaluation mode.
         dim: Width of the last block.
-        colours_from: Source of `mean` and `std`.
-        loaded_keys: Number of tensors of the file that are used.
-        total_keys: Number of tensors in the file, including heads.
-        contents: What else the loader found in the file.
+        colours_from: Text that names the source of `mean` and `std`.
+        loaded_keys: Number of tensors that were loaded from the weights file.
+        total_keys: Number of all tensors in the weights file, including heads. It is 0 if there is
+            no file.
+        contents: Further information about the weights file.
         channels_last: Whether feature maps have their channels in the last axis.
-        position_rule: How stored positions are resampled for other image sizes. None without stored
-            positions, or if the module decides it.
-        arrange: Function that arranges the patches of a block as a map, if they are not row by
-            row. It takes tokens (batch, patches, dim) without prefix tokens and the index of their
-            block. It returns maps (batch, rows, cols, dim).
+        position_rule: Text that describes how stored positions are resampled for other image sizes.
+            None if there are no stored positions, or if a user's module resamples them.
+        arrange: Function that arranges patch tokens as maps. None if the patches are row by row.
+            The arguments are tokens (batch, patches, dim) without prefix tokens and the index of
+            their block. The result has the shape (batch, rows, cols, dim).
     """
 
     module: nn.Module = field(repr=False)
@@ -158,26 +161,27 @@ class Encoder(EncoderIdentity):
     ) -> "Encoder":
         """Wrap any module that takes images and has a list of blocks.
 
-        Properties that are not given are inferred from a forward pass of two zero images: depth,
-        width, the number of tokens before the patches, and whether other sizes are accepted. The
-        module is used, not a copy of it. Each pass runs in evaluation mode, and then every
-        submodule gets its own mode back.
+        Forward passes of two zero images show the depth, the width, the number of tokens before the
+        patches, and whether other image sizes are accepted. The module is used, not a copy of it.
+        Each pass runs in evaluation mode. After the pass, all submodules have their former modes.
 
         Args:
-            module: Takes batch x 3 x height x width, normalised by `mean` and `std`. Its blocks
-                return tokens (batch x tokens x dim, in the order [CLS], registers, patches row by
-                row), feature maps, or tuples that begin with tokens or feature maps.
+            module: Module that takes images (batch x 3 x height x width), normalised by `mean` and
+                `std`. Its blocks return tokens, feature maps, or tuples that begin with tokens or
+                feature maps. Tokens (batch x tokens x dim) have the order [CLS], registers, patches
+                row by row.
             patch_size: Side of a patch in pixels. By default the stride of the blocks' feature
                 maps, or the kernel size of the convolution that embeds patches.
             blocks: Name of the list of blocks, such as "blocks" or "encoder.layers". By default the
                 longest list of modules of one class.
             norm: Name of the final norm. By default a norm with a usual name, or the only norm
                 after the blocks.
-            image_size: Height and width of the training images in pixels. By default what the
-                module states, or 224, or a size that fits its table of positions.
-            mean: Mean of the training images, as RGB in [0, 1], three numbers or one. By default
-                that of ImageNet.
-            std: Standard deviation of the training images.
+            image_size: Height and width of the training images in pixels. By default the first size
+                that the module accepts: an attribute such as `img_size`, 224, or a size that fits
+                its table of positions.
+            mean: Mean of the training images, as RGB in [0, 1]. One number stands for all channels.
+                By default the mean of ImageNet.
+            std: Standard deviation of the training images, in the same form as `mean`.
             num_registers: Number of tokens before the patches that are not [CLS].
             name: Name of the encoder in tables. By default the name of the class.
             epoch: Epoch that is stored in records, for curves over epochs.
@@ -185,7 +189,7 @@ class Encoder(EncoderIdentity):
         Raises:
             CheckpointError: The module cannot be used. The message says what to pass.
         """
-        # Imported here, because only users' modules need it.
+        # Imported here, because own_module.py imports this file.
         from ssl_bench.models.loading.own_module import wrap_module
 
         return wrap_module(
@@ -210,10 +214,9 @@ class Encoder(EncoderIdentity):
         return self.widths[layer] if self.widths else self.dim
 
     def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
-        """Group layers by stride and width.
+        """Group layers by stride and width, and return (encoder, layers) for each group.
 
-        Each group comes with a copy of the encoder whose `patch_size` and `dim` are those of the
-        group.
+        The encoder is a copy with the `patch_size` and the `dim` of the group.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in layers:
@@ -227,9 +230,9 @@ class Encoder(EncoderIdentity):
 def describe_library_model(model: nn.Module, library: str, name: str) -> dict[str, Any]:
     """Return the architecture of a model of another library: its name and a digest of its modules.
 
-    The digest covers the class of each module and its numbers, texts and functions, such as
-    epsilons. If the library is "module", classes are users' classes. They count by their name
-    without their file, because notebooks, scripts and `FILE.py:NAME` name the file differently.
+    The digest covers the class of each module, and attributes that are numbers, texts or functions,
+    such as epsilons. If the library is "module", the digest does not cover the names of the files
+    that define the classes. Notebooks, scripts and `FILE.py:NAME` name the same file differently.
     """
     lines = [
         json.dumps(
@@ -240,7 +243,7 @@ def describe_library_model(model: nn.Module, library: str, name: str) -> dict[st
                 {
                     key: getattr(value, "__qualname__", None) or repr(value)
                     for key, value in sorted(vars(module).items())
-                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
+                    if not key.startswith("_") and key not in _IGNORED and _is_plain(value)
                 },
             ]
         )
@@ -267,29 +270,25 @@ def state_dict_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def describe_config(
-    config: EncoderConfig, *, norm_eps: float = NORM_EPS, strides: Sequence[int] = ()
-) -> dict[str, Any]:
+def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
     """Return the architecture of an encoder of this suite as JSON types, for its identity.
 
-    It consists of all integers of the configuration and of other values that differ from their
+    The result contains all integers of the configuration, and other values that differ from their
     defaults. Values that only training uses are left out. `strides` are the strides of all blocks
-    in pixels, for encoders whose blocks may differ in them.
+    in pixels, for encoders whose blocks may have different strides.
     """
     defaults = type(config)().to_dict()
     architecture: dict[str, Any] = {"kind": config.kind}
     for name, value in config.to_dict().items():
         if name not in config.training_fields and (type(value) is int or value != defaults[name]):
             architecture[name] = value
-    if norm_eps != NORM_EPS:
-        architecture["norm_eps"] = norm_eps
     if strides:
         architecture["strides"] = strides
     return json.loads(json.dumps(architecture))
 
 
 def require_images(config: EncoderConfig, address: str) -> None:
-    """Raise an error if a model does not take images, such as a Mamba that copies tokens."""
+    """Raise CheckpointError if a model does not take images, such as a Mamba that copies tokens."""
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
         raise CheckpointError(
@@ -314,28 +313,30 @@ def encoder_from_model(
     colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of this suite as an encoder.
+    """Return a frozen encoder that contains a model of this suite.
 
     Args:
         model: The model with its weights.
         name: Name of the encoder in tables.
         uri: Address that the model was loaded from.
-        sha256: Digest of its weights file. By default that of its state dict.
-        keys: Number of tensors of the file that are used, and number of all its tensors.
-        contents: What else the loader found in the file.
+        sha256: Digest of the weights file. By default the digest of the state dict.
+        keys: The attributes `loaded_keys` and `total_keys` of the encoder.
+        contents: Further information about the weights file.
         colours: Mean and standard deviation of the training images.
-        colours_from: Source of `colours`.
+        colours_from: Text that names the source of `colours`.
     """
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape
-    described = describe_config(config, strides=shape.strides if shape else ())
+    strides = shape.strides if shape else ()
+    described = describe_config(config, strides=strides)
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
         # Norms in checkpoints of other libraries may have another epsilon.
         epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
         (eps,) = epsilons or {NORM_EPS}
-        described = describe_config(config, norm_eps=eps)
+        if eps != NORM_EPS:
+            described["norm_eps"] = eps
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
         if rows != cols:
@@ -348,7 +349,7 @@ def encoder_from_model(
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
         architecture=described,
-        patch_size=shape.strides[0] if shape else config.patch_size,
+        patch_size=strides[0] if strides else config.patch_size,
         depth=config.depth,
         dim=config.dim,
         num_heads=config.num_heads,
@@ -361,7 +362,7 @@ def encoder_from_model(
         total_keys=keys[1],
         num_registers=config.num_registers,
         contents=contents or Contents(),
-        strides=shape.strides if shape else (),
+        strides=strides,
         widths=shape.widths if shape else (),
         channels_last=shape is not None and shape.channels_last,
         position_rule=model.position_rule,

@@ -1,12 +1,12 @@
 """Token graying: increase the small singular values of the tokens of each image.
 
-`TokenGraying` is the module in a block. It calls one of three functions: `gray_by_svd`,
-`gray_by_dct`, which transforms cosine coefficients instead of singular values, and
-`gray_by_cholesky`, which has the result of `gray_by_svd` and is faster on a GPU.
+Blocks contain the module `TokenGraying`, which calls one of three functions. `gray_by_svd` changes
+singular values. `gray_by_cholesky` approximates it and is faster on a GPU. `gray_by_dct` changes
+cosine coefficients instead of singular values.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -15,18 +15,22 @@ from torch import Tensor, nn
 from ssl_bench.models.config import GrayingKind, ViTConfig
 from ssl_bench.system.device import disable_autocast
 
+if TYPE_CHECKING:
+    from ssl_bench.models.timm_config import TimmConfig
+
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
 Matrix = Float[Tensor, "batch rows cols"]
 Square = Float[Tensor, "batch rank rank"]
 
 # Constants of `gray_by_cholesky`.
-# Distance of the logarithms of two poles. The relative error of the sum as an approximation of the
-# integral is 2 exp(-2 pi^2 / step), which is 5e-7.
+# Distance between the logarithms of neighbouring poles. The sum over the poles approximates an
+# integral with a relative error of 2 exp(-2 pi^2 / step), which is 5e-7.
 _STEP = 1.3
 # The largest pole. The sum over all larger poles is approximated by two terms of a series.
 _LAST_POLE = 300.0
-# Bounds the relative error of the largest eigenvalue by 2^-20 / e, for all distances to the next.
+# Number of squarings of the Gram matrix, which bounds the relative error of its largest eigenvalue
+# by 2^-20 / e.
 _SQUARINGS = 20
 
 
@@ -38,13 +42,13 @@ class TokenGraying(nn.Module):
 
     Args:
         kind: "svd" changes singular values, and "dct" cosine coefficients.
-        exponent: Exponent in (0, 1] of the values divided by the largest value. 1 changes nothing.
+        exponent: Exponent in (0, 1] of each value divided by the largest value. 1 changes nothing.
 
     Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state the
-    position in the block. Here the skip connection adds the new tokens, because table 3 of the
+    position in the block. Here the skip connection adds the grayed tokens, because table 3 of the
     paper reports similar condition numbers before and after the attention. In contrast to the
-    paper, ratios below the machine epsilon are treated like the machine epsilon, so that gradients
-    are finite for singular matrices.
+    paper, ratios below the machine epsilon are treated like the machine epsilon. Gradients of
+    singular matrices are therefore finite.
     """
 
     def __init__(self, kind: GrayingKind, exponent: float) -> None:
@@ -52,11 +56,11 @@ class TokenGraying(nn.Module):
         self.kind, self.exponent = kind, exponent
 
     @classmethod
-    def from_config(cls, config: ViTConfig) -> "TokenGraying":
+    def from_config(cls, config: "ViTConfig | TimmConfig") -> "TokenGraying":
         return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:
-        # Probes compute in float64, where only the decomposition is exact.
+        # Probes compute in float64, for which `gray_by_cholesky` is not exact enough.
         is_fast = x.is_cuda and x.dtype != torch.float64
         by_svd = gray_by_cholesky if is_fast else gray_by_svd
         gray = gray_by_dct if self.kind == "dct" else by_svd
@@ -83,7 +87,7 @@ def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     u, s, vh = torch.linalg.svd(point, full_matrices=False)
     largest = s[:, :1].clamp_min(torch.finfo(s.dtype).tiny)
     value = (u * (s * _gain(s / largest, exponent))[:, None]) @ vh
-    # The second term is zero. It has the derivative.
+    # The second term is 0, and its derivative is the derivative of the result.
     return value + _derivative_along(x - point, (u, s / largest, vh), exponent)
 
 
@@ -97,7 +101,7 @@ def _derivative_along(
     denominator. Components outside the span of U or V are multiplied by the gain.
 
     Source: Noferini, "A formula for the Frechet derivative of a generalized matrix function", 2017,
-    rewritten for functions s g(s). The derivative by s_max is added.
+    rewritten for functions s g(s). We add the derivative with respect to s_max.
     """
     u, ratio, vh = svd
     gain = _gain(ratio, exponent)
@@ -120,8 +124,9 @@ def _divided_difference(
 ) -> Float[Tensor, "batch rank rank"]:
     """Return (g(a) - g(b)) / (a^2 - b^2) for each pair of ratios, and g'(a) / (2 a) if a = b.
 
-    Here g(a) = m^p with m = a^2 + floor, and n belongs to b as m to a. With L = log(m / n), the
-    result is (m n)^((p - 1) / 2) sinh(p L / 2) / sinh(L / 2), which is exact if a is close to b.
+    Here g(a) = m^p with m = a^2 + floor, and g(b) = n^p with n = b^2 + floor. With L = log(m / n),
+    the result is (m n)^((p - 1) / 2) sinh(p L / 2) / sinh(L / 2). This form is also exact if a is
+    close to b.
     """
     power = (exponent - 1) / 2
     logs = (ratio.square() + _floor(ratio)).log()
@@ -135,7 +140,8 @@ def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
 
     With Z = D_tokens x D_dim^T and m = max |Z|, the result is the inverse transform of
     sign(Z) m (|Z| / m)^exponent. The condition number decreases if the singular vectors are similar
-    to cosines. The cost is tokens dim (tokens + dim) multiplications, and as many for the gradient.
+    to cosines. The forward pass and the backward pass each need tokens dim (tokens + dim)
+    multiplications.
     """
     token_dct, dim_dct = (_halve_dct(size, x) for size in x.shape[1:])
     coefficients = _transform(_transform(x, dim_dct).mT, token_dct)
@@ -146,7 +152,7 @@ def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
 
 
 def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first half of each even row of the transform, and of each odd row.
+    """Return the left half of the even rows of the DCT matrix, and of the odd rows.
 
     Even rows are symmetric about the middle, and odd rows are antisymmetric.
     """
@@ -155,7 +161,7 @@ def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Return the even, then the odd cosine coefficients of each row.
+    """Return the cosine coefficients of each row, first the even and then the odd ones.
 
     Each row is folded in the middle, which halves the number of multiplications.
     """
@@ -182,7 +188,7 @@ def dct_matrix(size: int, *, like: Tensor) -> Float[Tensor, "{size} {size}"]:
     Row 0 is divided by sqrt(2). The dtype and the device are those of `like`.
     """
     number = torch.arange(size, device=like.device)
-    # Subtract full rotations from integer angles. In float32, four digits would be lost.
+    # Subtract full rotations while angles are integers. In float32, four digits would be lost.
     quarters = number[:, None] * (2 * number + 1) % (4 * size)
     rows = (quarters.to(like.dtype) * (math.pi / (2 * size))).cos() * math.sqrt(2 / size)
     return torch.where(number[:, None] == 0, 1 / math.sqrt(size), rows)
@@ -201,22 +207,22 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T without an SVD.
 
     Let G = x^T x / s_max^2. The result is x G^((exponent - 1) / 2). The power of G is an integral
-    of shifted inverses, which is approximated by a sum of about thirty inverses, computed with
-    Cholesky factors. Since G contains squares of the singular values, it is computed in float64.
-    Errors are below 1e-5 of the largest singular value. Singular values below 1e-6 of the largest
-    one are increased less than by `gray_by_svd`.
+    of weighted inverses of G + t I over t. The integral is approximated by a sum of about thirty
+    inverses, which are computed with Cholesky factors. Since G contains squares of the singular
+    values, it is computed in float64. Errors are below 1e-5 of the largest singular value. Singular
+    values below 1e-6 of the largest one are increased less than by `gray_by_svd`.
 
-    The gradients are those of the sum, without singular values in a denominator. They recompute all
-    intermediate values. There are no second derivatives. The cost is that of thirty Cholesky
-    factors and inverses of the size of the shorter side. The memory is a few times 8 batch size^2
-    bytes.
+    The backward pass differentiates the sum, without singular values in a denominator, and
+    recomputes all intermediate values. There are no second derivatives. The cost is that of thirty
+    Cholesky factors and inverses of the size of the shorter side. The memory is a few times 8 batch
+    size^2 bytes.
 
     Args:
         x: One matrix for each image.
         exponent: Exponent in (0, 1].
 
-    Source: equation 5.18 of Higham, "Functions of matrices", 2008, integrated over the logarithm
-    by the trapezoidal rule.
+    Source: equation 5.18 of Higham, "Functions of matrices", 2008, integrated over log t by the
+    trapezoidal rule.
     """
     if exponent == 1:
         return x
@@ -245,8 +251,8 @@ class _GrayByCholesky(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient for the tokens.
 
-        A term x R with R = (x^T x + t)^-1 contributes g R - x R (x^T g + g^T x) R. The derivative
-        of the largest eigenvalue is the projector on its eigenvectors.
+        For an incoming gradient g, a term x R with R = (x^T x + t)^-1 contributes g R - x R (x^T g
+        + g^T x) R. The derivative of the largest eigenvalue is the projector on its eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent
         with disable_autocast(tokens.device):
@@ -268,9 +274,10 @@ class _GrayByCholesky(torch.autograd.Function):
 
 
 def _scale_gram(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
-    """Return x^T x divided by its largest eigenvalue, this eigenvalue, and a projector.
+    """Return x^T x divided by its largest eigenvalue, the largest eigenvalue, and a projector.
 
-    The projector on the eigenvectors of the eigenvalue is a high power of x^T x with trace 1.
+    The projector on the eigenvectors of the largest eigenvalue is a high power of x^T x, divided by
+    its trace.
     """
     gram = x.mT @ x
     projector = _normalise_trace(gram)
@@ -297,9 +304,9 @@ def _normalise_trace(matrix: Square) -> Square:
 def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
     """Return the approximation l^-power = sum of w / (l + t) + c - d l for eigenvalues l <= 1.
 
-    The poles t are a geometric sequence. All smaller poles are replaced by one pole with the same
-    sum and the same mean. The sum over all larger poles is replaced by two terms of its
-    power series.
+    The exact sum has infinitely many poles t, which form a geometric sequence. The smallest poles
+    are replaced by one pole with the sum of their weights and their mean position. The sum over the
+    largest poles is replaced by c - d l, two terms of its power series.
 
     Returns:
         The identity matrix, the pairs (t, w), c and d.

@@ -1,9 +1,13 @@
 """Initial weights of blocks and of depthwise filters.
 
-An initialiser is a dataclass. Its fields are the options in `model.init_options`. All weights are
-drawn in float64 and rounded once at the end. The matrices of a block follow the row-vector
-convention y = x W of the papers, so `nn.Linear.weight` is W transposed (see `set_block`). Biases of
-a block are 0. The pixels of a filter are in row-major order.
+An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
+initialiser, enter its class in `INITIALISERS` or in `FILTER_INITIALISERS`. If models of timm
+support the initialiser, also enter its name in timm_config.py.
+
+Initialisers draw in float64, and each weight is rounded once when it is stored. In contrast,
+`draw_uniform` draws directly in the dtype of the layer. The matrices of a block follow the
+row-vector convention y = x W of the papers, so `nn.Linear.weight` is the transpose of W. The pixels
+of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +31,7 @@ Covariance = Float64[Tensor, "pixels pixels"]
 Number = Annotated[float, Bounds(-1000, 1000)]
 Noise = Literal["normal", "uniform"]
 _DEFAULT_STD = 0.02
-# Lower bound of squared singular values, so that a zero matrix has zero factors instead of 0 / 0.
+# Lower bound of squared singular values, so that the factors of a zero matrix are 0 and not NaN.
 _TINY = 1e-300
 
 
@@ -35,8 +39,8 @@ _TINY = 1e-300
 class AttentionWeights:
     """Weights of an attention sub-block.
 
-    The columns of query, key and value are those of the first head, then those of the second, and
-    so on.
+    The first columns of query, key and value belong to the first head, the next ones to the second
+    head, and so on.
     """
 
     query: Float64[Tensor, "dim dim"]
@@ -52,7 +56,7 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 class DefaultInit:
     """Normal distribution with standard deviation 0.02, cut at -2 and 2 as in DINO and timm.
 
-    All other initialisers of blocks are subclasses.
+    The class is the base class of all other initialisers of blocks.
 
     Attributes:
         min_heads: Smallest number of heads that the initialiser supports.
@@ -82,24 +86,24 @@ class DefaultInit:
 
 @dataclass(frozen=True)
 class SkiplessInit(DefaultInit):
-    """Initialisation of "Cutting the Skip", with which encoders without skips can be trained.
+    """Initialisation of "Cutting the Skip" for encoders without skip connections.
 
-    For each head, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I.
+    For a head of width d_h, W_Q W_K^T is the best approximation of alpha Z + beta I with rank d_h.
 
     Attributes:
         alpha: Factor of the noise Z in W_Q W_K^T.
         beta: Factor of the identity in W_Q W_K^T.
-        c: Scale of W_V and of W_O. Their product is c^2 times an orthogonal matrix. If a LayerNorm
-            follows, c does not change the forward pass and only changes the relative learning rate.
+        c: Factor of the orthogonal matrices in W_V and W_O. If a LayerNorm follows, c does not
+            change the forward pass and only changes the relative learning rate.
         noise: Distribution of Z, with variance 1 / dim. The paper uses "normal".
         cancel_logit_scale: Multiply both W_Q and W_K by d_h^(1/4), which cancels the usual factor
-            1 / sqrt(d_h) of the logits. The paper's formulas have no such factor, but short runs
-            trained better with it.
-        suo_gain: Multiply the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+            1 / sqrt(d_h) of the logits. The paper's formulas omit this factor, but short runs
+            trained better with the factor.
+        suo_gain: Multiply the orthogonal matrices of the MLP by max(sqrt(outputs / inputs), 1).
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5. The defaults
-    are its values for ViT-S with DINO. Its supervised ViT-B has alpha 2, beta 0.6 and c 3. The
-    paper does not state the last two options.
+    are the paper's values for ViT-S with DINO. The paper's supervised ViT-B has alpha 2, beta 0.6
+    and c 3. The paper mentions neither `cancel_logit_scale` nor `suo_gain`.
     """
 
     alpha: Number = 1.8
@@ -128,7 +132,7 @@ class SkiplessInit(DefaultInit):
 class MimeticInit(DefaultInit):
     """Attention similar to that of trained models: W_Q W_K^T near I, and W_V W_O near -I.
 
-    The thesis combines it with `position_embedding=sinusoidal`. The MLP has the default
+    The thesis adds `position_embedding=sinusoidal`. The MLP has the default
     initialisation.
 
     Attributes:
@@ -141,8 +145,8 @@ class MimeticInit(DefaultInit):
             W_O ("vo"). The other matrices have the default initialisation.
 
     Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
-    3.15 has Sigma without a square root for W_V. We use the square root on both sides, as the text
-    of the thesis does.
+    3.15 has Sigma without a square root for W_V. We use the square root for W_V and W_O, as the
+    text of the thesis does.
     """
 
     alpha1: Number = 0.7
@@ -185,11 +189,12 @@ class XavierInit(DefaultInit):
 class OsaInit(DefaultInit):
     """Initialisation of orthogonal self-attention near the identity, for at least two heads.
 
-    For each head, [W_Q, W_K] is uniform among the dim x 2 d_v matrices with orthonormal columns.
-    W_V and W_O^T are uniform among those with d_v columns. The MLP is that of `SkiplessInit`.
+    For a head of width d_v, [W_Q, W_K] is uniform among all dim x 2 d_v matrices with orthonormal
+    columns. W_V and W_O^T are uniform among all dim x d_v matrices with orthonormal columns. The
+    weights of the MLP are those of `SkiplessInit`.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small initial alpha of
-    section 4.3 is a parameter of `ssl_bench.models.OrthogonalAttention`.
+    section 4.3 is an argument of `ssl_bench.models.OrthogonalAttention`.
     """
 
     min_heads: ClassVar[int] = 2
@@ -212,9 +217,9 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a generator for optional draws, so that they do not change later draws.
+    """Return a generator for optional draws, which must not change later draws.
 
-    Its seed is the bit pattern of a weight.
+    The seed of the generator is the bit pattern of the first weight.
     """
     return Generator().manual_seed(int(weights[0, 0].view(torch.int64)))
 
@@ -229,7 +234,7 @@ INITIALISERS: dict[str, type[DefaultInit]] = {
 
 
 @torch.no_grad()
-def set_block(
+def draw_block(
     block: nn.Module,
     initialiser: DefaultInit,
     generator: Generator,
@@ -240,11 +245,11 @@ def set_block(
     """Draw the weights of a block in place, and set its biases to 0.
 
     The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO
-    and timm. The cost of "skipless" and "mimetic" for each head is cubic in dim. For `mlp_mean` and
-    `mlp_input_std` see `ViTConfig`.
+    and timm. The cost of "skipless" and "mimetic" for each head is cubic in dim. `ViTConfig`
+    describes `mlp_mean` and `mlp_input_std`.
 
-    Source of these two: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40 and
-    3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
+    Source of `mlp_mean` and `mlp_input_std`: Trockman, "Mimetic initialization" (2025), section
+    3.4, equations 3.40 and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
     """
     # Blocks of this suite and of timm have no base class in common.
     parts: Any = block
@@ -266,9 +271,9 @@ def set_block(
 def _noisy_identity_heads(
     dim: int, num_heads: int, generator: Generator, *, alpha: float, beta: float, noise: str
 ) -> tuple[Float64[Tensor, "dim dim"], Float64[Tensor, "dim dim"]]:
-    """Return W_Q and W_K, where each head approximates alpha Z + beta I with its own Z.
+    """Return W_Q and W_K. In each head, their product approximates alpha Z + beta I.
 
-    The cost for each head is cubic in dim.
+    Each head has its own Z. The cost for each head is cubic in dim.
     """
     head_dim = dim // num_heads
     queries, keys = [], []
@@ -287,7 +292,7 @@ def balanced_factors(
     """Return (U sqrt(S), V sqrt(S)) for the `rank` largest singular values of M = U S V^T.
 
     The factors are computed from eigenvectors of M^T M. Their product is as exact as with a full
-    SVD. For dim 384 and rank 64, this is 8 times faster.
+    SVD. For dim 384 and rank 64, the computation is 8 times faster than a full SVD.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()
@@ -330,7 +335,7 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 
 @dataclass(frozen=True)
 class UniformFilters:
-    """Independent weights between -1 / size and 1 / size, as in PyTorch."""
+    """Independent, uniform weights between -1 / size and 1 / size, as in PyTorch."""
 
     def filters(
         self,
@@ -379,8 +384,7 @@ class CovarianceFilters(UniformFilters):
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
         root = positive_root(filter_covariance(size, self.sigma(depth)))
-        normal = torch.randn(count, size**2, generator=generator, dtype=torch.float64)
-        return (normal @ root).unflatten(1, (size, size))
+        return (_normal(count, size**2, generator) @ root).unflatten(1, (size, size))
 
 
 FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {
@@ -423,17 +427,18 @@ def draw_convolutions(
 def filter_covariance(size: int, sigma: float) -> Covariance:
     """Return the covariance of the pixels of a filter, which may have negative eigenvalues.
 
-    Let z_p be the Gaussian exp(-r^2 / (2 sigma)) around the centre at pixel p, and c_pq the
-    Gaussian around pixel p at pixel q. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by
-    equation 3.10 of Trockman's thesis in the pixel order of equation 3.1.
+    A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
+    at pixel p if the peak is at the centre, and c_pq the value at pixel q if the peak is at pixel
+    p. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by equation 3.10 of Trockman's thesis in
+    the pixel order of equation 3.1.
 
-    Where equations of the thesis disagree, its figure A.3 decides:
+    Where equations of the thesis disagree, we follow figure A.3 of the thesis:
 
-    - Indices start at 0. With those of equation 3.5, which start at 1, the peak would be one pixel
+    - Pixel indices start at 0. In equation 3.5 they start at 1, so that the peak would be one pixel
       before the centre of the filter.
     - The Gaussian of equation 3.6 is shifted to have its peak at pixel p, with periodic boundaries.
       With equation B.1, the peak would be at the mirror image of p.
-    - The factor 1/2 is that of equation 3.10. Equation 3.9 omits it.
+    - The factor 1/2 of equation 3.10 is included, although equation 3.9 omits it.
 
     Args:
         size: Number of pixels along a side, an odd number.
@@ -457,15 +462,15 @@ def positive_root(covariance: Covariance) -> Covariance:
     """Return the symmetric square root of the nearest positive semi-definite matrix.
 
     The symmetric root is unique, although these matrices have many equal eigenvalues with arbitrary
-    eigenvectors. In contrast, NumPy's `multivariate_normal`, which figure A.4 of the thesis calls,
-    changes the sign of negative eigenvalues instead of setting them to 0.
+    eigenvectors. The code in figure A.4 of the thesis calls NumPy's `multivariate_normal` instead,
+    which changes the sign of negative eigenvalues and does not set them to 0.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
-    """Return the initialiser with a name, or raise ConfigurationError for an illegal option."""
+    """Return an initialiser. Raise ConfigurationError for an unknown name or an illegal option."""
     if name not in kinds:
         message = f"unknown model.init={name}"
         raise unknown_name_error(message, name, kinds, hint=("model.init={near}",))
@@ -483,7 +488,7 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
 
 
 def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of an initialiser. Absent and None options have their default values."""
+    """Return all options of an initialiser, with defaults for options that are absent or None."""
     kind: Any = {**INITIALISERS, **FILTER_INITIALISERS}.get(name, DefaultInit)
     return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
@@ -504,13 +509,13 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
         The same model.
 
     Raises:
-        ConfigurationError: The blocks have other names, or an option is not allowed.
+        ConfigurationError: The model lacks one of these modules, or an option is illegal.
     """
     return _draw_blocks(model, "skipless", seed, options)
 
 
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Initialise the blocks of a ViT in place with `MimeticInit`. See `skipless_`."""
+    """Initialise the blocks of a ViT in place with `MimeticInit`, as `skipless_` does."""
     return _draw_blocks(model, "mimetic", seed, options)
 
 
@@ -524,7 +529,7 @@ def _draw_blocks(model: Model, name: str, seed: int, options: dict[str, Any]) ->
         )
     for block in blocks:
         try:
-            set_block(block, initialiser, generator)
+            draw_block(block, initialiser, generator)
         except AttributeError as error:
             raise ConfigurationError(
                 f"expected blocks with attn.qkv, attn.proj, attn.num_heads, mlp.fc1 and mlp.fc2, "

@@ -1,7 +1,7 @@
 """Attention without a softmax: linear attention and orthogonal self-attention.
 
-Orthogonal self-attention rotates the tokens instead of averaging them. Its matrix functions are at
-the end of the file. On a GPU they only use batched products and factorisations.
+Orthogonal self-attention rotates the tokens instead of averaging them. On a GPU, its matrix
+functions only use batched products and factorisations.
 """
 
 import math
@@ -57,15 +57,15 @@ class OrthogonalAttention(nn.Module):
         dim: Width of the tokens.
         num_heads: Number of heads.
         basis: Method that computes B. "qr" is the reduced QR decomposition. "newton_schulz" is six
-            iterations that start from M / ||M||_F. They shorten directions with small singular
-            values, so A is only approximately orthogonal.
+            iterations that start from M / ||M||_F. The iterations shorten directions with small
+            singular values, so A is only approximately orthogonal.
         alpha: Initial value of the factor alpha, which each head learns.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients of the
-    QR decomposition differ from the paper. There they are divided by the diagonal of R and explode
-    near rank deficiency. Since exp(S) does not depend on the basis, the basis is constant here.
-    Components outside its span are included to first order, which gives the same derivative without
-    a division.
+    QR decomposition differ from the paper. In the paper, these gradients are divided by the
+    diagonal of R and explode near rank deficiency. Here the basis has no gradients, because exp(S)
+    does not depend on it. Components outside the span of the basis are included to first order,
+    which gives the same derivative without a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -138,7 +138,7 @@ def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1
 
 
 def _turn(m: Columns) -> Columns:
-    """Return [-K, Q] for [Q, K]. Its product with [Q, K]^T is Q K^T - K Q^T."""
+    """Return [-K, Q] for M = [Q, K]. The product [-K, Q] M^T is Q K^T - K Q^T."""
     q, k = m.chunk(2, dim=-1)
     return torch.cat([-k, q], dim=-1)
 
@@ -148,8 +148,8 @@ def newton_schulz_basis(
 ) -> Float[Tensor, "*batch tokens rank"]:
     """Iterate M <- M (3 I - M^T M) / 2 from M / ||M||_F. The singular values stay in [0, 1].
 
-    All iterates are M times a polynomial of M^T M, so their cost does not depend on the number of
-    tokens.
+    Each iterate is M times a polynomial of M^T M, so the cost of an iteration does not depend on
+    the number of tokens.
     """
     norm = torch.linalg.matrix_norm(m, keepdim=True)
     start = m / (norm + _NORM_FLOOR)
@@ -164,7 +164,7 @@ def newton_schulz_basis(
 
 
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
-    """Return an orthonormal basis of a space that contains the columns. It has no gradients.
+    """Return an orthonormal basis, without gradients, of a space that contains the columns.
 
     The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
     PyTorch would decompose the matrices of a batch one by one.
@@ -176,7 +176,7 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
 
 @torch.no_grad()
 def cholesky_basis(m: Columns) -> Columns:
-    """Return M R^-1 with R^T R = M^T M + shift I, computed twice, in float64.
+    """Replace M by M R^-1 with R^T R = M^T M + shift I twice, in float64, and return the result.
 
     All products, Cholesky factors and triangular solutions are batched, and the host does not wait
     for the device. The shift allows singular matrices. A direction with a singular value of at
@@ -200,13 +200,13 @@ def cholesky_basis(m: Columns) -> Columns:
 def phi(skew: Square) -> Square:
     """Return (exp(S) - I) S^-1, the sum of S^n / (n + 1)!, for skew-symmetric S.
 
-    S may be singular. The Taylor polynomial of S / 2^n is followed by n steps phi(2 X) = phi(X) +
-    phi(X) X phi(X) / 2. Since all steps are products, the gradients cost twice as much as the
-    values. The gradients of `torch.matrix_exp` need the exponential of a matrix of twice the size.
-    In float32 on CUDA, and in compiled code, the result is that of `phi_without_waiting`.
+    S may be singular. A Taylor polynomial gives phi(S / 2^n). Then n steps compute phi(2 X) =
+    phi(X) + phi(X) X phi(X) / 2. Since all steps are products, the gradients cost twice as much as
+    the values. The gradients of `torch.matrix_exp` need the exponential of a matrix of twice the
+    size. In float32 on CUDA, and in compiled code, `phi_without_sync` is called instead.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
-        return phi_without_waiting(skew)
+        return phi_without_sync(skew)
     doublings = _doublings(skew, _MOST_DOUBLINGS)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
     # The host waits for this number. Tensors on the meta device, which count FLOPs, have no values.
@@ -214,25 +214,25 @@ def phi(skew: Square) -> Square:
     return _double(small, doublings, count, torch.matmul, _identity(skew))
 
 
-def phi_without_waiting(skew: Square) -> Square:
-    """Return the same bits as `phi` without reading values, with the maximum number of doublings.
+def phi_without_sync(skew: Square) -> Square:
+    """Return the same bits as `phi`. The host does not wait for values on the device.
 
-    The norm of S has no bound, because queries, keys and their factor are learned. Above a norm of
-    1e5 in float32 (16 doublings), rounding changes angles by 2^-7. There the result is phi(w S) w
-    with a factor w that reduces the norm to this limit, so phi(S) S + I remains a rotation. The
-    gradient treats w as constant and recomputes all intermediate values to save memory. It has no
-    derivative.
+    The number of doublings is always the maximum. The norm of S has no bound, because queries, keys
+    and their factor are learned. Above a norm of 1e5 in float32 (16 doublings), rounding changes
+    angles by 2^-7. For such S, the result is phi(w S) w with a factor w that reduces the norm to
+    1e5, so phi(S) S + I remains a rotation. The gradient treats w as constant and recomputes all
+    intermediate values to save memory. There is no second derivative.
     """
     return _Phi.apply(skew)
 
 
 def most_doublings(dtype: torch.dtype) -> int:
-    """Return the number of doublings in `phi_without_waiting`."""
+    """Return the number of doublings in `phi_without_sync`."""
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
 class _Phi(torch.autograd.Function):
-    """The function `phi_without_waiting` and its gradient."""
+    """The function `phi_without_sync` and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, skew: Tensor) -> Tensor:
@@ -244,7 +244,8 @@ class _Phi(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The adjoint of the derivative at S is the derivative at S^T."""
+        """Return the derivative at S^T in the direction of the gradient."""
+        # The adjoint of the derivative at S is the derivative at S^T.
         skew, gradient = ctx.saved_tensors[0].mT, gradients[0]
         factor, doublings = _choose_scaling(skew)
         identity = _identity(skew).expand_as(skew)
@@ -267,7 +268,7 @@ def _choose_scaling(
 def _product_rule(
     left: Float[Tensor, "2 *batch rank rank"], right: Float[Tensor, "2 *batch rank rank"]
 ) -> Float[Tensor, "2 *batch rank rank"]:
-    """Multiply two matrices, each stacked with its derivative."""
+    """Return a product and its derivative. Each factor is stacked with its own derivative."""
     change = left[1] @ right[0] + left[0] @ right[1]
     return torch.stack([left[0] @ right[0], change])
 
@@ -285,7 +286,7 @@ def _double(
 
 
 def _doublings(skew: Square, most: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often each matrix must be halved until the polynomial is exact up to rounding."""
+    """Return how often to halve each matrix until its Taylor polynomial is exact up to rounding."""
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, most).long()
 
@@ -296,7 +297,7 @@ def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the norm up to which the polynomial is exact up to rounding."""
+    """Return the largest norm for which the Taylor polynomial is exact up to rounding."""
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 

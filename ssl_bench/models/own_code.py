@@ -1,4 +1,4 @@
-"""A digest of the code of a user's module, because another forward pass is another encoder."""
+"""A digest of the code of a user's module. Modules with different code are different encoders."""
 
 import dis
 import functools
@@ -19,61 +19,59 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import PACKAGES
 
-_STANDARD = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+_STANDARD_LIBRARY = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtype, np.generic, Enum)
 
 
 def code_sha256(module: nn.Module) -> str:
     """Return the sha256 of the code that a module runs.
 
-    For users' classes and functions, the digest covers their source, and the globals, closures and
-    defaults that they use, recursively through containers, partial functions and objects. For
-    classes of installed packages, it covers the source of the module's own classes.
+    The digest covers the source of users' classes and functions. It also covers the globals,
+    closures and defaults that the functions use, including values in containers, partial functions
+    and objects. From installed packages, it covers only the classes of the module and its
+    submodules.
     """
-    code = _Code()
+    code = _CodeLines()
     for part in module.modules():
         for kind in type(part).__mro__:
-            if _is_own(kind):
+            if _is_user_code(kind):
                 code.add_value(kind.__qualname__, kind)
             elif kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                code.add(_source(kind))
-        # Methods that are replaced on an instance, such as a patched forward.
+                code.lines.add(_source(kind))
+        # Functions that are assigned to an instance, such as a patched forward.
         for name, value in vars(part).items():
             if callable(value) and not isinstance(value, nn.Module):
                 code.add_value(name, value)
     return sha256("\n".join(sorted(code.lines)).encode()).hexdigest()
 
 
-class _Code:
-    """Lines that describe all code and values found so far.
+class _CodeLines:
+    """Lines of text that describe code and values.
 
-    They are sorted later, because the order of modules depends on their names.
+    The lines are a set, because the order of modules depends on their names.
     """
 
     def __init__(self) -> None:
         self.lines: set[str] = set()
-        # Keeps the objects alive, so that no two of them have the same id.
+        # Visited objects by their id. The reference keeps an object alive, so no id is used twice.
         self._seen: dict[int, Any] = {}
 
-    def add(self, line: str) -> None:
-        self.lines.add(line)
-
     def add_value(self, name: str, value: Any) -> None:
-        """Add a value under a name, and the values that it consists of."""
+        """Add the line of a value with a name, and the lines of all values that it contains."""
         if value is None or isinstance(value, _CONSTANTS):
-            self.add(f"{name} = {value!r}")
+            self.lines.add(f"{name} = {value!r}")
             return
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor | np.ndarray):
-            self.add(f"{name} = {_tensor_digest(value)}")
+            self.lines.add(f"{name} = {_tensor_digest(value)}")
         elif isinstance(value, Mapping):
             for key, inside in list(value.items()):
                 self.add_value(f"{name}[{key}]" if isinstance(key, _CONSTANTS) else name, inside)
         elif isinstance(value, (list, tuple, set, frozenset)):
             for place, inside in enumerate(value):
-                # Sets have no order.
+                # Items of a set have no index, because sets have no order.
                 self.add_value(
                     f"{name}[{place}]" if isinstance(value, (list, tuple)) else name, inside
                 )
@@ -89,29 +87,29 @@ class _Code:
             self._add_function(name, value)
         elif isinstance(value, type):
             self._add_class(name, value)
-        elif _is_own(type(value)) or isinstance(value, nn.Module):
+        elif _is_user_code(type(value)) or isinstance(value, nn.Module):
             self.add_value(name, type(value))
             for key, inside in getattr(value, "__dict__", {}).items():
                 if key != "training":
                     self.add_value(f"{name}.{key}", inside)
         else:
-            self.add(f"{name} is a {type(value).__qualname__}")
+            self.lines.add(f"{name} is a {type(value).__qualname__}")
 
     def _add_function(self, name: str, function: FunctionType) -> None:
-        if not _is_own(function):
-            self.add(f"{name} is {function.__qualname__}")
+        if not _is_user_code(function):
+            self.lines.add(f"{name} is {function.__qualname__}")
         else:
-            self.add(_source(function.__code__))
+            self.lines.add(_source(function.__code__))
             for key, value in _used_values(function):
                 self.add_value(key, value)
-        # The function that a decorator of a package wraps.
+        # A decorator of a package keeps the user's function in `__wrapped__`.
         self.add_value(name, getattr(function, "__wrapped__", None))
 
     def _add_class(self, name: str, kind: type) -> None:
-        if not _is_own(kind):
-            self.add(f"{name} is {kind.__qualname__}")
+        if not _is_user_code(kind):
+            self.lines.add(f"{name} is {kind.__qualname__}")
             return
-        self.add(f"class {kind.__qualname__}")
+        self.lines.add(f"class {kind.__qualname__}")
         for base in kind.__bases__:
             self.add_value(f"base of {kind.__qualname__}", base)
         for key, value in list(vars(kind).items()):
@@ -131,9 +129,9 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
 
 
 def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals, closures and defaults that a function uses, by name.
+    """Yield the name and the value of the globals, closures and defaults that a function uses.
 
-    For users' modules, the attributes that the function names are yielded instead of the module.
+    If a global is a user's module, yield the attributes of the module that the function names.
     """
     codes, names, attributes = [function.__code__], set[str](), set[str]()
     for code in codes:
@@ -143,14 +141,14 @@ def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
     values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        # A cell that is not filled yet has no contents.
+        # The variable of a closure may have no value yet.
         with suppress(ValueError):
             values[name] = cell.cell_contents
     values["defaults"] = [function.__defaults__, function.__kwdefaults__]
     for name, value in sorted(values.items()):
         if not isinstance(value, ModuleType):
             yield name, value
-        elif _is_own(value):
+        elif _is_user_code(value):
             for inside in sorted(attributes & vars(value).keys()):
                 yield inside, vars(value)[inside]
 
@@ -160,12 +158,13 @@ def _source(value: type | CodeType) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         # The source is not available, as for functions made by exec.
-        name = value.co_qualname if isinstance(value, CodeType) else value.__qualname__
-        return f"{name} {value.co_code.hex()}" if isinstance(value, CodeType) else name
+        if isinstance(value, CodeType):
+            return f"{value.co_qualname} {value.co_code.hex()}"
+        return value.__qualname__
 
 
-def _is_own(value: type | FunctionType | ModuleType) -> bool:
-    """Whether an object belongs to neither Python, an installed package nor this suite."""
+def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
+    """Return whether an object belongs to neither Python, an installed package nor this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False
@@ -174,4 +173,4 @@ def _is_own(value: type | FunctionType | ModuleType) -> bool:
     file = getattr(sys.modules[name], "__file__", None)
     if file is None or {"site-packages", "dist-packages"}.intersection(Path(file).parts):
         return False
-    return not any(map(Path(file).is_relative_to, _STANDARD))
+    return not any(map(Path(file).is_relative_to, _STANDARD_LIBRARY))

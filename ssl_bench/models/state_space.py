@@ -1,32 +1,33 @@
 """Mamba 1 and 2, which predict the next token of a sequence, and their initialisation.
 
-A block mixes tokens by a short convolution and a state space. For a channel with decay A < 0 and
-with the steps Delta, keys B and queries C of each token, the state h and the output y are
+A block mixes tokens by a short convolution and a state space. Each channel has a decay A < 0, and
+each token has steps Delta, keys B and queries C. The state h and the output y of a channel are
 
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
 Equivalently, y = M x with M_ij = Delta_j sum_n C_in B_jn exp(A_n (Delta_(j+1) + ... + Delta_i)) for
-j <= i, and M_ij = 0 for j > i. The scans at the end of the file compute y by the recurrence, by the
-matrix M, or by a combination of them.
+j <= i, and M_ij = 0 for j > i. `scan_channels` computes y by the recurrence. `scan_heads` combines
+the recurrence with products by M.
 
 Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. In equations 3.27 and
-3.28 of Trockman's thesis (2025), the output is delayed by one token, and the mask 1{i <= j} of
-equation 3.34 is that of the transpose. Here an output depends on its own token and earlier tokens.
+3.28 of Trockman's thesis (2025), the output is delayed by one token. The mask 1{i <= j} in equation
+3.34 belongs to the transpose of M. Here an output depends on its own token and earlier tokens.
 
-The initial weights are those of the authors. Mimetic initialisation then changes up to four parts
-of a layer, so that it resembles linear attention whose queries equal its keys:
+Initial weights are drawn as the authors of Mamba do. Mimetic initialisation then changes up to four
+parts of a layer, so that the layer resembles linear attention whose queries equal its keys:
 
-1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1,
-   as for one of the N states in Mamba 1, and approximately for some heads in Mamba 2. With
+1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1. In
+   Mamba 1, one of the N states has a = 1. In Mamba 2, a is close to 1 for some heads. With
    `state_decay=constant`, A is -exp(-8) everywhere.
-2. "step": Delta = softplus(b) = 1 with b = log(e - 1), and weights divided by 100.
+2. "step": the bias of the steps is log(e - 1), whose softplus is 1. The weights of the steps are
+   divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.
-4. "convolution": the last tap is 1, and all other taps and the bias are 0. With the first tap
+4. "convolution": the last tap is 1, and all other taps and the bias are 0. If the first tap were 1
    instead, the convolution would delay its input by three tokens.
 
 Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
 could also hold during training. Here A_log is multiplied by -c once, before training. The thesis
-does not define "W_Delta near 0". Here it means 1/100 of the drawn weights. In Mamba 1, only the
+does not define "W_Delta near 0". Here W_Delta is 1/100 of the drawn weights. In Mamba 1, only the
 second factor of W_Delta is reduced, because two factors of zero would never be trained.
 """
 
@@ -60,11 +61,11 @@ _DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Part)
 _EXPONENT = 8.0
 _EMBEDDING_STD = 0.02
 # Factor of the weights of the steps with the part "step".
-_STEP_SHARE = 0.01
+_STEP_FACTOR = 0.01
 # The softplus of this number is 1.
 _UNIT_STEP_BIAS = math.log(math.e - 1)
-_LEAST_STEP, _LARGEST_STEP = 0.001, 0.1
-# Upper bound of the initial decays of the heads of Mamba 2. The lower bound is 1.
+_SMALLEST_STEP, _LARGEST_STEP = 0.001, 0.1
+# Upper bound of the initial -A of the heads of Mamba 2. The lower bound is 1.
 _LARGEST_DECAY = 16.0
 
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -81,13 +82,13 @@ class StateSpaceConfig(EncoderConfig):
         version: "mamba1" has a step for each channel, and a decay for each number in its state.
             "mamba2" has one step and one decay for each head.
         num_states: Size of the state of a channel. The thesis uses 32 for Mamba 1.
-        head_width: Channels of a head of Mamba 2.
+        head_width: Number of channels in a head of Mamba 2.
         num_tokens: Size of the vocabulary, including marks that are not letters.
         mimetic: Parts of mimetic initialisation. An empty list means the initialisation of the
             authors.
         mimetic_layers: Blocks with mimetic initialisation, counted from 0. None means all blocks.
-        state_decay: Value of the part "decay". "power" is the drawn decay to the power of -8, and
-            "constant" is exp(-8).
+        state_decay: Value of A with the part "decay". "power" replaces the drawn A = -a by -a^-8,
+            and "constant" replaces it by -exp(-8).
 
     Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
     """
@@ -131,10 +132,10 @@ class StateSpaceConfig(EncoderConfig):
         layers = range(self.depth) if self.mimetic_layers is None else self.mimetic_layers
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, StateSpaceBlock)
-            _draw(block.mixer, self.depth, generator)
-            # The changes draw no numbers, so all other weights do not depend on them.
+            _draw_mixer(block.mixer, self.depth, generator)
+            # Mimetic parts draw no numbers, so other weights do not depend on `mimetic_layers`.
             if layer in layers:
-                _mimic(block.mixer, self)
+                _apply_mimetic_parts(block.mixer, self)
         return model
 
     def build_empty(self) -> "StateSpaceModel":
@@ -151,15 +152,17 @@ class StateSpaceConfig(EncoderConfig):
 
 
 def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
-    """Convolve each channel with the preceding tokens. The last tap belongs to the token itself."""
+    """Convolve each channel over four tokens. The last tap belongs to the current token."""
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
 
 class Mamba1Mixer(nn.Module):
-    """W3 (S(x) silu(z)) with (x, z) = W1 u, where S is a convolution, silu and a scan.
+    """Mixer of Mamba 1, which computes W3 (S(x) silu(z)) with (x, z) = W1 u.
 
-    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of the thesis omits the skip connection
-    D x of the scan and the norm of the block, which are included here.
+    S is a convolution, then silu, then a scan.
+
+    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis omits the skip
+    connection D x of the scan and the norm of the block, which are included here.
     """
 
     def __init__(self, config: StateSpaceConfig) -> None:
@@ -170,7 +173,7 @@ class Mamba1Mixer(nn.Module):
         self.conv = nn.Conv1d(channels, channels, _TAPS, groups=channels)
         self.selection = nn.Linear(channels, self.rank + 2 * states, bias=False)
         self.step = nn.Linear(self.rank, channels)
-        # A vector, because optimizers do not decay vectors. A value of 0 would mean A = -1.
+        # log(-A). It is a vector, because vectors have no weight decay, which would pull A to -1.
         self.log_decay = nn.Parameter(torch.empty(channels * states))
         self.scan_skip = nn.Parameter(torch.empty(channels))
         self.out_proj = nn.Linear(channels, config.dim, bias=False)
@@ -211,7 +214,9 @@ class Mamba1Mixer(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u, where x, B and C are convolved.
+    """Mixer of Mamba 2, which computes W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u.
+
+    x, B and C are convolved, then silu is applied. S is a scan.
 
     Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
     """
@@ -294,15 +299,15 @@ class StateSpaceModel(EncoderModule):
     def forward(
         self, tokens: Int64[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens choices"]:
-        """Return the logits of the next token at each position. They ignore later tokens."""
+        """Return the logits of the next token at each position, from this and earlier tokens."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden) @ self.embedding.weight.T
 
 
-def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
-    """Draw the initial weights of the authors. Output weights decrease with the model's depth."""
+def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
+    """Draw weights as the authors of Mamba do. Output weights are divided by sqrt(depth)."""
     draw_uniform(mixer.in_proj, generator)
     draw_uniform(mixer.out_proj, generator)
     mixer.out_proj.weight.div_(math.sqrt(depth))
@@ -313,24 +318,24 @@ def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
         nn.init.uniform_(
             mixer.step.weight, -(mixer.rank**-0.5), mixer.rank**-0.5, generator=generator
         )
-        decays = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
+        rates = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
     else:
-        decays = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
-    mixer.log_decay.copy_(decays.log())
-    low, high = math.log(_LEAST_STEP), math.log(_LARGEST_STEP)
+        rates = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
+    mixer.log_decay.copy_(rates.log())
+    low, high = math.log(_SMALLEST_STEP), math.log(_LARGEST_STEP)
     steps = torch.empty_like(mixer.step_bias).uniform_(low, high, generator=generator).exp()
     mixer.step_bias.copy_(steps.expm1().log())
     mixer.scan_skip.fill_(1)
 
 
-def _mimic(mixer: Mixer, config: StateSpaceConfig) -> None:
+def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
     """Apply the parts of mimetic initialisation that the configuration contains."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
             mixer.log_decay.fill_(-_EXPONENT)
     if _STEP in config.mimetic:
-        mixer.step_weight.mul_(_STEP_SHARE)
+        mixer.step_weight.mul_(_STEP_FACTOR)
         mixer.step_bias.fill_(_UNIT_STEP_BIAS)
     if _CORRELATION in config.mimetic:
         mixer.queries_weight.add_(mixer.keys_weight).div_(2)
@@ -351,7 +356,7 @@ def scan_channels(
 ) -> PerChannel:
     """Compute the output of Mamba 1 by the recurrence.
 
-    Matrices would take ten times as long, because each channel has its own.
+    Products by M would take ten times as long, because each channel has its own matrix.
 
     The steps are positive, and the decay A is at most 0. The states of `chunk` tokens are in memory
     at the same time.
@@ -373,7 +378,7 @@ def scan_channels(
 def channel_mixing(
     steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch channels tokens tokens"]:
-    """Return the matrix M of each channel of Mamba 1, whose rows belong to outputs."""
+    """Return the matrix M of each channel of Mamba 1. Its rows belong to outputs."""
     logs = (steps[..., None] * decay).cumsum(1)
     between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
     products = torch.einsum("bin,bjn,bijcn->bcij", queries, keys, between)
@@ -392,8 +397,8 @@ def scan_heads(
     """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
 
     The steps are positive, and the decay A is at most 0. The memory grows with the square of the
-    chunk size. With a single chunk, this is the matrix form, and with chunks of one token, the
-    recurrence.
+    chunk size. A single chunk is computed by the matrix M alone, and chunks of one token by the
+    recurrence alone.
     """
     outputs = []
     batch, _, heads, width = inputs.shape
@@ -413,7 +418,7 @@ def scan_heads(
 def head_mixing(
     steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch heads tokens tokens"]:
-    """Return the matrix M of each head of Mamba 2, whose rows belong to outputs."""
+    """Return the matrix M of each head of Mamba 2. Its rows belong to outputs."""
     logs = (steps * decay).cumsum(1)
     between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads
     products = torch.einsum("bin,bjn->bij", queries, keys)[..., None] * between
@@ -421,9 +426,9 @@ def head_mixing(
 
 
 def _causal(logs: Tensor) -> Tensor:
-    """Return exp(logs), with 0 for inputs after an output.
+    """Return exp(logs) where the input is not later than the output, and 0 elsewhere.
 
-    The shape of `logs` is (batch, outputs, inputs) with further dimensions.
+    The shape of `logs` is (batch, outputs, inputs, ...).
     """
     tokens = logs.shape[1]
     is_later = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).triu(1)

@@ -28,7 +28,7 @@ _TOLERANCE = 1e-5
 
 
 class UnsupportedBlocks(ValueError):
-    """Blocks that do not return one feature for each patch of an image."""
+    """An error for blocks that do not return one feature for each patch of an image."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Stage:
     """The blocks of one stage.
 
     Attributes:
-        blocks: Names of the blocks. If the stage cannot be divided, this is the stage's own name.
+        blocks: Names of the blocks. If the stage cannot be divided, its own name is the only one.
         num_prefix_tokens: Number of tokens before the patches. None if the blocks return maps.
         channels_last: Whether the channels are the last axis of maps.
     """
@@ -51,14 +51,13 @@ class _Stage:
 def trace_blocks(model: Any) -> Shape:
     """Find the blocks of a model of timm in a trial pass over an image of noise.
 
-    A model of timm lists its stages in `feature_info`. If the modules inside a stage return
-    features of the same shape, each of them is a block. Otherwise the stage is one block. The stem
-    is not a block. The output of each stage must equal the features that
+    A model of timm lists its stages in `feature_info`. If all modules of a stage return features of
+    the same shape, each module is a block. Otherwise the stage is one block. The stem is not a
+    block. The output of each stage must equal the features that
     `model.forward_intermediates` returns.
 
     Returns:
-        The names and shapes of the blocks. `any_size` is true if the model accepts a size other
-        than its native size.
+        The names and shapes of the blocks.
 
     Raises:
         UnsupportedBlocks: A stage does not return the features that timm extracts from it.
@@ -83,20 +82,18 @@ def trace_blocks(model: Any) -> Shape:
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
                 raise UnsupportedBlocks(reason) from error
     stages = _without_stem(model, names, stages)
-    prefixes = {stage.num_prefix_tokens for stage in stages}
+    prefixes = {stage.num_prefix_tokens or 0 for stage in stages}
     layouts = {stage.channels_last for stage in stages if stage.num_prefix_tokens is None}
-    if (
-        len(prefixes - {None}) > 1
-        or (None in prefixes and prefixes > {None, 0})
-        or len(layouts) > 1
-    ):
-        raise UnsupportedBlocks("its blocks return tokens in different orders")
+    if len(prefixes) > 1 or len(layouts) > 1:
+        raise UnsupportedBlocks(
+            "its blocks have different numbers of prefix tokens, or maps with different axes"
+        )
     blocks = [(name, stage) for stage in stages for name in stage.blocks]
     return Shape(
         widths=tuple(stage.width for _, stage in blocks),
         strides=tuple(stage.stride for _, stage in blocks),
         num_heads=count_heads(model.get_submodule(blocks[0][0])),
-        num_prefix_tokens=max(prefix or 0 for prefix in prefixes),
+        num_prefix_tokens=prefixes.pop(),
         num_registers=count_registers(model),
         channels_last=True in layouts,
         any_size=any_size,
@@ -124,7 +121,7 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
 
 
 def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
-    """Return the outputs of stages, and of modules that may be their blocks, in a forward pass.
+    """Run a forward pass, and return the outputs of stages and of modules that may be blocks.
 
     A module is left out if it is called several times, returns something other than a tensor, or
     returns a tensor that a later module modifies.
@@ -153,7 +150,7 @@ def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[st
 
 
 def _earlier_siblings(name: str) -> list[str]:
-    """Return the names of all modules before this one in the same list, such as blocks.0."""
+    """Return the names of all modules that precede a module in its list, such as blocks.0."""
     parent, _, index = name.rpartition(".")
     return [f"{parent}.{number}" for number in range(int(index))] if index.isdigit() else []
 
@@ -169,8 +166,8 @@ def _divide_stage(
 ) -> tuple[str, ...]:
     """Return the names of the blocks of a stage, in order.
 
-    Modules before the stage in the same list belong to it if they return features of the same
-    shape, as in Hiera, for which timm lists only the last block of each stage.
+    timm lists only the last block of each stage of Hiera. Preceding modules of the same list are
+    therefore blocks of the stage if they return features of the same shape.
     """
     parts = dict(model.named_modules())
     shape, kind = outputs[stage].shape, type(parts[stage])
@@ -195,7 +192,7 @@ def _divide_stage(
 
 
 def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple[int | None, bool]:
-    """Return the number of prefix tokens, None for maps, and whether maps have channels last.
+    """Return the number of prefix tokens (None for maps), and whether maps have channels last.
 
     Raises:
         UnsupportedBlocks: The output differs from timm's features in all layouts.
@@ -222,7 +219,10 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 
 
 def _without_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
-    """Leave out the modules before the first stage that is divided into blocks."""
+    """Leave out the stem, which is every stage before the first divided stage.
+
+    A stage of the same class as the blocks of the divided stage is not part of the stem.
+    """
     for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
         if stage.blocks != (name,):
             kind = type(model.get_submodule(stage.blocks[0]))

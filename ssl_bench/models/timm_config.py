@@ -1,7 +1,7 @@
 """Configuration of the models of timm that this suite trains, and their families."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,8 +21,8 @@ from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS, mak
 if TYPE_CHECKING:
     from ssl_bench.models.timm_model import Shape, TimmEncoder
 
-_PixelsOrNamed = Annotated[int, Bounds(0, 8192)]
-_OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
+_PatchSize = Annotated[int, Bounds(0, 8192)]
+_BLOCK_INITIALISERS = ("default", "skipless", "mimetic", "xavier")
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class Family:
         stages: Number of stages. Each stage after the first halves the token grid.
         patch_size: Patch size in pixels of models whose name does not state one.
         arguments: timm's names of the arguments for widths, depths and heads.
-        sized: Whether timm's constructor takes the image size.
-        any_patch: Whether `patch_size` is free.
-        windows: Whether attention is limited to windows.
-        dynamic: Whether the argument `dynamic_img_size` enables images of any size.
+        options: Those of the arguments "img_size", "patch_size", "window_size" and
+            "dynamic_img_size" that timm's constructor takes. Models with "dynamic_img_size" accept
+            images of any size.
         class_blocks: Whether the last blocks only update [CLS].
         inits: Names of the initialisers that support the blocks.
     """
@@ -46,34 +45,27 @@ class Family:
     stages: int
     patch_size: int
     arguments: Mapping[str, str]
-    sized: bool = True
-    any_patch: bool = True
-    windows: bool = False
-    dynamic: bool = False
+    options: Collection[str]
     class_blocks: bool = False
-    inits: Sequence[str] = _OF_BLOCKS
+    inits: Sequence[str] = _BLOCK_INITIALISERS
 
 
-_WHOLE = {"widths": "embed_dim", "depths": "depth", "heads": "num_heads"}
+_VIT = {"widths": "embed_dim", "depths": "depth", "heads": "num_heads"}
 _SWIN = {"widths": "embed_dim", "depths": "depths", "heads": "num_heads"}
 _PVT = {"widths": "embed_dims", "depths": "depths", "heads": "num_heads"}
 _CONVNEXT = {"widths": "dims", "depths": "depths"}
-_CONVOLUTIONS = ("default", "uniform", "covariance")
+_CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
+_DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
-# Families by the beginning of timm's name. timm decides whether the whole name is a model.
+# Families by the beginning of timm's name. `create` asks timm whether the whole name exists.
 FAMILIES: Mapping[str, Family] = {
-    "swin_": Family("Swin", 4, 4, _SWIN, windows=True, dynamic=True),
-    "cait_": Family("CaiT", 1, 16, _WHOLE, class_blocks=True),
-    "pvt_v2_": Family("PVT v2", 4, 4, _PVT, sized=False, any_patch=False, inits=("default",)),
-    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, sized=False, inits=_CONVOLUTIONS),
-    "vit_": Family("ViT", 1, 16, _WHOLE, dynamic=True),
-    "deit_": Family("DeiT", 1, 16, _WHOLE, dynamic=True),
+    "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
+    "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),
+    "pvt_v2_": Family("PVT v2", 4, 4, _PVT, (), inits=("default",)),
+    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, ("patch_size",), inits=_CONVNEXT_INITIALISERS),
+    "vit_": Family("ViT", 1, 16, _VIT, _DYNAMIC),
+    "deit_": Family("DeiT", 1, 16, _VIT, _DYNAMIC),
 }
-
-
-def family_of(name: str) -> Family | None:
-    """Return the family of a model of timm, or None if this suite cannot train the model."""
-    return next((family for start, family in FAMILIES.items() if name.startswith(start)), None)
 
 
 @dataclass(frozen=True)
@@ -81,31 +73,31 @@ class TimmConfig(EncoderConfig):
     """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt or ViT of timm.
 
     Args:
-        name: timm's name without a tag. It determines everything that other fields leave open.
+        name: timm's name without a tag. It determines all properties that no other field sets.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
-            the last stage. Each stage halves the token grid.
-        patch_size: Patch size of the first layer in pixels. 0 for the size in the name.
-        window_size: Side of Swin's windows in patches. 0 for the size in the name. timm limits
+            the last stage. Each stage after the first halves the token grid.
+        patch_size: Patch size of the first layer in pixels. 0 means the size in the name.
+        window_size: Side of Swin's windows in patches. 0 means the size in the name. timm limits
             windows to the grid of their stage.
-        widths: Width of each stage. None for timm's.
-        depths: Number of blocks of each stage. None for timm's.
-        heads: Number of attention heads of each stage. None for timm's.
-        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. In CaiT, it is the
-            same in all blocks. Elsewhere it increases linearly to this value in the last block.
+        widths: Width of each stage. None means timm's widths.
+        depths: Number of blocks of each stage. None means timm's depths.
+        heads: Number of attention heads of each stage. None means timm's numbers.
+        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. CaiT has the same
+            probability in all blocks. In other models, it increases linearly from 0 in the first
+            block to this value in the last block.
         graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
         graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
-        graying_layers: Indices of the blocks with graying, counted through all stages. None for all
-            blocks.
+        graying_layers: Indices of the blocks with graying, counted through all stages. None
+            means all blocks.
         graying_scope: Whether all tokens of an image form one matrix ("map"), or the tokens of each
             window of Swin ("window").
-        graying_class_blocks: Whether CaiT's blocks of [CLS] also have graying, of [CLS] and all
-            patches.
-        frozen_filters: Whether the depthwise filters of ConvNeXt are not trained. Their biases are.
+        graying_class_blocks: Whether graying also comes before CaiT's last blocks, which only
+            update [CLS]. In these blocks, graying changes [CLS] and all patches.
+        frozen_filters: Do not train the depthwise filters of ConvNeXt. Their biases are trained.
         init: "default" is timm's initialisation. ConvNeXt also has "uniform" (PyTorch's, for all
             layers) and "covariance" ("uniform", with other depthwise filters). Models other than
             ConvNeXt and PVT v2 have the initialisers of `ViTConfig` except "osa".
-        init_options: Hyperparameters of the initialiser that differ from their defaults. None
-            stands for a default.
+        init_options: Options of the initialiser. None means the default of the option.
     """
 
     kind = "timm"
@@ -113,7 +105,7 @@ class TimmConfig(EncoderConfig):
 
     name: str = "swin_small_patch4_window7_224"
     image_size: Pixels = 224
-    patch_size: _PixelsOrNamed = 0
+    patch_size: _PatchSize = 0
     window_size: CountOrZero = 0
     widths: Sequence[Width] | None = None
     depths: Sequence[Depth] | None = None
@@ -133,17 +125,18 @@ class TimmConfig(EncoderConfig):
         family = self.family
         match = re.search(r"patch(\d+)", self.name)
         named = int(match[1]) if match else family.patch_size
-        if not family.any_patch and self.patch_size not in (0, named):
+        if "patch_size" not in family.options and self.patch_size not in (0, named):
             raise ConfigurationError(
-                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
+                f"model.patch_size of {family.name} is {named}, got {self.patch_size}. Remove it"
             )
         object.__setattr__(self, "patch_size", self.patch_size or named)
-        if self.window_size and not family.windows:
+        has_windows = "window_size" in family.options
+        if self.window_size and not has_windows:
             raise ConfigurationError(
-                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}. "
+                f"model.window_size is only for Swin, got {self.window_size} for {self.name}. "
                 "Remove it"
             )
-        if family.windows and not self.window_size:
+        if has_windows and not self.window_size:
             match = re.search(r"window(\d+)", self.name)
             object.__setattr__(self, "window_size", int(match[1]) if match else 7)
         stages, known = family.stages, family.arguments
@@ -154,7 +147,7 @@ class TimmConfig(EncoderConfig):
                     f"model.{name} of {self.name} must have {stages if name in known else 0} "
                     f"entries, got {list(values)}"
                 )
-        if family.windows and self.widths is not None:
+        if has_windows and self.widths is not None:
             doubled = [self.widths[0] * 2**stage for stage in range(stages)]
             if list(self.widths) != doubled:
                 widths = str(doubled).replace(" ", "")
@@ -169,14 +162,14 @@ class TimmConfig(EncoderConfig):
                 f"model.graying needs attention, got {self.graying} for {self.name}",
                 hint=("model.graying=none",),
             )
-        if self.graying_scope == "window" and not family.windows:
+        if self.graying_scope == "window" and not has_windows:
             raise ConfigurationError(
-                f"model.graying_scope=window needs Swin's windows, {self.name} has none",
+                f"model.graying_scope=window needs Swin's windows, which {self.name} lacks",
                 hint=("model.graying_scope=map",),
             )
         if self.graying_class_blocks and not family.class_blocks:
             raise ConfigurationError(
-                f"model.graying_class_blocks is of CaiT alone, got true for {self.name}",
+                f"model.graying_class_blocks is only for CaiT, got true for {self.name}",
                 hint=("model.graying_class_blocks=false",),
             )
         every = {**INITIALISERS, **FILTER_INITIALISERS}
@@ -200,19 +193,19 @@ class TimmConfig(EncoderConfig):
 
     @property
     def family(self) -> Family:
-        """The family of the model."""
-        family = family_of(self.name)
-        if family is None or "." in self.name:
+        """Properties that the model shares with its family."""
+        families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
+        if not families or "." in self.name:
             raise ConfigurationError(
-                f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
-                f"have no tag, got {self.name!r}",
+                "model.name must be timm's name of a model without a tag, and begin with "
+                f"{' or '.join(FAMILIES)}, got {self.name!r}",
                 hint=("model.name=swin_small_patch4_window7_224",),
             )
-        return family
+        return families[0]
 
     @property
     def shape(self) -> "Shape":
-        """Shapes of all blocks. This imports timm, which takes seconds."""
+        """Shapes of all blocks. The property imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)

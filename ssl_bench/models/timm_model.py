@@ -19,14 +19,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.config import check_layers
-from ssl_bench.models.graying import TokenGraying
+from ssl_bench.models.config import build_part, check_layers
 from ssl_bench.models.initialisers import (
     FILTER_INITIALISERS,
     INITIALISERS,
+    draw_block,
     draw_convolutions,
     make_initialiser,
-    set_block,
 )
 from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.vit import EncoderModule, describe_resampling, resize_positions
@@ -36,22 +35,22 @@ Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
 KNOWN = (*TRAINED, Eva)
-"""Classes of timm whose blocks are known. Blocks of all others are found by a trial pass."""
+"""Classes of timm for which `list_blocks` works. `trace_blocks` is for all other classes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of all blocks of a model of timm, in order.
+    """The shapes of the blocks of a model of timm. Tuples have a value for each block, in order.
 
     Attributes:
         widths: Number of channels of each block.
-        strides: Pixels along a side of one position of each block.
-        num_heads: Attention heads of the first block. 0 without attention.
+        strides: Stride of each block in pixels.
+        num_heads: Number of attention heads of the first block. 0 without attention.
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
-        channels_last: Whether maps that blocks return have the channels last.
-        any_size: Whether the model accepts images of several sizes.
-        blocks: Names of the blocks, if `trace_blocks` found them.
+        channels_last: Whether blocks return maps whose last axis contains the channels.
+        any_size: Whether the model accepts images of other sizes than its native size.
+        blocks: Name of each block. Empty for models of the classes `KNOWN`.
     """
 
     widths: tuple[int, ...]
@@ -65,14 +64,15 @@ class Shape:
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm with the interface of an encoder: all blocks in one list, and a norm.
+    """A model of timm with two attributes of an encoder: the list `blocks` and the final `norm`.
 
-    Position embeddings of Vision Transformers and CaiT are resized as in DINO. timm resizes them
-    with antialiasing and without a margin, so its features differ at all sizes but the native one.
+    For images of other sizes than the native size, position embeddings of Vision Transformers and
+    CaiT are resized as in DINO. timm resizes them with antialiasing and without a margin, so its
+    features differ for these images.
 
     Args:
-        model: The model of timm.
-        traced: Blocks that `trace_blocks` found. None for models of the classes `KNOWN`.
+        model: The model of timm, which is used, not copied.
+        traced: Shape from `trace_blocks`. None for models of the classes `KNOWN`.
     """
 
     def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
@@ -81,20 +81,20 @@ class TimmBackbone(nn.Module):
         self.model: Any = model
         self.traced = traced
         if isinstance(model, Cait):
-            # Its positions are resized instead.
+            # Accept other image sizes, because `forward` resizes the positions.
             patch_embed: Any = model.patch_embed
             patch_embed.strict_img_size = False
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks of all stages in order, without CaiT's blocks of [CLS] alone."""
+        """The blocks of all stages in order, without CaiT's blocks that only update [CLS]."""
         if self.traced is not None:
             return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
-        return nn.ModuleList(blocks_of(self.model))
+        return nn.ModuleList(list_blocks(self.model))
 
     @property
     def norm(self) -> nn.Module:
-        """The final norm, for tokens of the last block. An identity if the model has none."""
+        """The final norm for tokens of the last block, or an identity."""
         if self.traced is None:
             if isinstance(self.model, ConvNeXt):
                 # timm applies this norm to the mean of a map.
@@ -111,7 +111,7 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """How position embeddings are resized. None if there are none."""
+        """Text that describes how positions are resized. None without a position embedding."""
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -129,7 +129,7 @@ class TimmBackbone(nn.Module):
         if size == tuple(native):
             return model(images)
         resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-        # In this pass, timm must take the resized positions for its own.
+        # With this grid size, timm does not resize the positions again.
         model.patch_embed.grid_size = size
         try:
             return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
@@ -163,8 +163,8 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
-                f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
-                "whose stem is a patch embedding",
+                "expected a ConvNeXt whose stem is a patch embedding, got another stem with "
+                f"model.name={config.name}",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
@@ -176,7 +176,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
                 "model.patch_size",
                 hint=(f"model.image_size={image_size}",),
             )
-        gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
+        gray_inputs(config, list_blocks(self.model), getattr(self.model, "blocks_token_only", ()))
         for filters in depthwise_filters(self.model) if config.frozen_filters else ():
             filters.weight.requires_grad_(False)
 
@@ -186,9 +186,9 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     """Build an encoder whose weights depend only on `config` and `seed`.
 
     The global random state does not change. Weights that the initialiser does not set are timm's.
-    In ConvNeXt, all layers are first drawn as in PyTorch and then the depthwise filters. Therefore,
-    "uniform" and "covariance" only differ in these filters. LayerScale does not change. The thesis
-    does not state which layers "uniform" applies to.
+    In ConvNeXt, all layers are first drawn as in PyTorch, and then the depthwise filters are drawn
+    again. Therefore, "uniform" and "covariance" only differ in these filters. LayerScale keeps
+    timm's values. Trockman's thesis does not state which layers "uniform" applies to.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -200,31 +200,34 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     elif config.init != "default":
         initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
         for block in model.blocks:
-            set_block(block, initialiser, generator)
+            draw_block(block, initialiser, generator)
     return model
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def list_blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of all stages of a model of the classes `KNOWN`, in order."""
-    stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-    blocks: Any = getattr(model, "blocks", None)
-    return list(blocks) if stages is None else [b for stage in stages for b in stage.blocks]
+    if (stages := _list_stages(model)) is None:
+        return list(model.blocks)
+    return [block for stage in stages for block in stage.blocks]
+
+
+def _list_stages(model: Any) -> Any:
+    return getattr(model, "layers", getattr(model, "stages", None))
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """Return the height and width in pixels that a model of timm is made for."""
+    """Return the height and width in pixels of the images that a model of timm is made for."""
     patch_embed: Any = getattr(model, "patch_embed", None)
-    # Older versions of timm have no traits.
+    # Older versions of timm have no `_traits`.
     size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
     height, width = size or model.pretrained_cfg["input_size"][1:]
     return height, width
 
 
 def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """Return a function that arranges the patches of a block as a map. None if they are in rows.
+    """Return the function `arrange` of an encoder, or None if its patches are row by row.
 
-    Hiera keeps patches of one window next to each other. Its function takes tokens (batch, patches,
-    dim) and the index of their block, and returns maps (batch, rows, cols, dim).
+    Hiera needs the function, because it keeps the patches of a window next to each other.
     """
     return getattr(model, "reroll", None)
 
@@ -244,7 +247,7 @@ def count_registers(model: Any) -> int:
 
 def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     """Return the depthwise convolutions of a ConvNeXt, in the order of its blocks."""
-    modules = (module for block in blocks_of(model) for module in block.modules())
+    modules = (module for block in list_blocks(model) for module in block.modules())
     return [m for m in modules if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
 
 
@@ -261,17 +264,15 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Return the shape of a model of the classes `KNOWN`, as its `feature_info` states it."""
-    if isinstance(model, STAGED):
-        stages: Any = getattr(model, "layers", getattr(model, "stages", None))
-        counts = [len(stage.blocks) for stage in stages]
-    else:
-        counts = [1] * len(blocks_of(model))
+    """Return the shape of a model of the classes `KNOWN`, based on its `feature_info`."""
+    blocks, stages = list_blocks(model), _list_stages(model)
+    # `feature_info` has an entry for each stage, or for each block of a model without stages.
+    counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
     return Shape(
         widths=tuple(info["num_chs"] for info in infos),
         strides=tuple(info["reduction"] for info in infos),
-        num_heads=count_heads(blocks_of(model)[0]),
+        num_heads=count_heads(blocks[0]),
         num_prefix_tokens=0 if isinstance(model, (*STAGED, Cait)) else model.num_prefix_tokens,
         num_registers=count_registers(model),
         channels_last=isinstance(model, SwinTransformer),
@@ -282,8 +283,8 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
     """Create a model of timm from a configuration. The global random state does not change."""
     if not timm.is_model(config.name):
         raise ConfigurationError(
-            f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
-            f"`timm.list_models('*{config.name.partition('_')[0]}*')` lists them"
+            f"model.name must be a model of timm {timm.__version__}, got {config.name!r}. "
+            f"`timm.list_models('*{config.name.partition('_')[0]}*')` lists similar names"
         )
     family = config.family
     arguments: dict[str, Any] = {"drop_path_rate": config.drop_path}
@@ -291,14 +292,13 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
         if (values := getattr(config, ours)) is not None:
             is_one = family.stages == 1 or theirs == "embed_dim"
             arguments[theirs] = values[0] if is_one else values
-    if family.any_patch:
-        arguments["patch_size"] = config.patch_size
-    if family.sized:
-        arguments["img_size"] = config.image_size
-    if family.windows:
-        arguments["window_size"] = config.window_size
-    if family.dynamic:
-        arguments["dynamic_img_size"] = True
+    options = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "window_size": config.window_size,
+        "dynamic_img_size": True,
+    }
+    arguments |= {option: options[option] for option in family.options}
     try:
         with torch.random.fork_rng(devices=[]):
             model: Any = timm.create_model(config.name, num_classes=0, device=device, **arguments)
@@ -308,7 +308,7 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
     if not isinstance(model, TRAINED):
         raise ConfigurationError(
             f"model.name={config.name} is a {type(model).__name__}, expected one of "
-            f"{', '.join(kind.__name__ for kind in TRAINED)}; take another name"
+            f"{', '.join(kind.__name__ for kind in TRAINED)}. Choose another name"
         )
     return model
 
@@ -320,7 +320,7 @@ def gray_inputs(
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
-    graying = TokenGraying(config.graying, config.graying_exponent)
+    graying = build_part("graying", config)
     gray = gray_windows if config.graying_scope == "window" else gray_images
     layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
     for layer in layers:
@@ -329,9 +329,7 @@ def gray_inputs(
         block.register_forward_pre_hook(partial(gray_with_class, graying))
 
 
-def gray_images(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray all tokens of an image as one matrix. Maps have the channels last."""
     x, *others = inputs
     if x.ndim == 3:
@@ -339,13 +337,10 @@ def gray_images(
     return graying(x.flatten(1, 2)).unflatten(1, x.shape[1:3]), *others
 
 
-def gray_windows(
-    graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray the tokens of each window of a Swin block as one matrix.
 
-    The map is shifted as in the block. If windows do not divide it, it is padded with zeros, as
-    before the attention.
+    The map is shifted, and padded with zeros to a multiple of the window size, as in the block.
     """
     swin: Any = block
     (x,) = inputs
@@ -362,7 +357,7 @@ def gray_windows(
 
 
 def gray_with_class(
-    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+    graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Gray [CLS] and the patches as one matrix, in the last blocks of CaiT."""
     x, cls_token = inputs

@@ -11,16 +11,11 @@ from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.config import ViTConfig, build_part
-from ssl_bench.models.initialisers import (
-    INITIALISERS,
-    draw_uniform,
-    make_initialiser,
-    set_block,
-)
+from ssl_bench.models.initialisers import INITIALISERS, draw_block, draw_uniform, make_initialiser
 from ssl_bench.system.device import disable_autocast, float64_device
 
 _TOKEN_STD = 0.02
-# Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
+# Bound for `truncated_tokens`. Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
 _CUT = 2 * _TOKEN_STD
 _TEMPERATURE = 10_000.0
 # Official DINO adds the margin to the new size, so that rounding cannot lose a row. The margin also
@@ -36,7 +31,7 @@ class EncoderModule(nn.Module):
     """Base class of the encoders that an `EncoderConfig` builds.
 
     Attributes:
-        config: The configuration, of the class for this kind of encoder.
+        config: The configuration that the module was built from.
         blocks: The blocks in order, as a `ModuleList`.
         norm: The final norm, or the identity.
     """
@@ -47,7 +42,7 @@ class EncoderModule(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Describe how stored positions are resized, or None if there are none."""
+        """Text that describes how stored positions are resized. None without stored positions."""
         return None
 
 
@@ -71,7 +66,7 @@ class PatchEmbed(nn.Module):
             )
         if not images.is_cuda:
             return self.proj(images)
-        # One matrix product. With three channels, cuDNN's convolution takes 8 % of a training step.
+        # Use a matrix product. cuDNN's convolution of three channels takes 8 % of a training step.
         size = self.patch_size
         parts = images.unflatten(2, (-1, size)).unflatten(4, (-1, size))
         patches = parts.permute(0, 2, 4, 1, 3, 5).flatten(3)  # batch rows cols pixels
@@ -100,8 +95,8 @@ class Attention(nn.Module):
         """Return the attention-weighted sums of the values, for each head and token."""
         if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
             return F.scaled_dot_product_attention(q, k, v)
-        # Use float32. On a CPU, the gradients in bfloat16 take two to eight times as long for up to
-        # 150 tokens, and as long for 257 tokens.
+        # Use float32. On a CPU, gradients in bfloat16 take two to eight times as long for up to 150
+        # tokens. For 257 tokens, both dtypes take equally long.
         with disable_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
@@ -134,9 +129,9 @@ class Block(nn.Module):
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
         self.graying = build_part("graying", config)
-        self.norm1 = _norm(config)
+        self.norm1 = _build_norm(config)
         self.attn = build_part("attention", config)
-        self.norm2 = _norm(config)
+        self.norm2 = _build_norm(config)
         self.mlp = Mlp(config.dim, config.hidden_dim)
 
     def forward(self, x: Tokens) -> Tokens:
@@ -162,8 +157,8 @@ class VisionTransformer(EncoderModule):
             `config`. Checkpoints of other libraries may have another grid.
 
     Attributes:
-        position_margin: The `margin` of `resize_positions`. Checkpoints of other libraries may have
-            another margin than DINO.
+        position_margin: The `margin` of `resize_positions`. The default is DINO's margin.
+            Checkpoints of other libraries may need another margin.
     """
 
     config: ViTConfig
@@ -192,7 +187,7 @@ class VisionTransformer(EncoderModule):
             Block(config if layer in gray_layers else without_graying, drop_path=step * layer)
             for layer in layers
         )
-        self.norm = _norm(config)
+        self.norm = _build_norm(config)
 
     @property
     def position_rule(self) -> str | None:
@@ -230,12 +225,7 @@ class VisionTransformer(EncoderModule):
         return x
 
 
-def no_graying(config: ViTConfig) -> nn.Module:  # noqa: ARG001 - the same for all configurations
-    """Return the identity, as `model.graying=none`."""
-    return nn.Identity()
-
-
-def _norm(config: ViTConfig) -> nn.Module:
+def _build_norm(config: ViTConfig) -> nn.Module:
     return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()
 
 
@@ -253,9 +243,8 @@ def build_vit(
     generator = torch.Generator().manual_seed(seed)
     # Official DINO keeps PyTorch's initialisation of the patch convolution.
     draw_uniform(model.patch_embed.proj, generator)
-    tokens = dict(model.named_parameters(recurse=False))
     for name in ("cls_token", "reg_token", "pos_embed"):
-        parameter = tokens.get(name)
+        parameter = getattr(model, name, None)
         if parameter is None or not parameter.requires_grad:
             continue
         nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
@@ -268,12 +257,14 @@ def build_vit(
     initialiser = make_initialiser(INITIALISERS, config.init, config.init_options)
     shift = {"mlp_mean": config.mlp_mean, "mlp_input_std": config.mlp_input_std}
     for block in model.blocks:
-        set_block(block, initialiser, generator, **shift)
+        draw_block(block, initialiser, generator, **shift)
     return model
 
 
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
-    """Return sine and cosine of the column, then of the row, each at dim / 4 frequencies.
+    """Return position embeddings: sine and cosine of the column, then sine and cosine of the row.
+
+    Each of the four parts has dim / 4 frequencies.
 
     Source: Chen et al., "An empirical study of training self-supervised vision transformers",
     https://arxiv.org/abs/2104.02057.
@@ -293,14 +284,14 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the positions of the patches, and keep the positions before them, such as [CLS].
+    """Resize the positions of the patches. Positions of prefix tokens such as [CLS] do not change.
 
     Args:
         positions: Position embedding, in which the positions of the patches come last.
         old_size: Rows and columns of the patches in `positions`.
         new_size: Rows and columns of the result.
-        margin: Number that is added to each new side in the scale factor. The library transformers
-            uses 0.
+        margin: Number that is added to the new rows and columns in the scale factor. The library
+            transformers uses 0.
 
     Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic,
     scale factor (n + 0.1) / n0, no antialiasing.
@@ -312,7 +303,8 @@ def resize_positions(
     scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
-        # Equal up to rounding. On CUDA, the gradient of `F.interpolate` is not deterministic.
+        # On CUDA, the gradient of `F.interpolate` is not deterministic. Results are equal up to
+        # rounding.
         by_row, by_col = (
             _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
             for old, new, factor in zip(old_size, new_size, scale, strict=True)
@@ -324,7 +316,7 @@ def resize_positions(
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Return the method of `resize_positions` in words, for records."""
+    """Return a text for records that describes the method of `resize_positions`."""
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,15 @@ patch_mlp = patch_mlp:PatchMlpConfig
 broken = patch_mlp_broken:Config
 
 [ssl_bench.attention]
-mean = patch_mlp_attention:build_mean
+mean = patch_mlp_parts:build_mean
+
+[ssl_bench.graying]
+half = patch_mlp_parts:Half
 """
-ATTENTION = '''
-"""Attention that returns the mean value."""
+ATTENTION_AND_GRAYING = '''
+"""Attention that returns the mean value, and graying that divides all tokens by two."""
+
+from torch import nn
 
 from ssl_bench.models.vit import Attention
 
@@ -59,6 +64,14 @@ class MeanAttention(Attention):
 
 
 build_mean = MeanAttention.from_config
+
+
+class Half(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, tokens):
+        return tokens / 2
 '''
 REDUCED = {
     "image_size": 32, "patch_size": 8, "dim": 12, "depth": 2, "num_heads": 2, "num_states": 3,
@@ -77,7 +90,7 @@ def plugin(tmp_path_factory) -> Iterator[Path]:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: patch_mlp\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(POINTS)
     (folder / "patch_mlp.py").write_text(PLUGIN)
-    (folder / "patch_mlp_attention.py").write_text(ATTENTION)
+    (folder / "patch_mlp_parts.py").write_text(ATTENTION_AND_GRAYING)
     (folder / "patch_mlp_broken.py").write_text("import nopackage\n")
     sys.path.insert(0, str(folder))
     yield folder
@@ -156,7 +169,8 @@ def test_all_blocks_have_features(kind):
     assert {tuple(features[layer]["token"].shape) for layer in layers} == {(2, 4, 6, encoder.dim)}
 
 
-PARTS = list(product([*registered_names("attention"), "mean"], registered_names("graying")))
+ATTENTIONS = [*registered_names("attention"), "mean"]
+PARTS = list(product(ATTENTIONS, [*registered_names("graying"), "half"]))
 
 
 @pytest.mark.parametrize(("attention", "graying"), PARTS)
@@ -173,6 +187,16 @@ def test_every_attention_and_graying_maps_tokens_to_finite_tokens(attention, gra
     assert features.shape == (2, 7, 12)
     gradients = [p.grad for p in model.blocks.parameters()]
     assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_a_model_of_timm_has_the_graying_of_another_package():
+    inputs = []
+    for graying in ("none", "half"):
+        model = build_encoder(replace(small_config("timm"), graying=graying), seed=0)
+        model.blocks[0].norm1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        model(torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+
+    assert torch.equal(inputs[1], inputs[0] / 2)
 
 
 def test_an_encoder_of_another_package_is_trained_and_probed(tmp_path, monkeypatch, capsys):

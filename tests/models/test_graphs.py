@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit
-from ssl_bench.models.orthogonal import phi_without_waiting
+from ssl_bench.models.orthogonal import phi_without_sync
 from ssl_bench.models.orthogonal import cholesky_basis
 from ssl_bench.models.graying import gray_by_cholesky
 
@@ -51,7 +51,7 @@ X = torch.randn(2, 9, 6, requires_grad=True)
 FUNCTIONS = {
     "gray_by_cholesky": lambda: gray_by_cholesky(X, 0.7),
     "basis": lambda: cholesky_basis(X),
-    "phi": lambda: phi_without_waiting((X.mT @ X).tril(-1) - (X.mT @ X).triu(1)),
+    "phi": lambda: phi_without_sync((X.mT @ X).tril(-1) - (X.mT @ X).triu(1)),
 }
 for name, function in FUNCTIONS.items():
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ from ssl_bench.models.orthogonal import (
     cholesky_basis,
     most_doublings,
     phi,
-    phi_without_waiting,
+    phi_without_sync,
 )
 from tests.support.matrices import normal as drawn
 
@@ -37,7 +37,7 @@ def rotating(norm: float, count: int = 2, side: int = 8) -> Tensor:
 @pytest.mark.parametrize("norm", ANGLES)
 def test_phi_without_waiting_is_phi_bit_by_bit(norm):
     skew = rotating(norm)
-    assert torch.equal(phi_without_waiting(skew), phi(skew))
+    assert torch.equal(phi_without_sync(skew), phi(skew))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,7 +47,7 @@ def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
     assert largest * torch.finfo(dtype).eps == pytest.approx(2**-7, rel=1)
     angle = torch.tensor(0.999 * largest, dtype=dtype)
     skew = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=dtype) * angle
-    exponential = torch.eye(2, dtype=dtype) + phi_without_waiting(skew) @ skew
+    exponential = torch.eye(2, dtype=dtype) + phi_without_sync(skew) @ skew
     cosine, sine = angle.double().cos(), angle.double().sin()
     expected = torch.stack([cosine, -sine, sine, cosine]).view(2, 2)
     torch.testing.assert_close(exponential.double(), expected, rtol=0, atol=0.05)
@@ -56,11 +56,11 @@ def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
 @pytest.mark.parametrize("norm", [1e6, 1e15])
 def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
     skew = rotating(norm).requires_grad_()
-    phi_without_waiting(skew).sum().backward()
+    phi_without_sync(skew).sum().backward()
     assert skew.grad is not None
     assert skew.grad.isfinite().all()
     skew = skew.detach().double()
-    exponential = torch.eye(8) + phi_without_waiting(skew.float()).double() @ skew
+    exponential = torch.eye(8) + phi_without_sync(skew.float()).double() @ skew
     error = exponential.mT @ exponential - torch.eye(8)
     assert error.abs().max() < 0.05
 
@@ -69,7 +69,7 @@ def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
 def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
     weights = drawn(2, 8, 8, seed=1)
     found = []
-    for function, dtype in ((phi_without_waiting, torch.float32), (phi, torch.float64)):
+    for function, dtype in ((phi_without_sync, torch.float32), (phi, torch.float64)):
         skew = rotating(norm).to(dtype).requires_grad_()
         (function(skew) * weights.to(dtype)).sum().backward()
         assert skew.grad is not None
@@ -79,7 +79,7 @@ def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
 
 def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
     x = (0.3 * drawn(1, 3, 3)).requires_grad_()
-    assert torch.autograd.gradcheck(phi_without_waiting, (x,))
+    assert torch.autograd.gradcheck(phi_without_sync, (x,))
 
 
 @pytest.mark.parametrize("shape", [(30, 8), (8, 8), (5, 8), (1, 8)])
@@ -112,7 +112,7 @@ def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypat
     weights = drawn(2, count, 12, seed=2)
     expected = _values_and_gradients(attention.double(), x, weights)
     monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
-    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_waiting)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_sync)
     ours = _values_and_gradients(attention.float(), x.float(), weights.float())
     for one, other in zip(ours, expected, strict=True):
         scale = other.abs().max().clamp_min(1)

@@ -393,3 +393,30 @@ def test_a_model_whose_blocks_count_their_tokens_differently_is_refused():
     with pytest.raises(CheckpointError) as raised:
         as_encoder(model)
     assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
+
+
+class MapThenTokens(Blocks):
+    """A stage that returns maps, then a stage that returns the same positions after [CLS]."""
+
+    def __init__(self) -> None:
+        super().__init__(Block())
+        self.last = WithClassToken()
+        self.feature_info = [*self.feature_info, self.feature_info[0] | {"module": "last"}]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(super().forward(images))
+
+    def forward_intermediates(self, images: Tensor, intermediates_only: bool) -> list[Tensor]:
+        assert intermediates_only
+        return [super().forward(images)] * 2
+
+
+class WithClassToken(nn.Module):
+    def forward(self, maps: Tensor) -> Tensor:
+        tokens = maps.flatten(2).transpose(1, 2)
+        return torch.cat([tokens[:, :1], tokens], dim=1)
+
+
+def test_blocks_that_return_maps_before_blocks_with_cls_are_refused():
+    with pytest.raises(UnsupportedBlocks):
+        trace_blocks(MapThenTokens())
