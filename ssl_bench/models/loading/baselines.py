@@ -33,11 +33,12 @@ def load_random(uri: str) -> Encoder:
     trained = load_encoder(uri.partition(":")[2])
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
-        model = (
-            build_vit(trained.module.config, seed=_SEED, grid_size=trained.module.grid_size)
-            if isinstance(trained.module, VisionTransformer)
-            else build_encoder(trained.module.config, seed=_SEED)
-        )
+        if isinstance(trained.module, VisionTransformer):
+            grid_size = trained.module.grid_size
+            model = build_vit(trained.module.config, seed=_SEED, grid_size=grid_size)
+            model.position_margin = trained.module.position_margin
+        else:
+            model = build_encoder(trained.module.config, seed=_SEED)
         for drawn, original in zip(model.modules(), trained.module.modules(), strict=True):
             if isinstance(drawn, nn.LayerNorm) and isinstance(original, nn.LayerNorm):
                 drawn.eps = original.eps
@@ -59,17 +60,15 @@ def load_random(uri: str) -> Encoder:
             hint=("--checkpoint", "{file}.py:{name}"),
         )
     drawn = load_timm(f"timm:{trained.architecture['name']}")
-    shapes, expected = (
-        {name: tensor.shape for name, tensor in encoder.module.state_dict().items()}
-        for encoder in (drawn, trained)
-    )
-    if shapes != expected:
+    if drawn.architecture != trained.architecture:
         raise CheckpointError(
-            f"{uri}: the config.json of {trained.uri} changes timm's "
+            f"{uri}: the architecture of {trained.uri} differs from timm's "
             f"{trained.architecture['name']}, so its initialisation is unknown",
             hint=("--checkpoint", "timm:{timm_name}"),
         )
-    return replace(drawn, uri=uri, mean=trained.mean, std=trained.std)
+    return replace(
+        drawn, uri=uri, mean=trained.mean, std=trained.std, colours_from=trained.colours_from
+    )
 
 
 class ColourPatches(nn.Module):

@@ -14,6 +14,7 @@ import torch
 
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import (
+    BrokenFile,
     CheckpointError,
     SslBenchError,
     broken_file_error,
@@ -58,7 +59,7 @@ class Address:
 
     Attributes:
         form: The address with placeholders.
-        example: An example.
+        example: An example. Empty if the loader of an installed package states none.
         meaning: What the address loads.
         loader: Module of this package and function that loads addresses that begin with the same
             scheme, the text before the colon. It is imported when it is used, because timm takes
@@ -120,11 +121,17 @@ LOADERS = {
 
 
 def list_addresses() -> list[Address]:
-    """Return all forms of address, including the schemes of installed packages."""
-    added = [
-        Address(f"{scheme}:ADDRESS", f"{scheme}:ADDRESS", f"loader {point.value}")
-        for scheme, point in entry_points("encoder").items()
-    ]
+    """Return all forms of address, including the schemes of installed packages.
+
+    The example of an installed scheme is the attribute `example` of its loader. It is empty without
+    this attribute, and if the loader cannot be imported.
+    """
+    added: list[Address] = []
+    for scheme, point in entry_points("encoder").items():
+        example = ""
+        with suppress(BrokenFile):
+            example = getattr(load_entry_point(point), "example", "")
+        added.append(Address(f"{scheme}:ADDRESS", example, f"loader {point.value}"))
     return [*ADDRESSES, *added]
 
 
@@ -156,6 +163,11 @@ def load_encoder(uri: str) -> Encoder:
 
 
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
+    """Return the loader of an address.
+
+    Loaders are tried in this order: `mean=...:URI`, the schemes of `LOADERS`, `FILE.py:NAME`, the
+    schemes of installed packages, and paths. A package cannot replace a scheme of `LOADERS`.
+    """
     scheme, colon, _ = uri.partition(":")
     if uri.startswith("mean="):
         return _load_normalized
