@@ -24,20 +24,18 @@ from tests.support.faults import DINO_LIKE, encoder_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
-((FILE, SOURCE),) = re.findall(
-    r"^## An encoder loader\n.*?^`toyvit/(\w+\.py)`:\n```python\n(.*?)^```",
-    PAGE,
-    re.DOTALL | re.MULTILINE,
-)
+((SOURCE,),) = [
+    re.findall(r"^`toyvit/toyvit\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+]
 ((SCHEME, TARGET),) = re.findall(
     r'^\[project\.entry-points\."ssl_bench\.encoder"\]\n(\S+) = "(.*)"$', PAGE, re.MULTILINE
 )
 ((COMMAND,),) = [re.findall(rf"^ssl-bench (probe .*{SCHEME}:.*)$", PAGE, re.MULTILINE)]
 (GUIDE,) = re.findall(r'^load\.example = "(.*)"$', SOURCE, re.MULTILINE)
-# A package of the same name that is installed takes the place of the guide's.
 IS_INSTALLED = SCHEME in entry_points("encoder")
+of_page = pytest.mark.skipif(IS_INSTALLED, reason=f"an installed package has the scheme {SCHEME}")
 ADDRESSES = list_addresses()
-EXAMPLES = list(dict.fromkeys([*(a.example for a in ADDRESSES if a.example), GUIDE]))
+EXAMPLES = [*(a.example for a in ADDRESSES if a.example), *([] if IS_INSTALLED else [GUIDE])]
 NO_EXAMPLE = pytest.mark.skip(reason="this loader has no attribute `example`")
 URIS = [*EXAMPLES, *(pytest.param(a.form, marks=NO_EXAMPLE) for a in ADDRESSES if not a.example)]
 SCHEMES = list(dict.fromkeys([*LOADERS, *entry_points("encoder"), SCHEME]))
@@ -67,8 +65,9 @@ def place(tmp_path_factory) -> Iterator[Path]:
     points = ["[ssl_bench.encoder]", "broken = broken_loader:load", "other = broken_loader:other"]
     points += ["missing = no_such_module:load"]
     if not IS_INSTALLED:
-        points.append(f"{SCHEME} = {TARGET}")
-        (folder / "installed" / FILE).write_text(SOURCE)
+        # Another name than that of the page, because a package of the user may have that.
+        points.append(f"{SCHEME} = loader_of_page:{TARGET.partition(':')[2]}")
+        (folder / "installed/loader_of_page.py").write_text(SOURCE)
     (information / "entry_points.txt").write_text("\n".join(points))
     (folder / "installed/broken_loader.py").write_text(
         "def load(uri):\n    return 1 / 0\n\ndef other(uri):\n    return uri\n"
@@ -175,6 +174,7 @@ def test_a_loader_of_a_package_that_fails_is_one_line(uri, code, said, capsys):
     assert uri.partition(":")[0] in line
 
 
+@of_page
 def test_schemes_of_packages_are_listed_with_the_example_of_their_loader(capsys):
     assert main(["models"]) == 0
 
@@ -185,6 +185,7 @@ def test_schemes_of_packages_are_listed_with_the_example_of_their_loader(capsys)
     assert rows["missing:ADDRESS"] == "no_such_module:load"
 
 
+@of_page
 def test_encoders_of_packages_are_probed_and_have_no_random_weights(capsys):
     words = [*COMMAND.split(), "--baselines", "dataset.num_train=6", "dataset.num_val=6"]
 
