@@ -96,8 +96,8 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
         header["strides"] = json.dumps(shape.strides)
     content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
-    sidecar = sidecar_path(path)
-    if path.is_file() and is_file(sidecar):
+    sidecar = _sidecar_path(path)
+    if path.is_file() and _exists(sidecar):
         before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
         write_text_atomically(sidecar, before + line)
     write_atomically(path, lambda file: file.write(content))
@@ -124,8 +124,8 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     """Return the model in a checkpoint of this suite, and the sha256 of the file."""
     with require_unchanged(path):
-        digest, sidecar = verified_sha256(path), sidecar_path(path)
-        if not is_file(sidecar):
+        digest, sidecar = verified_sha256(path), _sidecar_path(path)
+        if not _exists(sidecar):
             folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
                 f"{sidecar} is missing, so {path.name} cannot be verified. Copy both files, or, "
@@ -177,7 +177,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
     require_images(config, uri)
-    stated = read_digests(sidecar_path(path))
+    stated = read_digests(_sidecar_path(path))
     # While weights are replaced, there are two lines. Other programs list other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
@@ -207,17 +207,17 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def _stated_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
-    channels: list[float] = []
-    for index, name in enumerate(("mean", "std")):
-        text = metadata.get(name, json.dumps(IMAGENET_NORMALIZATION[index]))
+    stated: list[tuple[float, float, float]] = []
+    for name, usual in zip(("mean", "std"), IMAGENET_NORMALIZATION, strict=True):
+        text = metadata.get(name, json.dumps(usual))
         try:
-            red, green, blue = (float(value) for value in json.loads(text))
+            red, green, blue = map(float, json.loads(text))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path} states a {name} of images that is not three numbers: {text[:80]}"
             ) from error
-        channels += [red, green, blue]
-    return (channels[0], channels[1], channels[2]), (channels[3], channels[4], channels[5])
+        stated.append((red, green, blue))
+    return stated[0], stated[1]
 
 
 def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
@@ -248,6 +248,11 @@ PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
 """Hints for `IN_PYTHON`, for timm, and for `advise_model_folder`."""
+
+
+def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
+    """Return the hint to load a file as a model of timm."""
+    return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
 def reject_parts(path: Path) -> None:
@@ -302,8 +307,8 @@ def verified_sha256(path: Path) -> str:
     """Return the sha256 of a file, after comparing it with the sha256 file next to it, if any."""
     check_readable(path)
     digest = file_sha256(path)
-    sidecar = sidecar_path(path)
-    if not is_file(sidecar):
+    sidecar = _sidecar_path(path)
+    if not _exists(sidecar):
         return digest
     expected = [stated for stated, _ in read_digests(sidecar)]
     if digest not in expected:
@@ -315,16 +320,15 @@ def verified_sha256(path: Path) -> str:
     return digest
 
 
-def sidecar_path(path: Path) -> Path:
+def _sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def is_file(sidecar: Path) -> bool:
+def _exists(sidecar: Path) -> bool:
     """Whether a sha256 file exists."""
     try:
         return sidecar.is_file()
-    # The name is too long if the name of the weights has the maximum length.
-    except OSError:
+    except OSError:  # The name of the weights has the maximum length, so this one is too long.
         return False
 
 

@@ -19,6 +19,7 @@ from ssl_bench.models.encoder import (
     Normalization,
     encoder_from_model,
 )
+from ssl_bench.models.loading.backbone import Backbone, backbone_weights
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
@@ -28,14 +29,13 @@ from ssl_bench.models.loading.checkpoint import (
     read_weights,
     require_unchanged,
     shape_text,
+    timm_hint,
     verified_sha256,
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    Backbone,
     Description,
     Layout,
-    backbone_weights,
     dinov3_architecture,
     find_layout,
     reject_unsupported,
@@ -93,7 +93,7 @@ def load_foreign(
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
                 f"{path} is a DINOv3. The ViT of this suite has no rotary positions",
-                hint=("--checkpoint", f"timm:{architecture}@{escape_braces(str(path))}"),
+                hint=timm_hint(path, architecture),
             )
         reject_unsupported(backbone.weights, path)
         weights, dropped = rename_tensors(layout, backbone.weights, path)
@@ -270,5 +270,5 @@ def _require_needed(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
             f"multiple of {head_dim}, got {', '.join(shapes)}. Take timm's name of its "
             "architecture",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
+            hint=timm_hint(path),
         )

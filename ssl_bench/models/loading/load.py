@@ -61,63 +61,49 @@ class Address:
         form: The address with placeholders.
         example: An example. Empty if the loader of an installed package states none.
         meaning: What the address loads.
-        loader: Module of this package and function that loads addresses that begin with the same
-            scheme, the text before the colon. It is imported when it is used, because timm takes
-            seconds to import. Empty for paths and other addresses without a scheme.
     """
 
     form: str
     example: str
     meaning: str
-    loader: str = ""
 
 
-_TIMM, _FOLDER = "timm_encoder.load_timm", "hugging_face.load_hugging_face"
 _HUB_EXAMPLE = "torchhub:facebookresearch/dino:dino_vits16"
-_MINE = "timm:vit_small_patch16_224@mine.pth"
 ADDRESSES = (
     Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
     Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run saved at an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
     Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
-    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights", _TIMM),
-    Address("timm:NAME@FILE", _MINE, "timm model with your weights", _TIMM),
-    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights", _TIMM),
+    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights"),
     Address(
-        "hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers", _FOLDER
+        "timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm model with your weights"
     ),
+    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights"),
+    Address("hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"),
     Address(
-        "local-dir:FOLDER",
-        "local-dir:/models/dinov2-small",
-        "config.json and model.safetensors",
-        _FOLDER,
+        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json and model.safetensors"
     ),
-    Address(
-        "torchhub:REPOSITORY:NAME",
-        _HUB_EXAMPLE,
-        "weights of torch hub (its code is not run)",
-        "hub.load_torch_hub",
-    ),
-    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)", "load.load_path"),
+    Address("torchhub:REPOSITORY:NAME", _HUB_EXAMPLE, "weights of torch hub (its code is not run)"),
+    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)"),
     Address("mean=0.5,std=0.5:URI", "mean=0.5,std=0.5:my.pth", "URI with this image normalisation"),
-    Address(
-        "random:URI",
-        "random:runs/skip",
-        "encoder of URI with random weights",
-        "baselines.load_random",
-    ),
-    Address(
-        "colours:PATCH",
-        "colours:16",
-        "raw colours of patches of this size",
-        "baselines.load_colours",
-    ),
+    Address("random:URI", "random:runs/skip", "encoder of URI with random weights"),
+    Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),
 )
 LOADERS = {
-    address.form.partition(":")[0]: address.loader for address in ADDRESSES if address.loader
+    "timm": "timm_encoder.load_timm",
+    "hf-hub": "hugging_face.load_hugging_face",
+    "local-dir": "hugging_face.load_hugging_face",
+    "torchhub": "hub.load_torch_hub",
+    "demo": "load.load_path",
+    "random": "baselines.load_random",
+    "colours": "baselines.load_colours",
 }
-"""The loaders of this package by scheme. Entry points `ssl_bench.encoder` add those of others."""
+"""The loaders of this package by scheme, the text before the colon: module and function.
+
+Modules are imported when they are used, because timm takes seconds to import. Entry points
+`ssl_bench.encoder` add loaders of other packages.
+"""
 
 
 def list_addresses() -> list[Address]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import check_readable, list_names
+from ssl_bench.models.loading.checkpoint import TIMM_NAME, check_readable, list_names
 from ssl_bench.models.loading.layouts import Description
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -183,18 +183,11 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 def _require_gelu(graph: Any, path: Path) -> None:
     """Raise an error for another activation than GELU, whose exact form is an error function."""
-    inside = [node for node in graph.node if re.search(r"mlp|intermediate", _scope(node))]
-    exact = [
-        node
-        for node in inside
-        if node.op_type == "Erf"
-        or (
-            node.op_type == "Gelu"
-            and not any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
-        )
-    ]
-    if not exact:
-        raise CheckpointError(
-            f"{path} has an MLP without GELU, but the ViT of this suite needs GELU",
-            hint=("--checkpoint", "timm:{timm_name}@{file}"),
-        )
+    for node in graph.node:
+        if re.search(r"mlp|intermediate", _scope(node)):
+            is_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)
+            if node.op_type == "Erf" or (node.op_type == "Gelu" and not is_tanh):
+                return
+    raise CheckpointError(
+        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_NAME
+    )

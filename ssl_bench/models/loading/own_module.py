@@ -59,7 +59,7 @@ def load_python_object(uri: str) -> Encoder:
             f"{name} of {path} gives a {type(target).__name__}, expected a torch.nn.Module, an "
             "ssl_bench.Encoder, or a function without arguments that returns one"
         )
-    encoder = wrap_module(target, name=f"{path.stem}.{name}")
+    encoder = Encoder.from_module(target, name=f"{path.stem}.{name}")
     return replace(encoder, uri=uri, contents=Contents("module", file=path))
 
 
@@ -106,15 +106,15 @@ def _run_file(path: Path, name: str) -> Any:
 def wrap_module(
     module: nn.Module,
     *,
-    patch_size: int | None = None,
-    blocks: str | None = None,
-    norm: str | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    mean: float | Sequence[float] | None = None,
-    std: float | Sequence[float] | None = None,
-    num_registers: int = 0,
-    name: str | None = None,
-    epoch: int | float | None = None,
+    patch_size: int | None,
+    blocks: str | None,
+    norm: str | None,
+    image_size: int | tuple[int, int] | None,
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
+    num_registers: int,
+    name: str | None,
+    epoch: int | float | None,
 ) -> Encoder:
     """Wrap a module as an encoder. `Encoder.from_module` describes the arguments."""
     label = name or type(module).__name__

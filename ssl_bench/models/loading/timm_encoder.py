@@ -33,6 +33,7 @@ from ssl_bench.models.encoder import (
     describe_library_model,
     state_dict_sha256,
 )
+from ssl_bench.models.loading.backbone import Backbone, backbone_weights
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
@@ -47,7 +48,7 @@ from ssl_bench.models.loading.checkpoint import (
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
+from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
 from ssl_bench.models.timm_model import (
     KNOWN,
@@ -59,8 +60,6 @@ from ssl_bench.models.timm_model import (
 from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
-# timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
-PlainViT = VisionTransformer | Eva
 Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
@@ -354,7 +353,8 @@ def timm_encoder(
     published = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    is_plain = isinstance(model, PlainViT)
+    # timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
+    is_plain = isinstance(model, VisionTransformer | Eva)
     if is_plain:
         patch_embed: Any = model.patch_embed
         rows, cols = patch_embed.feat_ratio(as_scalar=False)
