@@ -338,7 +338,7 @@ def test_a_norm_that_is_not_there_is_refused_when_asked():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
-    with pytest.raises(CheckpointError, match="never run"):
+    with pytest.raises(CheckpointError, match="never called"):
         ssl_bench.Encoder.from_module(module)
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
@@ -603,7 +603,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "def own(dim): return dim",
             "own cannot be called without arguments",
         ),
-        ("notes.pth", "milk, bread and a longer line\n", "it begins as a text does"),
+        ("notes.pth", "milk, bread and a longer line\n", "it begins with text"),
     ],
 )
 def test_a_file_that_holds_no_encoder_is_named(tmp_path, monkeypatch, name, content, said):

@@ -20,19 +20,21 @@ from ssl_bench.models.loading.layouts import (
     rename_tensors,
 )
 
-# The patch kernel shows where an encoder is. Nested files are flattened: slashes separate the keys
-# of dictionaries, and keys that are not texts are in brackets.
+# The prefix of an encoder is the text before the name of its patch kernel. Nested dictionaries are
+# flattened: slashes separate their keys, and keys that are no strings are in brackets.
 _KERNEL = re.compile(
     r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj(?:ection)?|embeddings\.patch_embeddings"
     r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
 _BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _PART = re.compile(r"[./]")
-# Words in names that distinguish several encoders. MoCo-v3 and solo-learn evaluate the trained one.
+# Words in prefixes that distinguish the encoders of a file. Averaged encoders are preferred, but
+# MoCo-v3 and solo-learn, whose averages are called momentum, evaluate the trained encoder.
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
 _TRAINED = {"current", "momentum", "online", "student"}
-# Reasons to ignore tensors outside of the encoder, by the first part of their names.
-_OUTSIDE = {
+# Reasons to ignore tensors outside of the encoder, by pattern of the part of their names in which
+# they first differ from the encoder's prefix.
+_REASONS_OUTSIDE = {
     r"neck|target_generator": "a head of pretraining",
     r"student": "the student, because the teacher is used",
     r"teacher": "a teacher that is not this encoder",
@@ -47,7 +49,7 @@ _OUTSIDE = {
     r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
     r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
 }
-# In timm's ConvNeXt, the final norm is part of the head.
+# In timm's ConvNeXt, `head.norm` is the final norm, so it is no head.
 _HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 
 
@@ -56,11 +58,11 @@ class Backbone:
     """The tensors of an encoder in a weights file.
 
     Attributes:
-        weights: Tensors by name, without the prefixes of wrappers.
-        total: Number of tensors in the dictionary that contains them.
-        ignored: Reason for each other tensor, or container of tensors, that is not used.
-        prefixes: Parts that were removed from the beginning of the names.
-        note: Which of several encoders this is.
+        weights: Tensors by name, without prefixes.
+        total: Number of tensors in the dictionary that contains the encoder.
+        ignored: Reason for each tensor, or container of tensors, that is not used.
+        prefixes: Prefixes that were removed from the names, such as "teacher.".
+        note: A message for users if the file contains several encoders.
     """
 
     weights: Mapping[str, Tensor]
@@ -70,10 +72,13 @@ class Backbone:
     note: str = ""
 
 
-def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
+def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the encoder in the content of a weights file.
 
     If there are several encoders, the one whose name indicates an average is used.
+
+    Raises:
+        CheckpointError: No encoder or several equal ones are found, or a tensor's use is unknown.
     """
     leaves = list(_leaves(content))
     tensors = _require_unique(
@@ -94,7 +99,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     encoders = _find_encoders(candidates)
     if not (roots := encoders or _largest_containers(candidates)):
         raise CheckpointError(
-            f"{path} is no Vision Transformer: no tensor has the name of a weight, but "
+            f"{path} is no Vision Transformer: expected tensors with names of weights, got "
             f"{list_names(list(tensors))}. Save model.state_dict() instead"
         )
     root = _choose_encoder(roots, unaveraged, path)
@@ -102,7 +107,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     container = root[: root.rfind("/") + 1]
     if invalid := [name for name in tensors if name.startswith(f"{container}[")]:
         raise CheckpointError(
-            f"{path}: {invalid[0].removeprefix(container)} is a name that is no text. "
+            f"{path}: the name {invalid[0].removeprefix(container)} is no string. "
             "Save model.state_dict() instead"
         )
     own: dict[str, Tensor] = {}
@@ -111,11 +116,11 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     inner = tuple(other for other in others if other.startswith(root))
     for name, value in tensors.items():
         is_inside = name.startswith(root) and not name.startswith(inner)
-        if is_inside and not _is_number(name.removeprefix(root), value):
+        if is_inside and not _is_counter(name.removeprefix(root), value):
             own[name] = value
             continue
         above = _common_prefix((root, name))
-        # Tensors in a separate dictionary are reported by the name of the dictionary.
+        # Tensors in another dictionary are reported by the name of that dictionary.
         key = name.removeprefix(above).partition("/")[0]
         if name.startswith(training):
             ignored[key] = "state of training"
@@ -137,8 +142,8 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         if not encoders:
             reject_unsupported(weights, path)
         raise CheckpointError(
-            f"{path} holds {list_names(list(dict.fromkeys(unknown)))}, which neither belong to an "
-            "encoder nor are known to be ignored. Save the state_dict of the encoder alone"
+            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, whose use is unknown. "
+            "Save the state_dict of the encoder alone"
         )
     heads = find_reasons(weights, _HEADS)
     plain = {name: value for name, value in weights.items() if name not in heads}
@@ -153,7 +158,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested containers, with the path to each value."""
+    """Yield the names and values in nested containers. Slashes separate the keys in a name."""
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
@@ -170,7 +175,7 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _remove_wrapper(wrapper: str, name: str) -> str:
-    """Remove the parts that wrappers of modules insert anywhere into the name of a tensor."""
+    """Return the name of a tensor without the parts that match the pattern `wrapper`."""
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
 
@@ -179,15 +184,19 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
     for name, value in pairs:
         if name in tensors:
             raise CheckpointError(
-                f"{path} holds {name} twice, with and without a wrapper. Save the state_dict of "
-                "the encoder alone"
+                f"{path} contains {name} twice, with and without a wrapper. Save the state_dict "
+                "of the encoder alone"
             )
         tensors[name] = value
     return tensors
 
 
 def _find_encoders(names: Collection[str]) -> list[str]:
-    """Return the prefix of each encoder, which has a patch kernel, its bias, and blocks."""
+    """Return the prefix of each encoder.
+
+    An encoder has blocks and a patch kernel. A kernel without a bias does not count if another one
+    has a bias.
+    """
     kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
         root
@@ -201,11 +210,11 @@ def _find_encoders(names: Collection[str]) -> list[str]:
 
 
 def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes of the dictionaries with the most tensors, for unknown encoders."""
+    """Return the prefixes of the dictionaries with the most tensors. They may be encoders."""
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
         container, _, key = name.rpartition("/")
-        if not key.startswith("[") and not _is_number(key, value):
+        if not key.startswith("[") and not _is_counter(key, value):
             inside.setdefault(f"{container}/" if container else "", []).append(name)
     most = max(map(len, inside.values()), default=0)
     return [
@@ -216,7 +225,7 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
-    """Return the prefix of the averaged encoder, judged by the first parts that differ."""
+    """Return the prefix of the averaged encoder, comparing prefixes part by part."""
     if len(roots) == 1:
         return roots[0]
     above = _common_prefix(roots)
@@ -231,13 +240,14 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
     if len(best) > 1:
         labels = list_names([_label(branches[branch][0]) for branch in best])
         raise CheckpointError(
-            f"{path} holds {len(best)} encoders ({labels}), and no name shows which of them is the "
-            "average. Save the state_dict of one"
+            f"{path} contains {len(best)} encoders ({labels}), and no name shows which of them is "
+            "the average. Save the state_dict of one of them"
         )
     return _choose_encoder(branches[best[0]], unaveraged, path)
 
 
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
+    """Return the rank of an encoder. The encoder with the highest rank is used."""
     below = root.removeprefix(above)
     if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
         return 0
@@ -255,33 +265,34 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
 def _reason_outside(
     name: str, value: Tensor, above: str, root: str, others: Sequence[str]
 ) -> str | None:
-    """Return the reason why a tensor outside of the encoder is ignored, or None if it is unknown.
+    """Return the reason to ignore a tensor outside of the encoder. None if there is no reason.
 
-    `root` is the prefix of the encoder, and `above` the common prefix of `root` and the name.
+    `root` is the prefix of the encoder, `above` the common prefix of `root` and the tensor's name,
+    and `others` contains the prefixes of other encoders.
     """
     rest = name.removeprefix(above)
     part = _PART.split(rest)[0]
     branch = name[: len(above) + len(part) + 1]
-    if reason := find_reasons([part], _OUTSIDE).get(part):
+    if reason := find_reasons([part], _REASONS_OUTSIDE).get(part):
         return reason
     if any(
         other.startswith(branch) or (root.startswith(other) and name.startswith(other))
         for other in others
     ):
         return "another encoder, see the note"
-    if _is_number(rest.rpartition("/")[2], value):
+    if _is_counter(rest.rpartition("/")[2], value):
         return "a number next to the weights"
     is_outside = "/" in root[len(above) :] and not set("./") & set(rest)
     return "a tensor next to the state_dict of the model" if is_outside else None
 
 
-def _is_number(key: str, value: Tensor) -> bool:
-    """Whether a tensor is a plain number, not a parameter, token or position of a damaged file."""
+def _is_counter(key: str, value: Tensor) -> bool:
+    """Whether a tensor is a plain number, such as a counter, and no parameter of one element."""
     return value.numel() == 1 and not re.search(r"\.|token|embed", key)
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """Return the longest common prefix that ends with a whole part."""
+    """Return the longest common prefix of names that ends with a dot or a slash."""
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]
 

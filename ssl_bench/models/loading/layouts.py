@@ -25,16 +25,16 @@ _BLOCK = r"blocks\.(\d+)\."
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor names of a family of checkpoints.
+    """The tensor names of a family of checkpoints. All patterns match whole names.
 
     Attributes:
         name: Name of the layout in messages and records.
         source: URL of the code that defines the layout.
-        marks: Patterns that identify the layout. One must match a name without its prefixes, or a
-            prefix.
-        renames: Patterns of whole names with their replacements. The first match counts.
-        ignored: Reason why tensors are ignored, by pattern of whole names.
-        heads: Number of heads by width, for widths with another number than one per 64 channels.
+        marks: Patterns that identify the layout. A file has the layout if a pattern matches the
+            name of a tensor, or the prefix that was removed from the names.
+        renames: Patterns of tensor names with their replacements. The first match counts.
+        ignored: Reason why a tensor is ignored, by pattern of its name.
+        heads: Number of heads by width. Other widths have one head for 64 channels.
         is_read_by_timm: Whether timm's models load weights with these names.
     """
 
@@ -49,13 +49,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Description:
-    """The properties of an encoder that a configuration states, but no tensor shape.
+    """The properties of an encoder that cannot be inferred from the shapes of its tensors.
 
     Attributes:
-        num_heads: Number of attention heads.
+        num_heads: Number of attention heads in each block.
         norm_eps: Epsilon of all norms.
-        image_size: Height and width in pixels of the positions. None if it is not stated.
-        position_margin: See `ssl_bench.models.vit.resize_positions`.
+        image_size: Height and width in pixels of the images whose patches have the stored
+            positions. None if it is unknown.
+        position_margin: The `margin` of `ssl_bench.models.vit.resize_positions`.
     """
 
     num_heads: int
@@ -65,7 +66,7 @@ class Description:
 
 
 _LAYER_SCALES = ((rf"{_BLOCK}gamma_([12])", r"blocks.\1.ls\2.gamma"),)
-# Published ViT-H, ViT-g and ViT-G have 16 heads. Tensor shapes do not state it.
+# Published ViT-H, ViT-g and ViT-G have 16 heads.
 _WIDE_HEADS = {1280: 16, 1408: 16, 1664: 16}
 
 MOCO_V3 = Layout(
@@ -80,7 +81,7 @@ DINOV2 = Layout(
     "https://github.com/facebookresearch/dinov2/blob/e1277af2/dinov2/models/vision_transformer.py",
     marks=(r"register_tokens", rf"{_BLOCK}ls1\.gamma", r"blocks\.\d+\.\d+\.norm1\.weight"),
     renames=(
-        # In chunks of FSDP, the second number is the index of the block.
+        # If FSDP wrapped the blocks in chunks, the second number is the index of the block.
         (r"blocks\.\d+\.(\d+)\.(.*)", r"blocks.\1.\2"),
         (r"register_tokens", r"reg_token"),
     ),
@@ -91,7 +92,7 @@ MAE = Layout(
     "MAE",
     "https://github.com/facebookresearch/mae/blob/be47fef7/models_mae.py",
     marks=(r"decoder_embed\.weight", r"fc_norm\.weight"),
-    # With global pooling, the only final norm is that of the mean patch.
+    # Models with global pooling only have a final norm of the mean patch token, `fc_norm`.
     renames=((r"fc_norm\.(weight|bias)", r"norm.\1"), *_LAYER_SCALES),
     ignored={
         r"decoder_(?:embed|norm|pred|blocks)\..*|decoder_pos_embed": "decoder of MAE",
@@ -147,7 +148,7 @@ TORCHVISION = Layout(
         (rf"{_TV_BLOCK}ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
         (rf"{_TV_BLOCK}self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
         (rf"{_TV_BLOCK}self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        # Its first files have other names for the layers of an MLP.
+        # The first files of torchvision name the layers of an MLP linear_1 and linear_2.
         (rf"{_TV_BLOCK}mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
         (rf"{_TV_BLOCK}mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
         (r"encoder\.ln\.(\w+)", r"norm.\1"),
@@ -174,7 +175,7 @@ DINOV3_TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
-"""Renames to the names of DINOv3's own files, except for two linear layers of the MLP."""
+"""Renames tensors as in the files of DINOv3's authors, except for two linear layers of the MLP."""
 
 _MM_LAYER = r"layers\.(\d+)\."
 MMPRETRAIN = Layout(
@@ -189,7 +190,7 @@ MMPRETRAIN = Layout(
         (rf"{_MM_LAYER}ffn\.layers\.0\.0\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
         (rf"{_MM_LAYER}ffn\.layers\.1\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
         (rf"{_MM_LAYER}(?:attn|ffn)\.gamma([12])\.weight", r"blocks.\1.ls\2.gamma"),
-        # With global pooling, the only final norm is ln2, that of the mean patch.
+        # Models with global pooling only have a final norm of the mean patch token, `ln2`.
         (r"ln[12]\.(\w+)", r"norm.\1"),
     ),
     ignored={r"mask_token": _MASKED},
@@ -216,7 +217,7 @@ CLIP = Layout(
     ),
     ignored={r"proj": "a head, after the encoder"},
 )
-"""Renames the image encoder of a CLIP to the names of timm, which has all of its layers."""
+"""Renames the tensors of a CLIP's image encoder as in timm, which loads this encoder."""
 SAM = Layout(
     "SAM",
     "https://github.com/facebookresearch/segment-anything/blob/main/segment_anything/modeling/"
@@ -224,12 +225,17 @@ SAM = Layout(
     marks=(r"blocks\.\d+\.mlp\.lin1\.weight",),
     renames=((rf"{_BLOCK}mlp\.lin([12])\.(\w+)", r"blocks.\1.mlp.fc\2.\3"),),
 )
-"""Renames the image encoder of SAM to the names of timm, which has all of its layers."""
+"""Renames the tensors of SAM's image encoder as in timm, which loads this encoder."""
 
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
-"""The layouts in the order in which they are tried. The last one is the default."""
+"""Layouts of the files that the ViT of this suite loads, in the order of `find_layout`.
 
-# Tensors that the ViT of this suite does not have, and the architectures of timm that have them.
+DINO is the layout of a file without marks. The layouts CLIP, SAM and DINOV3_TRANSFORMERS are not
+listed, because timm loads their encoders.
+"""
+
+# Parts that the ViT of this suite does not have: pattern of a tensor, description, and names of
+# timm architectures that have the part.
 _UNSUPPORTED_VIT = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
@@ -244,12 +250,12 @@ _UNSUPPORTED_VIT = (
     (r"reg_token", "registers as timm stores them", "vit_{size}_patch14_reg4_dinov2"),
     (r"attn_pool\..*", "attention pooling", "vit_{size}_patch16_siglip_224"),
 )
-# timm's word for a width. DINOv3 with a gated MLP has "plus" in its name.
+# Names of sizes in timm by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
-_BY_NAME = "take timm's name of its architecture"
+_BY_NAME = "use timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
-# Networks that are no plain Vision Transformer, and how they are loaded.
+# Networks that are no plain ViT: pattern of a tensor, description, and advice.
 _NOT_VIT = (
     (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
     (
@@ -263,12 +269,12 @@ _NOT_VIT = (
     (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
     (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _BY_NAME),
 )
-# Names of blocks for which timm's name of the architecture may help.
+# Tensors in blocks of timm's models.
 _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 
 
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
-    """Return the first layout with a mark among the names or the prefixes that were removed."""
+    """Return the first layout with a mark that matches a name or a removed prefix, or DINO."""
     present = (*names, *prefixes)
     marked = (
         layout
@@ -279,11 +285,11 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an error for other networks than plain ViTs, with a way to load them."""
+    """Raise an error, with a way to load the file, if the weights are not those of a plain ViT."""
     for pattern, network, remedy in _NOT_VIT:
         if (name := first_match(weights, pattern)) is not None:
             raise CheckpointError(
-                f"{path} holds {network} ({name}), expected a Vision Transformer in one of the "
+                f"{path} contains {network} ({name}), expected a Vision Transformer in one of the "
                 f"layouts that `ssl-bench models` lists; {remedy}",
                 hint=TIMM_NAME if remedy == _BY_NAME else PYTHON_FILE,
             )
@@ -302,22 +308,22 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not have; "
-                f"{_BY_NAME}, or, if it differs from that, {advise_model_folder(path, '...')}",
+                f"{_BY_NAME}, or, if its arguments differ, {advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 
 
 def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
-    """Return the hint for an unknown layout: Python, and timm if the names are similar."""
+    """Return the hint for an unknown layout: Python, and timm if the names resemble timm's."""
     is_like_timm = first_match(weights, _TIMM_BLOCK) is not None
     return join_alternatives(timm_hint(path) if is_like_timm else (), PYTHON_FILE)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Return timm's name for a DINOv3 with its own or timm's tensor names, or None.
+    """Return timm's name of a DINOv3's architecture, or None for other weights.
 
-    If the file has biases of queries and values, it is the architecture with these biases
-    (`_qkvb`), because they are not zero in all files.
+    The tensors may be named as in timm or by DINOv3's authors. The name ends with `_qkvb` if the
+    file has biases of queries and values, because these are not zero in all files.
     """
     kernel = weights.get("patch_embed.proj.weight")
     has_timm_names = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
@@ -339,7 +345,7 @@ def first_match(names: Iterable[str], pattern: str) -> str | None:
 def rename_tensors(
     layout: Layout, weights: Mapping[str, Tensor], path: object
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Rename the tensors of a layout. Also return the reasons why other tensors are ignored."""
+    """Return the tensors by their new names, and the reason for each tensor that is ignored."""
     ignored = find_reasons(weights, layout.ignored)
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
@@ -349,13 +355,13 @@ def rename_tensors(
         pattern, replacement = next(matches, (r"$^", ""))
         new_name = re.sub(pattern, replacement, name)
         if new_name in tensors:
-            raise CheckpointError(f"{path} holds {new_name} twice, the second time as {name}")
+            raise CheckpointError(f"{path} contains {new_name} twice, the second time as {name}")
         tensors[new_name] = value
     return tensors, ignored
 
 
 def find_reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the reason for each name that matches a pattern in `known`."""
+    """Return the reason to ignore each name that matches a pattern in `known`."""
     reasons: dict[str, str] = {}
     for name in names:
         for pattern, reason in known.items():

@@ -1,4 +1,4 @@
-"""Load the frozen encoder of an address, and resolve the addresses that a command names."""
+"""Load the frozen encoder of an address, and find the encoders that a command evaluates."""
 
 import re
 import time
@@ -24,15 +24,15 @@ from ssl_bench.errors import (
 from ssl_bench.layers import parse_layer_numbers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
+    FILE_AND_NAME,
     LAST,
-    OWN,
+    add_baselines,
     display_name,
     expand,
     has_random_weights,
     is_baseline,
     parse_epoch,
     resolve_file,
-    with_baselines,
 )
 from ssl_bench.models.loading.checkpoint import (
     is_own_checkpoint,
@@ -45,10 +45,11 @@ from ssl_bench.system.device import preserve_process_state
 from ssl_bench.system.output import format_duration, say
 
 _SEED = 0
-# Sizes of timm by width and depth. timm has all of them for these patches and image sizes.
+# Names of sizes in timm by width and depth. timm has a ViT of each size for patches of 16 pixels
+# and images of 224 and 384 pixels.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-# A depth that no encoder has, to check numbers of layers before the encoder is known.
+# A depth above that of any encoder, to check the form of layer numbers.
 _MAX_DEPTH = 9999
 _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
@@ -59,7 +60,7 @@ class Address:
 
     Attributes:
         form: The address with placeholders.
-        example: An example. Empty if the loader of an installed package states none.
+        example: An example of such an address. Empty if the loader states none.
         meaning: What the address loads.
     """
 
@@ -99,18 +100,18 @@ LOADERS = {
     "random": "baselines.load_random",
     "colours": "baselines.load_colours",
 }
-"""The loaders of this package by scheme, the text before the colon: module and function.
+"""Module and function of each loader of this package, by scheme: the text before the colon.
 
-Modules are imported when they are used, because timm takes seconds to import. Entry points
-`ssl_bench.encoder` add loaders of other packages.
+A module is imported when it is needed, because timm takes seconds to import. Other packages add
+loaders as entry points of the group `ssl_bench.encoder`.
 """
 
 
 def list_addresses() -> list[Address]:
     """Return all forms of address, including the schemes of installed packages.
 
-    The example of an installed scheme is the attribute `example` of its loader. It is empty without
-    this attribute, and if the loader cannot be imported.
+    The attribute `example` of a package's loader is the example of its scheme. The example is empty
+    if the loader has no such attribute or cannot be imported.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
@@ -122,7 +123,7 @@ def list_addresses() -> list[Address]:
 
 
 def load_encoder(uri: str) -> Encoder:
-    """Load the frozen encoder that an address names. Code in a weights file is never run.
+    """Load the frozen encoder of an address. Code in a weights file is never run.
 
     Args:
         uri: One of these addresses:
@@ -135,9 +136,9 @@ def load_encoder(uri: str) -> Encoder:
             - `hf-hub:ORG/NAME@REVISION`, `local-dir:FOLDER` or `torchhub:REPOSITORY:NAME`.
             - `demo:skip` or `demo:skipless`: small encoders of this suite.
             - `random:URI`: the encoder of URI with initial weights.
-            - `colours:PATCH`: raw colours of patches.
-            - `mean=0.5,std=0.5:URI`: a file that does not state its normalisation.
-            - `SCHEME:ADDRESS`, if an installed package adds a loader for SCHEME.
+            - `colours:PATCH`: raw colours of patches with a side of PATCH pixels.
+            - `mean=0.5,std=0.5:URI`: the encoder of URI, whose file states no normalisation.
+            - `SCHEME:ADDRESS`: an encoder that the loader of an installed package returns.
 
     Raises:
         CheckpointError: The encoder cannot be loaded. The message says what was expected.
@@ -151,8 +152,9 @@ def load_encoder(uri: str) -> Encoder:
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
     """Return the loader of an address.
 
-    Loaders are tried in this order: `mean=...:URI`, the schemes of `LOADERS`, `FILE.py:NAME`, the
-    schemes of installed packages, and paths. A package cannot replace a scheme of `LOADERS`.
+    Forms of address are tried in this order: `mean=...:URI`, the schemes of `LOADERS`,
+    `FILE.py:NAME`, the schemes of installed packages, paths. Installed packages therefore cannot
+    replace a scheme of `LOADERS`.
     """
     scheme, colon, _ = uri.partition(":")
     if uri.startswith("mean="):
@@ -160,7 +162,7 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
     if colon and scheme in LOADERS:
         module, _, function = LOADERS[scheme].partition(".")
         return getattr(import_module(f"ssl_bench.models.loading.{module}"), function)
-    if OWN.fullmatch(uri):
+    if FILE_AND_NAME.fullmatch(uri):
         from ssl_bench.models.loading.own_module import load_python_object
 
         return load_python_object
@@ -170,7 +172,7 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
 
 
 def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
-    """Call the loader of another package."""
+    """Load an encoder by the loader of an installed package, and check what it returns."""
     source = f"the encoder loader {point.name} = {point.value}"
     try:
         encoder = load_entry_point(point)(uri)
@@ -189,8 +191,8 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 def identify_encoder(uri: str) -> EncoderIdentity:
     """Return the identity of the encoder of an address.
 
-    For checkpoints of this suite, this takes milliseconds: only the header and the sha256 file are
-    read, and damaged weights are not noticed. Other encoders are loaded.
+    If it is a checkpoint of this suite, only its header and its .sha256 file are read. This takes
+    milliseconds, but damaged weights are not noticed. Any other encoder is loaded.
 
     Raises:
         CheckpointError: The encoder cannot be loaded.
@@ -204,7 +206,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 
 
 def stated_identity(uri: str) -> EncoderIdentity | None:
-    """Return the identity that a checkpoint of this suite states. None for other addresses.
+    """Return the identity in the header of a checkpoint of this suite, or None for other addresses.
 
     Raises:
         CheckpointError: The header of the checkpoint cannot be read.
@@ -215,7 +217,7 @@ def stated_identity(uri: str) -> EncoderIdentity | None:
 
 
 def _load_normalized(uri: str) -> Encoder:
-    """Load `mean=NUMBERS,std=NUMBERS:URI`, for files that do not state their normalisation."""
+    """Load `mean=NUMBERS,std=NUMBERS:URI`: a file without a normalisation of its own."""
     match = _NORMALIZED.fullmatch(uri)
     try:
         texts = match.groups()[:2] if match else ("", "")
@@ -238,7 +240,7 @@ def _load_normalized(uri: str) -> Encoder:
     if match[3].startswith(("hf-hub:", "local-dir:")):
         from ssl_bench.models.loading.hugging_face import load_hugging_face
 
-        encoder = load_hugging_face(match[3], colours_stated=True)
+        encoder = load_hugging_face(match[3], allow_missing_preprocessor=True)
     else:
         encoder = load_encoder(match[3])
     if not encoder.colours_from.startswith("assumed"):
@@ -256,12 +258,12 @@ def _load_normalized(uri: str) -> Encoder:
 
 
 def load_path(uri: str) -> Encoder:
-    """Load a checkpoint of this suite, or a file in the layout of another project."""
+    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project."""
     path = resolve_file(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
-            f"{folder} is a folder of Hugging Face",
+            f"{folder} is a folder in the format of Hugging Face",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
     reject_parts(path)
@@ -289,7 +291,10 @@ def load_path(uri: str) -> Encoder:
 
 
 def _guess_address(name: str) -> str | None:
-    """Return the address of a model with this name elsewhere, as a word of a hint."""
+    """Return an address for a name that is no path, as a word of a hint, or None.
+
+    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face.
+    """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
     own = re.fullmatch(r"(.+):(\w+)", name)
@@ -313,9 +318,9 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     """Return the addresses of all encoders to probe.
 
     Args:
-        checkpoints: Addresses and patterns. If there are none, the newest run below `runs/`
+        checkpoints: Addresses and patterns. If there are none, the newest checkpoint below `runs/`
             is used.
-        baselines: Add untrained encoders and raw colours.
+        baselines: Whether to add the encoders with random weights, and raw colours.
     """
     uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
@@ -323,14 +328,16 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_weights(uri)]
     if unknown:
         say(f"without random weights of {', '.join(unknown)}, whose initialisation is unknown")
-    return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
+    return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
-    """Check the requested layers before images are read, as far as the encoders state their depth.
+    """Check the requested layers against the depths in the headers of checkpoints.
+
+    Encoders of other sources are not checked, because loading them takes long.
 
     Raises:
-        ConfigurationError: The layers are not numbers, or an encoder does not have them.
+        ConfigurationError: The layers are not numbers, or a checkpoint does not have them.
     """
     if layers != "all":
         parse_layer_numbers(layers, _MAX_DEPTH)
@@ -343,7 +350,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
 
 
 def load_and_log(uri: str) -> Encoder:
-    """Load an encoder and log its properties."""
+    """Load an encoder, and log its depth, digest, normalisation and notes."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
