@@ -56,8 +56,8 @@ def load_python_object(uri: str) -> Encoder:
         return replace(target, uri=uri)
     if not isinstance(target, nn.Module):
         raise CheckpointError(
-            f"{name} of {path} is or returns a {type(target).__name__}, expected a "
-            "torch.nn.Module, an ssl_bench.Encoder, or a function that returns one of them"
+            f"expected {name} of {path} to be a torch.nn.Module, an ssl_bench.Encoder, or a "
+            f"function that returns one of them, got {type(target).__name__}"
         )
     encoder = Encoder.from_module(target, name=f"{path.stem}.{name}")
     return replace(encoder, uri=uri, contents=Contents("module", file=path))
