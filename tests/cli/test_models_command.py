@@ -11,7 +11,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import TIMM_PATTERNS
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.models.loading.hub import HUB_WEIGHTS
-from ssl_bench.models.loading.load import ADDRESSES
+from ssl_bench.models.loading.load import list_addresses
 from ssl_bench.system.files import file_sha256
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)
@@ -40,7 +40,7 @@ def shown(capsys, *words: str) -> str:
 
 def test_the_list_names_every_address_layout_and_published_name(capsys):
     said = shown(capsys)
-    for address in ADDRESSES:
+    for address in list_addresses():
         assert address.form in said
         assert address.example in said
     for layout in ("DINO, timm", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
@@ -48,7 +48,7 @@ def test_the_list_names_every_address_layout_and_published_name(capsys):
     for names in HUB_WEIGHTS.values():
         assert all(name in said for name in names)
     listed = json.loads(shown(capsys, "--json"))
-    assert [one["form"] for one in listed["addresses"]] == [one.form for one in ADDRESSES]
+    assert [one["form"] for one in listed["addresses"]] == [one.form for one in list_addresses()]
     assert listed["torchhub"].keys() == HUB_WEIGHTS.keys()
 
 

@@ -303,16 +303,16 @@ def _by_columns(tokens: Tensor) -> Tensor:
     ("module", "settings", "said"),
     [
         (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2"),
-        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2. Give blocks"),
+        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2. Pass tokens"),
         (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, patches row"),
         (_Reordered(lambda x: x.transpose(0, 1)), {}, "got 17 x 2 x 16. Put the batch first"),
-        (own_module.own().bfloat16(), {}, r"weights of torch.bfloat16 .* Pass module.float\(\)"),
+        (own_module.own().bfloat16(), {}, r"weights in torch.bfloat16 .* Pass module.float\(\)"),
         (torch.jit.script(nn.Linear(3, 3)), {}, "is a TorchScript module"),
         (nn.Linear(3, 3), {}, "expected one longest list of blocks"),
         (own_module.Own(), {"blocks": "nothing"}, "such as trunk"),
-        (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
+        (own_module.Own(), {"image_size": 48}, "does not accept images .* of 48 x 48"),
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
-        (own_module.Own(), {"patch_size": 32, "image_size": 48}, "takes no images"),
+        (own_module.Own(), {"patch_size": 32, "image_size": 48}, "does not accept images"),
         (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
         (own_module.Own(), {"mean": [0.5]}, r"mean of three numbers or one, got \[0.5\]"),
         (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
@@ -338,7 +338,7 @@ def test_a_norm_that_is_not_there_is_refused_when_asked():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
-    with pytest.raises(CheckpointError, match="never run"):
+    with pytest.raises(CheckpointError, match="never called"):
         ssl_bench.Encoder.from_module(module)
     plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
@@ -377,7 +377,7 @@ def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_name
     expected = module.out_norm(found[2]["cls"])
     torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
     module.other_norm = nn.LayerNorm(16)
-    with pytest.raises(UnfitEncoder, match=r"Name it: ssl_bench\.Encoder\.from_module"):
+    with pytest.raises(UnfitEncoder, match=r"Pass its name: ssl_bench\.Encoder\.from_module"):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
 
 
@@ -587,8 +587,8 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
     [
         ("mine.py", "encoder = 3\n", 'use `uri="mine.py:NAME"`'),
         ("mine.py:own", "", "has no own, only nothing"),
-        ("mine.py:own", "own = 3", "gives a int, expected a torch.nn.Module"),
-        ("mine.py:own", "own = None", "gives a NoneType, expected a torch.nn.Module"),
+        ("mine.py:own", "own = 3", "one of them, got int"),
+        ("mine.py:own", "own = None", "one of them, got NoneType"),
         (
             "mine.py:owm",
             "import functools\nfrom torch import nn\nfrom torch.nn import Linear\n"
@@ -603,7 +603,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "def own(dim): return dim",
             "own cannot be called without arguments",
         ),
-        ("notes.pth", "milk, bread and a longer line\n", "it begins as a text does"),
+        ("notes.pth", "milk, bread and a longer line\n", "it begins with text"),
     ],
 )
 def test_a_file_that_holds_no_encoder_is_named(tmp_path, monkeypatch, name, content, said):

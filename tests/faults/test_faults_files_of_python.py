@@ -70,6 +70,7 @@ def test_fault_76_other_probes_and_objectives_still_run(tmp_path):
     for name in ("ssl_bench", "probes", "pretrain", "configs"):
         shutil.copytree(ROOT / name, suite / name)
     for path, text in FILES.items():
+        (suite / path).parent.mkdir(exist_ok=True)
         (suite / path).write_text(text)
     for path in ("probes/reconstruction.py", "pretrain/objectives/rotation.py"):
         (suite / path).write_text("import nopackage\n" + (suite / path).read_text())

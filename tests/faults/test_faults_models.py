@@ -325,7 +325,7 @@ def test_fault_26_more_neighbours_than_there_are_are_refused(place, capsys):
     [
         ("encoder.safetensors", "ssl_bench.models.loading.checkpoint.read_weights"),
         ("dino.pth", "ssl_bench.models.loading.foreign.read_weights"),
-        ("dino.safetensors", "ssl_bench.models.loading.foreign.backbone_weights"),
+        ("dino.safetensors", "ssl_bench.models.loading.foreign.find_backbone"),
     ],
 )
 def test_fault_48_weights_that_are_replaced_while_they_are_read_give_no_number(

@@ -9,7 +9,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
-from ssl_bench.models.loading.addresses import with_baselines
+from ssl_bench.models.loading.addresses import add_baselines
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.cli.test_sweep import planned
 from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
@@ -55,7 +55,7 @@ def test_a_patch_that_cannot_be_is_refused(uri):
 def test_baselines_follow_the_encoders_once_each():
     uris = ["runs/one", "random:runs/one", "runs/two"]
 
-    assert with_baselines(uris, [16, 8, 16]) == [
+    assert add_baselines(uris, [16, 8, 16]) == [
         *uris, "random:runs/two", "colours:8", "colours:16",
     ]  # fmt: skip
 

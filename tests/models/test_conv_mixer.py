@@ -139,7 +139,7 @@ def test_a_kind_of_a_later_version_is_refused_in_one_line(tmp_path, monkeypatch)
     for load in (load_encoder, identify_encoder):
         with pytest.raises(CheckpointError, match=r"expected vit or conv_mixer.*'mamba'") as raised:
             load(str(path))
-        assert "version of ssl-bench that wrote it" in str(raised.value)
+        assert "version of ssl-bench that wrote the file" in str(raised.value)
         assert "\n" not in str(raised.value)
 
 

@@ -16,7 +16,9 @@ from tests.benchmarks.generated import LEDGER, ROOT
 @pytest.mark.parametrize("name", NAMES)
 def test_an_encoder_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, ask, name):
     monkeypatch.setattr(addresses, "PACKAGE", tmp_path / "package")
-    with pytest.raises(CheckpointError, match=f"^demo:{name} does not come with") as raised:
+    with pytest.raises(
+        CheckpointError, match=f"^demo:{name} is missing in this installation"
+    ) as raised:
         ask(f"demo:{name}")
     assert "\n" not in str(raised.value)
 

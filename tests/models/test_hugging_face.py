@@ -179,6 +179,23 @@ def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
     assert encoder.contents.ignored.keys() == {"head.weight", "head.bias"}
 
 
+@pytest.mark.parametrize("arguments", [{"num_heads": 6}, {"num_heads": 3}, {"depth": 2}])
+def test_random_weights_are_those_of_the_same_architecture(tmp_path, arguments):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **arguments)
+    config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
+    trained = folder_of(tmp_path / "timm", model.state_dict(), config)
+    uri = f"random:{trained}"
+
+    # timm's architecture has 3 heads and 12 blocks.
+    if arguments != {"num_heads": 3}:
+        assert "initialisation is unknown" in message_of(uri)
+        return
+    drawn, expected = load_encoder(uri), load_encoder(trained)
+    assert drawn.architecture == expected.architecture
+    assert drawn.colours_from == expected.colours_from
+    assert drawn.colours_from.startswith("assumed")
+
+
 def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
     tmp_path, monkeypatch
 ):

@@ -78,7 +78,7 @@ def test_a_later_format_is_refused(saved, monkeypatch):
     monkeypatch.setattr("ssl_bench.models.loading.checkpoint._VERSION", "2")
     save_encoder(saved, build_vit(TINY, seed=0), {})
     monkeypatch.undo()
-    assert "format version 2, this program reads 1" in message_of(saved)
+    assert "format version 2, but this program reads version 1" in message_of(saved)
 
 
 def test_missing_files_name_what_can_be_given(tmp_path):
@@ -149,7 +149,7 @@ def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monk
 def test_one_of_the_parts_of_a_model_is_named(tmp_path):
     path = tmp_path / "model-00001-of-00002.safetensors"
     path.write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match="one of several parts"):
+    with pytest.raises(CheckpointError, match="one of several files"):
         load_encoder(str(path))
 
 
@@ -163,7 +163,7 @@ def test_one_of_the_parts_of_a_model_is_named(tmp_path):
         (lambda w: {name: w[name] for name in w if name != "cls_token"}, "expected cls_token"),
         (lambda w: w | {"patch_embed.proj.weight": torch.ones(96, 3, 8, 8)}, "multiple of 64"),
         (lambda _: {"epoch": 3}, "no tensors"),
-        (lambda w: list(w.values()), "holds a list"),
+        (lambda w: list(w.values()), "contains a list"),
     ],
 )
 def test_weights_that_do_not_fit_exactly_are_refused(tmp_path, change, said):
@@ -220,7 +220,10 @@ def test_timm_refuses_a_file_that_lacks_weights(tmp_path):
         ("timm:vit_tiny_patch16_22", "`--checkpoint timm:vit_tiny_patch16_224`"),
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
         ("timm:mvitv2_tiny", "`--checkpoint FILE.py:NAME`"),
-        ("torchhub:facebookresearch/dino:dino_resnet50", "known are torchhub:facebookresearch"),
+        (
+            "torchhub:facebookresearch/dino:dino_resnet50",
+            "expected one of torchhub:facebookresearch",
+        ),
     ],
 )
 def test_unknown_and_unsupported_names_are_refused(uri, said):

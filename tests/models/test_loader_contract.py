@@ -1,7 +1,7 @@
-"""What every encoder loader must do: those of this package, and that of the documentation.
+"""Contract of every encoder loader: those of this package, of installed packages, and of the guide.
 
-A new scheme needs no entry here. The examples of its addresses are loaded. Those that need the
-network or a file that is not there must fail in one line.
+A new scheme needs no entry here. Its example address is loaded. Examples of this package that need
+the network or a missing file must fail in one line. A loader without an example is skipped.
 """
 
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import entry_points
@@ -25,13 +24,21 @@ from tests.support.faults import DINO_LIKE, encoder_file
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
-((FILE, SOURCE),) = re.findall(
-    r"^## An encoder loader\n.*?^`(\w+\.py)`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+((SOURCE,),) = [
+    re.findall(r"^`toyvit/toyvit\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+]
+((SCHEME, TARGET),) = re.findall(
+    r'^\[project\.entry-points\."ssl_bench\.encoder"\]\n(\S+) = "(.*)"$', PAGE, re.MULTILINE
 )
-((POINT,),) = [re.findall(r'^\[project\.entry-points\."ssl_bench\.encoder"\]\n(.*)$', PAGE, re.M)]
-SCHEME = POINT.partition(" ")[0]
-GUIDE = f"{SCHEME}:{SCHEME}.pth"
-EXAMPLES = [*(address.example for address in list_addresses()), GUIDE]
+((COMMAND,),) = [re.findall(rf"^ssl-bench (probe .*{SCHEME}:.*)$", PAGE, re.MULTILINE)]
+(GUIDE,) = re.findall(r'^load\.example = "(.*)"$', SOURCE, re.MULTILINE)
+IS_INSTALLED = SCHEME in entry_points("encoder")
+of_page = pytest.mark.skipif(IS_INSTALLED, reason=f"an installed package has the scheme {SCHEME}")
+ADDRESSES = list_addresses()
+EXAMPLES = [*(a.example for a in ADDRESSES if a.example), *([] if IS_INSTALLED else [GUIDE])]
+NO_EXAMPLE = pytest.mark.skip(reason="this loader has no attribute `example`")
+URIS = [*EXAMPLES, *(pytest.param(a.form, marks=NO_EXAMPLE) for a in ADDRESSES if not a.example)]
+SCHEMES = list(dict.fromkeys([*LOADERS, *entry_points("encoder"), SCHEME]))
 WITHOUT_NETWORK = r"(?!hf-hub|torchhub|local-dir|timm:.*\.dino|timm:.*@)"
 MODULE = """
 from ssl_bench.models import build_vit
@@ -52,17 +59,16 @@ def place(tmp_path_factory) -> Iterator[Path]:
     for name in ("dinov2_vits14_pretrain", "my"):
         torch.save(weights, folder / f"{name}.pth")
     (folder / "my_model.py").write_text(MODULE)
-    arguments = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2}
-    arguments |= {"hidden_dim": 16, "mlp_dim": 32}
-    model = torchvision.models.VisionTransformer(**arguments)
-    torch.save({"config": arguments, "model": model.state_dict()}, folder / f"{SCHEME}.pth")
     information = folder / "installed/pages-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
-    points = ["[ssl_bench.encoder]", POINT.replace('"', ""), "broken = broken_loader:load"]
-    points += ["other = broken_loader:other", "missing = no_such_module:load"]
+    points = ["[ssl_bench.encoder]", "broken = broken_loader:load", "other = broken_loader:other"]
+    points += ["missing = no_such_module:load"]
+    if not IS_INSTALLED:
+        # Another name than that of the page, because a package of the user may have that.
+        points.append(f"{SCHEME} = loader_of_page:{TARGET.partition(':')[2]}")
+        (folder / "installed/loader_of_page.py").write_text(SOURCE)
     (information / "entry_points.txt").write_text("\n".join(points))
-    (folder / "installed" / FILE).write_text(SOURCE)
     (folder / "installed/broken_loader.py").write_text(
         "def load(uri):\n    return 1 / 0\n\ndef other(uri):\n    return uri\n"
     )
@@ -109,7 +115,7 @@ def test_examples_that_need_no_network_are_loaded():
     assert {uri.partition(":")[0] for uri in EXAMPLES} >= LOADERS.keys()
 
 
-@pytest.mark.parametrize("uri", EXAMPLES)
+@pytest.mark.parametrize("uri", URIS)
 def test_the_same_address_always_gives_the_same_encoder(uri):
     first = encoder_of(uri)
     state = torch.get_rng_state()
@@ -124,7 +130,7 @@ def test_the_same_address_always_gives_the_same_encoder(uri):
         assert getattr(stated, name) == getattr(second, name)
 
 
-@pytest.mark.parametrize("uri", EXAMPLES)
+@pytest.mark.parametrize("uri", URIS)
 def test_every_block_gives_finite_tokens_of_its_grid(uri):
     encoder = encoder_of(uri)
     assert re.fullmatch(r"[0-9a-f]{64}", encoder.sha256)
@@ -144,7 +150,7 @@ def test_every_block_gives_finite_tokens_of_its_grid(uri):
         assert features[layer]["token"].isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", [*LOADERS, SCHEME])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_address_that_names_nothing_is_one_line(scheme, capsys):
     assert main(["models", f"{scheme}:nothing/of this name"]) == 4
 
@@ -168,11 +174,21 @@ def test_a_loader_of_a_package_that_fails_is_one_line(uri, code, said, capsys):
     assert uri.partition(":")[0] in line
 
 
-def test_schemes_of_packages_are_listed_and_have_no_random_weights(capsys):
-    assert SCHEME in entry_points("encoder")
+@of_page
+def test_schemes_of_packages_are_listed_with_the_example_of_their_loader(capsys):
     assert main(["models"]) == 0
-    assert f"{SCHEME}:ADDRESS" in capsys.readouterr().out
-    words = ["probe", "--task", "geometry", "--dataset", "toy", "--checkpoint", GUIDE]
-    words += ["--baselines", "--layer", "0", "--out", "out", "dataset.num_train=6"]
-    assert main([*words, "probe.image_size=32"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[-1] for line in lines if ":ADDRESS" in line}
+    assert rows[f"{SCHEME}:ADDRESS"] == GUIDE
+    assert rows["other:ADDRESS"] == "broken_loader:other"
+    assert rows["missing:ADDRESS"] == "no_such_module:load"
+
+
+@of_page
+def test_encoders_of_packages_are_probed_and_have_no_random_weights(capsys):
+    words = [*COMMAND.split(), "--baselines", "dataset.num_train=6", "dataset.num_val=6"]
+
+    assert main([*words, "--out", "out"]) == 0
+
     assert f"without random weights of {GUIDE}" in capsys.readouterr().err

@@ -169,6 +169,8 @@ def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
         found = cast(Any, encoder.module).forward_features(images)
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
     assert "classifier.weight" in encoder.contents.ignored
+    drawn = load_encoder(f"random:{tmp_path / 'm.onnx'}")
+    assert drawn.architecture == encoder.architecture
 
 
 def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):

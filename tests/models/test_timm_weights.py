@@ -98,10 +98,18 @@ def advised_config(line: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        (NAME, {"depth": 2}, "has 2 blocks of width 192, timm:vit_tiny_patch16_224 12; put"),
-        (DINO_NAME, {"depth": 2}, f"has 2 blocks of width 384, timm:{DINO_NAME} 12; put"),
-        (NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, timm:vit_tiny_"),
-        (ATTO, {"depths": (1, 1, 2, 1)}, "has 5 blocks of width 40, timm:convnext_atto 12; put"),
+        (
+            NAME,
+            {"depth": 2},
+            "has 2 blocks of width 192, but timm:vit_tiny_patch16_224 has 12; put",
+        ),
+        (DINO_NAME, {"depth": 2}, f"has 2 blocks of width 384, but timm:{DINO_NAME} has 12; put"),
+        (NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, but timm:vit_tiny_"),
+        (
+            ATTO,
+            {"depths": (1, 1, 2, 1)},
+            "has 5 blocks of width 40, but timm:convnext_atto has 12; put",
+        ),
     ],
 )
 def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, said):

@@ -50,7 +50,7 @@ def test_fault_77_a_tensor_that_is_no_dense_float_is_named(tmp_path, capsys, spo
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: {QKV} is " in line
     assert said in line
-    assert "expected dense floating numbers" in line
+    assert "expected dense floating-point numbers" in line
 
 
 def in_bytes(weights: Mapping[str, Tensor]) -> Weights:
@@ -77,7 +77,7 @@ def of_timm(root: Path) -> str:
 def test_fault_77_weights_of_our_own_and_through_timm_pass_the_same_gate(tmp_path, source):
     said = message_of(source(tmp_path))
 
-    assert ".weight is int8, strided, on cpu, expected dense floating numbers" in said
+    assert ".weight is int8, strided, on cpu, expected dense floating-point numbers" in said
 
 
 def test_fault_77_floats_of_any_width_and_counts_are_taken(tmp_path):
@@ -106,7 +106,7 @@ def test_an_index_of_another_type_than_int64_is_named(tmp_path, dtype):
 def test_fault_77_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):
     weights: dict[Any, Tensor] = {**timm_model().state_dict(), name: torch.zeros(3)}
     said = message_of(saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights))
-    assert f"{tmp_path / 'w.pth'}: [{name!r}] is a name that is no text" in said
+    assert f"{tmp_path / 'w.pth'}: the name [{name!r}] is no string" in said
 
 
 ADAM = {
@@ -244,20 +244,20 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"net": RESNET, "best_acc1": torch.tensor(0.5)}, "holds a ResNet"),
-        ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "holds a ResNet"),
-        ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "holds a ResNet"),
+        ({"net": RESNET, "best_acc1": torch.tensor(0.5)}, "contains a ResNet"),
+        ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "contains a ResNet"),
+        ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "contains a ResNet"),
         ({"net": WHOLE, "ema": TORN}, "29/30 keys fit; norm.bias missing"),
-        ({"optimizer": ADAM}, "no tensor has the name of a weight, but optimizer/"),
-        ({"best_acc1": torch.tensor(0.5)}, "but best_acc1"),
-        ({"a": WHOLE, "b": TORN}, "holds 2 encoders (a, b)"),
+        ({"optimizer": ADAM}, "expected tensors with names of weights, got optimizer/"),
+        ({"best_acc1": torch.tensor(0.5)}, "got best_acc1"),
+        ({"a": WHOLE, "b": TORN}, "contains 2 encoders (a, b)"),
         (
             WHOLE | behind("module.", WHOLE),
-            "holds 2 encoders (the encoder without a prefix, module)",
+            "contains 2 encoders (the encoder without a prefix, module)",
         ),
-        (behind("net.", WHOLE) | {"a.b": torch.ones(1)}, "holds a.b, "),
-        ({"model": WHOLE, "ema": [torch.ones(3)]}, "holds ema, "),
-        (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "holds norm.bias twice"),
+        (behind("net.", WHOLE) | {"a.b": torch.ones(1)}, "contains a.b, "),
+        ({"model": WHOLE, "ema": [torch.ones(3)]}, "contains ema, "),
+        (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "contains norm.bias twice"),
     ],
 )
 def test_fault_78_a_refusal_says_the_true_reason(tmp_path, content, said):

@@ -69,7 +69,7 @@ def test_an_encoder_is_found_by_its_epoch(kept):
     assert found.sha256 != load_encoder(str(kept)).sha256
     assert identify_encoder(f"{kept}@2").identity() == found.identity()
     assert load_encoder(str(kept / names[0])).name == "run@1"
-    with pytest.raises(CheckpointError, match=r"kept no encoder after epoch 7, .*@1, @2, or"):
+    with pytest.raises(CheckpointError, match=r"has no encoder of epoch 7, .*@1, @2, or"):
         load_encoder(f"{kept}@7")
     assert expand([f"{kept}/epoch*"]) == [str(kept / name) for name in names]
     by_shell = sorted(map(str, kept.glob("epoch*")))
@@ -125,7 +125,7 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert main([*compare, f"{kept}@2"]) == 3
     assert "nothing to compare" in capsys.readouterr().err
     assert main([*compare, f"{kept}@7"]) == 4
-    assert "kept no encoder after epoch 7" in capsys.readouterr().err
+    assert "has no encoder of epoch 7" in capsys.readouterr().err
 
 
 def test_a_run_begun_anew_leaves_none_of_the_older_ones(kept, root, tmp_path):

@@ -1,4 +1,4 @@
-"""Resolve addresses and patterns of checkpoints to weights files."""
+"""Resolve addresses of checkpoints to weights files, and patterns to addresses."""
 
 import glob
 import re
@@ -15,7 +15,7 @@ RANDOM, COLOURS = "random", "colours"
 DEMO, NAMES = "demo", ("skip", "skipless")
 """Scheme and names of the encoders that come with this suite: `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
-OWN = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
+FILE_AND_NAME = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
 """`FILE.py:NAME`, a module of the user."""
 _USUAL_STEMS = ("checkpoint", "model", "pytorch_model", "last", "best")
 _EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
@@ -27,7 +27,7 @@ def epoch_file_name(epoch: int) -> str:
 
 
 def parse_epoch(path: Path) -> int | None:
-    """Return the epoch in a name that `epoch_file_name` returned, or None for another file."""
+    """Return the epoch in the file name of a stored encoder, or None for another file."""
     match = _EPOCH_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -35,8 +35,8 @@ def parse_epoch(path: Path) -> int | None:
 def resolve_file(uri: str) -> Path:
     """Return the weights file of an address, which may not exist.
 
-    `RUN` is the last encoder of a run folder, `RUN@200` its encoder of epoch 200, and `demo:skip`
-    an encoder that comes with this suite.
+    `RUN` stands for the last encoder in a run folder, and `RUN@200` for that of epoch 200.
+    `demo:skip` stands for an encoder that comes with this suite.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -44,7 +44,7 @@ def resolve_file(uri: str) -> Path:
     if path.is_dir():
         return path / LAST
     run, _, epoch = uri.rpartition("@")
-    # With a dot or slash after the @, the path is a missing file.
+    # If a dot or slash follows the @, the address is the path of a missing file.
     if path.exists() or not run or not re.fullmatch(r"[\w,-]+", epoch):
         return path
     folder = expand_path(run)
@@ -57,17 +57,17 @@ def resolve_file(uri: str) -> Path:
     stored = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
     pattern = f", or '{folder}/epoch*' for all of them" if epochs else ""
     raise CheckpointError(
-        f"{folder} kept no encoder after epoch {epoch}, expected one of {stored}, or {folder} for "
-        f"its last{pattern}"
+        f"{folder} has no encoder of epoch {epoch}, expected one of {stored}, or {folder} for its "
+        f"last encoder{pattern}"
     )
 
 
 def display_name(path: Path) -> str:
     """Return the name of an encoder in tables.
 
-    It is the name of the run for a run's last encoder, with @EPOCH for its other encoders. For
-    other files it is the stem. A stem that many files have, such as `checkpoint`, follows the name
-    of its folder.
+    The last encoder of a run has the name of the run. An encoder of an earlier epoch has the name
+    RUN@EPOCH. Any other file has the name of the file without its suffix. Usual file names, such as
+    `checkpoint`, are preceded by the name of the folder.
     """
     epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
@@ -81,15 +81,15 @@ def expand(patterns: Sequence[str]) -> list[str]:
     """Return the addresses in patterns and comma-separated lists, without duplicates."""
     uris: list[str] = []
     for pattern in (part for text in patterns for part in _split_list(text)):
-        # A shell expands RUN/epoch* to weights and their .sha256 files.
+        # A shell expands RUN/epoch* to weights files and their .sha256 files.
         if pattern.removesuffix(".sha256") not in uris:
             uris += _find_matches(pattern) if _is_pattern(pattern) else [pattern]
     return list(dict.fromkeys(uris))
 
 
 def _split_list(text: str) -> list[str]:
-    """Split "a,b" at its commas if an item is an address, a file or a pattern with matches."""
-    # RUN@1,2 is not a list. Each epoch needs its own address.
+    """Split "a,b" at its commas if a or b is an address, a file or a pattern with matches."""
+    # RUN@1,2 is not split, because 2 is no address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
         return [text]
     parts: list[str] = []
@@ -104,7 +104,7 @@ def _split_list(text: str) -> list[str]:
 
 
 def _exists(text: str) -> bool:
-    """Whether a path or the run before @EPOCH exists, or a pattern has matches."""
+    """Whether a path exists, with or without a final @EPOCH, or a pattern has matches."""
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]
     # Path.glob does not accept absolute patterns.
@@ -112,18 +112,24 @@ def _exists(text: str) -> bool:
 
 
 def is_baseline(uri: str) -> bool:
-    """Whether an address names an untrained baseline."""
+    """Whether an address is that of an untrained baseline: `random:URI` or `colours:PATCH`."""
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
 def has_random_weights(uri: str) -> bool:
-    """Whether `random:URI` exists. Only the loaders of this package know how weights begin."""
+    """Whether `random:URI` can be loaded.
+
+    The initialisation of a user's module and of an encoder of another package is unknown.
+    """
     is_external = uri.partition(":")[0] in entry_points("encoder")
-    return not (is_baseline(uri) or OWN.fullmatch(uri) or is_external)
+    return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)
 
 
-def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """Add each encoder with random weights, and raw colours of patches of all their sizes."""
+def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
+    """Return the addresses, followed by those of their untrained baselines.
+
+    The baselines are each encoder with random weights, and raw colours for each patch size.
+    """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
     return list(dict.fromkeys([*uris, *drawn, *colours]))
@@ -156,7 +162,7 @@ def _find_matches(pattern: str) -> list[str]:
         raise CheckpointError(
             f"no checkpoint matches {pattern!r}, expected run folders or weights files "
             f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors', or 'runs/*/epoch*' for "
-            "all epochs that were kept"
+            "all stored epochs"
         )
     return matches
 
@@ -176,8 +182,8 @@ def demo_file(uri: str) -> Path:
     path = demo_folder() / f"demo_{name}.safetensors"
     if not path.is_file():
         raise CheckpointError(
-            f"{uri} does not come with this version: no {path.name} in {path.parent}. Train an "
-            "encoder, or give a checkpoint",
+            f"{uri} is missing in this installation: no {path.name} in {path.parent}. Train an "
+            "encoder, or pass a checkpoint",
             hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )
     return path

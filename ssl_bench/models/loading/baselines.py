@@ -1,4 +1,4 @@
-"""Untrained baselines: an architecture with initial weights, and raw colours of patches."""
+"""Load untrained baselines: an architecture with initial weights, and raw colours of patches."""
 
 import re
 from dataclasses import replace
@@ -27,17 +27,18 @@ _LARGEST_PATCH = 256
 def load_random(uri: str) -> Encoder:
     """Load `random:URI`: the encoder of URI with initial weights, drawn with seed 0.
 
-    Encoders of this suite and of timm are initialised as for training. Weights files in other
-    layouts get the default initialisation of this suite. Mean and standard deviation are kept.
+    Encoders of this suite and of timm are initialised as for training. Encoders of other weights
+    files get the default initialisation of this suite. Mean and standard deviation are kept.
     """
     trained = load_encoder(uri.partition(":")[2])
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
-        model = (
-            build_vit(trained.module.config, seed=_SEED, grid_size=trained.module.grid_size)
-            if isinstance(trained.module, VisionTransformer)
-            else build_encoder(trained.module.config, seed=_SEED)
-        )
+        if isinstance(trained.module, VisionTransformer):
+            grid_size = trained.module.grid_size
+            model = build_vit(trained.module.config, seed=_SEED, grid_size=grid_size)
+            model.position_margin = trained.module.position_margin
+        else:
+            model = build_encoder(trained.module.config, seed=_SEED)
         for drawn, original in zip(model.modules(), trained.module.modules(), strict=True):
             if isinstance(drawn, nn.LayerNorm) and isinstance(original, nn.LayerNorm):
                 drawn.eps = original.eps
@@ -54,29 +55,27 @@ def load_random(uri: str) -> Encoder:
 
     if not isinstance(trained.module, TimmBackbone):
         raise CheckpointError(
-            f"{uri}: the initialisation of this encoder is unknown. Load an untrained one, such as "
-            "that of a second function in the same Python file",
+            f"{uri}: the initialisation of this encoder is unknown. Write a function that returns "
+            "the untrained module, such as in the same Python file",
             hint=("--checkpoint", "{file}.py:{name}"),
         )
     drawn = load_timm(f"timm:{trained.architecture['name']}")
-    shapes, expected = (
-        {name: tensor.shape for name, tensor in encoder.module.state_dict().items()}
-        for encoder in (drawn, trained)
-    )
-    if shapes != expected:
+    if drawn.architecture != trained.architecture:
         raise CheckpointError(
-            f"{uri}: the config.json of {trained.uri} changes timm's "
+            f"{uri}: the architecture of {trained.uri} differs from timm's "
             f"{trained.architecture['name']}, so its initialisation is unknown",
             hint=("--checkpoint", "timm:{timm_name}"),
         )
-    return replace(drawn, uri=uri, mean=trained.mean, std=trained.std)
+    return replace(
+        drawn, uri=uri, mean=trained.mean, std=trained.std, colours_from=trained.colours_from
+    )
 
 
 class ColourPatches(nn.Module):
-    """An encoder with one block, whose token of a patch is the colours of its pixels.
+    """An encoder with one block. The token of a patch consists of the colours of its pixels.
 
-    The [CLS] token is the mean patch. Queries, keys and values are the tokens, so that all probes
-    of features can run.
+    The [CLS] token is the mean of all patch tokens. Queries, keys and values equal the tokens, so
+    that probes of all facets can run.
     """
 
     def __init__(self, patch_size: int) -> None:
@@ -86,7 +85,7 @@ class ColourPatches(nn.Module):
         self.norm = nn.Identity()
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """Return the mean patch."""
+        """Return the [CLS] token: the mean of all patches, with dim = 3 * patch_size ** 2."""
         patches = F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
         tokens = torch.cat([patches.mean(1, keepdim=True), patches], 1)
         return self.norm(self.blocks[0](tokens))[:, 0]
@@ -112,12 +111,12 @@ def load_colours(uri: str) -> Encoder:
     size = uri.removeprefix("colours:")
     if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:
         raise CheckpointError(
-            f"expected colours:PATCH with 1 to {_LARGEST_PATCH} pixels, got {uri!r}",
+            f"expected colours:PATCH with a side of 1 to {_LARGEST_PATCH} pixels, got {uri!r}",
             hint=("--checkpoint", "colours:16"),
         )
     patch_size = int(size)
     module = ColourPatches(patch_size).eval()
-    # The multiple of the patch size that is nearest to 224.
+    # The multiple of the patch size nearest to 224.
     side = max(1, round(_NATIVE_SIZE / patch_size)) * patch_size
     return Encoder(
         module=module,

@@ -1,7 +1,7 @@
-"""Read weights files of any source, and read and write our own checkpoints.
+"""Read weights files of any source, and read and write checkpoints of this suite.
 
-A checkpoint of this suite is a safetensors file that contains its configuration, next to a file
-with its sha256. Weights of every source pass the checks of `check_tensors`.
+A checkpoint of this suite is a safetensors file, whose header contains the configuration of the
+model. A second file next to it contains its sha256.
 """
 
 import argparse
@@ -50,25 +50,26 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 _FORMAT = "ssl-bench"
 _VERSION = "1"
-# The kind of older checkpoints, which do not state it.
+# The kind of model in checkpoints that do not state one.
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
-# Hugging Face splits large models.
+# Name of one of several files of a large model of Hugging Face.
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
-# Floats of 8 bits are left out, because their scale factors are stored elsewhere.
+# Floats of 8 bits are refused, because their scale factors are separate tensors.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
-# Zip files that torch.save did not write: pattern of a member, meaning, and code for the weights.
+# Zip files of other functions than torch.save: pattern of a file inside the zip file, description,
+# and Python code that returns the weights.
 _ARCHIVES = (
     (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
     (r".*/archive_format", "a torch.export program", "torch.export.load({!r}).state_dict"),
     (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
 )
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
-# Types of plain data in official DINO checkpoints. None of them runs code.
-_HARMLESS: list[Any] = [
+# Types in official DINO checkpoints that torch may unpickle, because they run no code.
+_ALLOWED_TYPES: list[Any] = [
     argparse.Namespace,
     np.dtype,
     np.dtypes.Float32DType,
@@ -80,24 +81,24 @@ _HARMLESS: list[Any] = [
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
-    """Write weights, configuration and `metadata`. Equal content gives equal bytes.
+    """Write a checkpoint with weights, configuration and `metadata`, and its sha256 file.
 
-    If the process is killed, a file remains that can be loaded. While the weights are replaced, the
-    sha256 file contains the digests of the old and the new weights.
+    Equal arguments give equal bytes. If the process is killed, the old or the new checkpoint can be
+    loaded: while the weights are replaced, the sha256 file contains both digests.
 
     Raises:
-        MachineError: The folder cannot be written or the disk is full. Older files stay intact.
+        MachineError: The folder cannot be written, or the disk is full. Old files stay intact.
     """
     header = {"format": _FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if model.config.kind != _UNNAMED_KIND:
         header["kind"] = model.config.kind
     if (shape := model.config.shape) is not None:
-        # Stored, because computing them needs timm and torch.
+        # Stored, so that `read_identity` need not import timm to compute the strides.
         header["strides"] = json.dumps(shape.strides)
     content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
-    sidecar = sidecar_path(path)
-    if path.is_file() and is_file(sidecar):
+    sidecar = _sidecar_path(path)
+    if path.is_file() and _exists(sidecar):
         before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
         write_text_atomically(sidecar, before + line)
     write_atomically(path, lambda file: file.write(content))
@@ -116,7 +117,7 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
         uri=uri,
         sha256=digest,
         keys=(keys, keys),
-        colours=_stated_normalization(path, metadata),
+        colours=_read_normalization(path, metadata),
         contents=Contents("ssl-bench", file=path, epoch=trained),
     )
 
@@ -124,26 +125,26 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     """Return the model in a checkpoint of this suite, and the sha256 of the file."""
     with require_unchanged(path):
-        digest, sidecar = verified_sha256(path), sidecar_path(path)
-        if not is_file(sidecar):
+        digest, sidecar = verify_sha256(path), _sidecar_path(path)
+        if not _exists(sidecar):
             folder, name = quote_command([str(path.parent)]), quote_command([path.name])
             raise CheckpointError(
                 f"{sidecar} is missing, so {path.name} cannot be verified. Copy both files, or, "
-                f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
+                f"if you trust the file, run: cd {folder} && sha256sum {name} > {name}.sha256"
             )
         metadata = read_metadata(path)
         if metadata.get("version") != _VERSION:
             raise CheckpointError(
-                f"{path} has format version {metadata.get('version')}, this program reads "
-                f"{_VERSION}. Install a newer ssl-bench"
+                f"{path} has format version {metadata.get('version')}, but this program reads "
+                f"version {_VERSION}. Install a newer ssl-bench"
             )
-        model = _stated_config(path, metadata).build_empty()
+        model = _read_config(path, metadata).build_empty()
         load_weights(model, check_tensors(read_weights(path), path), path)
     return model, digest
 
 
 def normalization_metadata(colours: Normalization) -> dict[str, str]:
-    """Return metadata for `save_encoder` that state a normalisation other than ImageNet's."""
+    """Return metadata that state a normalisation in a checkpoint, or none for ImageNet's."""
     if colours == IMAGENET_NORMALIZATION:
         return {}
     return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
@@ -152,7 +153,8 @@ def normalization_metadata(colours: Normalization) -> dict[str, str]:
 def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     content = safetensors.torch.save(tensors, dict(metadata))
-    # The library writes metadata in random order. Sorted metadata give equal weights equal sha256.
+    # Sort the metadata, because the library writes them in random order, and the sha256 of equal
+    # weights must be equal.
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -162,13 +164,13 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 
 
 def read_identity(uri: str, path: Path) -> EncoderIdentity:
-    """Return the identity that a checkpoint of this suite states, without reading its weights.
+    """Return the identity of a checkpoint of this suite, without reading its weights.
 
-    The sha256 comes from the file next to it. `load_checkpoint` compares the weights with it.
+    The digest is read from the .sha256 file. Only `load_checkpoint` compares it with the weights.
     """
     metadata = read_metadata(path)
-    config = _stated_config(path, metadata)
-    # Strides of all blocks, if they may differ.
+    config = _read_config(path, metadata)
+    # Models whose blocks may differ in stride store the strides of all blocks.
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
@@ -177,11 +179,11 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     if not isinstance(strides, list) or not all(type(n) is int and n > 0 for n in strides):
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
     require_images(config, uri)
-    stated = read_digests(sidecar_path(path))
-    # While weights are replaced, there are two lines. Other programs list other files.
+    stated = read_digests(_sidecar_path(path))
+    # The file has two lines while weights are replaced, and it may list other files.
     is_single = [name for _, name in stated] == [path.name]
-    digest = stated[0][0] if is_single else verified_sha256(path)
-    mean, std = _stated_normalization(path, metadata)
+    digest = stated[0][0] if is_single else verify_sha256(path)
+    mean, std = _read_normalization(path, metadata)
     is_staged = len(set(strides)) > 1
     return EncoderIdentity(
         uri=uri,
@@ -191,7 +193,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
         patch_size=strides[0] if strides else config.patch_size,
         depth=len(strides) if strides else config.depth,
         num_heads=None if strides else config.num_heads,
-        # timm knows them, and has none in hierarchical encoders.
+        # Hierarchical encoders of timm have no prefix tokens.
         num_prefix_tokens=0 if is_staged else config.num_prefix_tokens,
         native_size=(config.image_size, config.image_size),
         mean=mean,
@@ -206,34 +208,34 @@ def is_own_checkpoint(path: Path) -> bool:
     return read_metadata(path).get("format") == _FORMAT
 
 
-def _stated_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
-    channels: list[float] = []
-    for index, name in enumerate(("mean", "std")):
-        text = metadata.get(name, json.dumps(IMAGENET_NORMALIZATION[index]))
+def _read_normalization(path: Path, metadata: Mapping[str, str]) -> Normalization:
+    stated: list[tuple[float, float, float]] = []
+    for name, usual in zip(("mean", "std"), IMAGENET_NORMALIZATION, strict=True):
+        text = metadata.get(name, json.dumps(usual))
         try:
-            red, green, blue = (float(value) for value in json.loads(text))
+            red, green, blue = map(float, json.loads(text))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path} states a {name} of images that is not three numbers: {text[:80]}"
             ) from error
-        channels += [red, green, blue]
-    return (channels[0], channels[1], channels[2]), (channels[3], channels[4], channels[5])
+        stated.append((red, green, blue))
+    return stated[0], stated[1]
 
 
-def _stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
+def _read_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
         kind = metadata.get("kind", _UNNAMED_KIND)
         return config_from_dict(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} contains a model configuration that cannot be read ({error}). Use the "
-            "version of ssl-bench that wrote it"
+            "version of ssl-bench that wrote the file"
         ) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, such as format, version, kind, config and step."""
-    check_readable(path)
+    """Return the metadata of a safetensors file, such as `format`, `version` and `config`."""
+    _check_readable(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return file.metadata() or {}
@@ -247,11 +249,16 @@ IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""Hints for `IN_PYTHON`, for timm, and for `advise_model_folder`."""
+"""The hints that belong to the advice `IN_PYTHON`, to timm's names, and to model folders."""
+
+
+def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
+    """Return the hint to load a file as a model of timm."""
+    return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
 def reject_parts(path: Path) -> None:
-    """Raise an error for a part, or a folder of parts, of a checkpoint in several files."""
+    """Raise an error for a checkpoint in several files, or for one of these files."""
     folder = path if path.is_dir() else path.parent
     is_given = path.suffix == ".distcp" or path.name == ".metadata"
     if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
@@ -259,18 +266,18 @@ def reject_parts(path: Path) -> None:
         joined = whole.with_name(f"{whole.name}.pth")
         way = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
         raise CheckpointError(
-            f"{folder} is a checkpoint of torch.distributed in several parts, expected one file; "
+            f"{folder} is a checkpoint of torch.distributed in several files, expected one file; "
             f"run: {quote_command([*way, str(folder), str(joined)])}",
             hint=("--checkpoint", escape_braces(str(joined))),
         )
     if _PART.fullmatch(path.name):
         raise CheckpointError(
-            f"{path} is one of several parts of a model, expected one file. Save them in one: "
+            f"{path} is one of several files of a model, expected one file. Save them in one: "
             "model.save_pretrained(FOLDER, max_shard_size='100GB')"
         )
 
 
-def check_readable(path: Path) -> None:
+def _check_readable(path: Path) -> None:
     """Raise an error if a file cannot be read, is empty, or is a web page."""
     reject_parts(path)
     try:
@@ -286,49 +293,48 @@ def check_readable(path: Path) -> None:
 
 @contextmanager
 def require_unchanged(path: Path) -> Generator[None]:
-    """Raise an error if a running pretraining replaces the file within this context.
+    """Raise an error if the file is replaced within this context, such as by a running training.
 
-    Otherwise results of the new weights could be stored with the sha256 of the old ones.
+    Otherwise results of the new weights could be stored with the sha256 of the old weights.
     """
-    before = _stamp(path)
+    before = _file_state(path)
     try:
         yield
     finally:
-        if _stamp(path) != before:
+        if _file_state(path) != before:
             raise CheckpointError(f"{path} was replaced while it was read. Run the command again")
 
 
-def verified_sha256(path: Path) -> str:
-    """Return the sha256 of a file, after comparing it with the sha256 file next to it, if any."""
-    check_readable(path)
+def verify_sha256(path: Path) -> str:
+    """Return the sha256 of a file. Raise an error if its .sha256 file has another digest."""
+    _check_readable(path)
     digest = file_sha256(path)
-    sidecar = sidecar_path(path)
-    if not is_file(sidecar):
+    sidecar = _sidecar_path(path)
+    if not _exists(sidecar):
         return digest
     expected = [stated for stated, _ in read_digests(sidecar)]
     if digest not in expected:
         raise CheckpointError(
-            f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
+            f"{path} has sha256 {digest[:12]}..., but {sidecar.name} states "
             f"{' or '.join(item[:12] for item in expected) or 'nothing'}.... The file was "
             "truncated or changed: copy or download both again"
         )
     return digest
 
 
-def sidecar_path(path: Path) -> Path:
+def _sidecar_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def is_file(sidecar: Path) -> bool:
+def _exists(sidecar: Path) -> bool:
     """Whether a sha256 file exists."""
     try:
         return sidecar.is_file()
-    # The name is too long if the name of the weights has the maximum length.
-    except OSError:
+    except OSError:  # The name of the weights has the maximum length, so this one is too long.
         return False
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _file_state(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
     except OSError:
@@ -336,9 +342,12 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def read_rgb(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """Return a mean or standard deviation. Keys of standard deviations end with std."""
-    value: Any = described.get(key)
+def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+    """Return the mean or standard deviation in `content[key]`, from three numbers or one.
+
+    If the key ends with "std", the numbers must be above 0.
+    """
+    value: Any = content.get(key)
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
     is_rgb = len(numbers) == 3 and all(map(is_number, numbers))
     if not is_rgb or (key.endswith("std") and min(numbers) <= 0):
@@ -351,42 +360,41 @@ def read_rgb(described: Mapping[str, Any], key: str, path: Path) -> tuple[float,
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number of plausible size."""
+    """Whether a JSON value is a number with an absolute value below 1e9."""
     return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the content of a weights file: tensors, or containers of tensors, by name."""
-    check_readable(path)
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        # torch warns about unusual pickles, but here it only matters whether they can be loaded.
+        # Warnings of torch about unusual pickles do not matter if the file can be loaded.
         ignoring = warnings.catch_warnings(action="ignore", category=UserWarning)
-        with ignoring, torch.serialization.safe_globals(_HARMLESS):
+        with ignoring, torch.serialization.safe_globals(_ALLOWED_TYPES):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL (\S+)", str(error))
         if culprit is None:
-            raise CheckpointError(_no_weights(path, "no pickle of torch")) from error
+            raise CheckpointError(_describe_damage(path, "no pickle of torch")) from error
         if culprit[1].startswith("torch.distributed"):
             raise CheckpointError(
-                f"{path} holds {culprit[1]}: it is the part of one process of a distributed run; "
-                "gather the whole state_dict() in that run, and save it"
+                f"{path} contains {culprit[1]}: it has only the tensors of one process of a "
+                "distributed run; gather the whole state_dict() in that run, and save it"
             ) from error
         raise CheckpointError(
-            f"{path} holds {culprit[1]}, which could run code, so the file was not loaded. If you "
+            f"{path} contains {culprit[1]}, which could run code, so it was not loaded. If you "
             "trust it, load it and save only its tensors with safetensors.torch.save_file"
         ) from error
-    except Exception as error:  # A damaged file makes its reader fail in any way.
-        # A small file that needs too much memory is damaged.
+    except Exception as error:  # Reading a damaged file can raise any exception.
+        # If a small file needs too much memory, the file is damaged.
         if path.stat().st_size > _SMALL_FILE:
             reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(_no_weights(path, reason[:120])) from error
+        raise CheckpointError(_describe_damage(path, reason[:120])) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, expected names and tensors. "
+            f"{path} contains a {type(content).__name__}, expected names and tensors. "
             "Save model.state_dict() instead"
         )
     return dict(content)
@@ -400,8 +408,8 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
         if not is_numeric or value.layout != torch.strided or value.device.type != "cpu":
             kind = f"{value.dtype}, {value.layout}, on {value.device}".replace("torch.", "")
             raise CheckpointError(
-                f"{path}: {name} is {kind}, expected dense floating numbers of 16, 32 or 64 bits "
-                "on the CPU: save the weights as they were trained"
+                f"{path}: {name} is {kind}, expected dense floating-point numbers of 16, 32 or 64 "
+                "bits on the CPU. Save the weights as they were trained"
             )
     return dict(weights)
 
@@ -409,7 +417,7 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
 ) -> None:
-    """Copy `weights` into `model`. All names and shapes must fit, or `hint` is recommended."""
+    """Copy `weights` into `model`. If a name or shape differs, raise an error with `hint`."""
     expected = model.state_dict()
     wrong = {
         "missing": [name for name in expected if name not in weights],
@@ -431,23 +439,26 @@ def load_weights(
     model.load_state_dict(dict(weights))
 
 
-def _no_weights(path: Path, reason: str) -> str:
+def _describe_damage(path: Path, reason: str) -> str:
     with suppress(Exception), zipfile.ZipFile(path) as archive:
         for pattern, what, weights in _ARCHIVES:
             if any(re.fullmatch(pattern, name) for name in archive.namelist()):
                 return (
-                    f"{path} holds {what}, expected names and tensors. Save them: "
+                    f"{path} contains {what}, expected names and tensors. Save them: "
                     f"torch.save({weights.format(str(path))}, 'weights.pth')"
                 )
     with path.open("rb") as file:
         start = file.read(64)
     if start and start.isascii() and b"\0" not in start:
-        reason = "it begins as a text does"
+        reason = "it begins with text"
     return f"{path} is no weights file, or a damaged one ({reason}). Copy or download it again"
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return advice for a timm model with its own arguments: a folder with a config.json."""
+    """Return the advice to describe a timm model in a config.json.
+
+    `different` contains the arguments that differ from those of timm's model `name`, as JSON items.
+    """
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
         f'put it as {file} into a folder with a config.json, {{"architecture": '
@@ -461,6 +472,6 @@ def shape_text(tensor: Tensor) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first three names, and the number of other names, for messages."""
+    """Return the first three names, and the number of further names, for messages."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -1,4 +1,7 @@
-"""Load weights files of other projects. Every tensor is used, or ignored for a stated reason."""
+"""Load Vision Transformers from weights files of other projects.
+
+Every tensor of a file is loaded, or ignored for a reason that the encoder's `contents` state.
+"""
 
 import math
 import re
@@ -19,6 +22,7 @@ from ssl_bench.models.encoder import (
     Normalization,
     encoder_from_model,
 )
+from ssl_bench.models.loading.backbone import Backbone, find_backbone
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
@@ -28,14 +32,13 @@ from ssl_bench.models.loading.checkpoint import (
     read_weights,
     require_unchanged,
     shape_text,
-    verified_sha256,
+    timm_hint,
+    verify_sha256,
 )
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
-    Backbone,
     Description,
     Layout,
-    backbone_weights,
     dinov3_architecture,
     find_layout,
     reject_unsupported,
@@ -45,10 +48,10 @@ from ssl_bench.models.loading.layouts import (
 from ssl_bench.models.vit import VisionTransformer
 
 ASSUMED_GRID = "square grid assumed, {} x {} patches"
-# The usual width of a head. Tensor shapes do not state it.
+# The usual number of channels per head, which cannot be inferred from tensor shapes.
 _HEAD_DIM = 64
-_NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
-_SCALED = {1: "attn.proj", 2: "mlp.fc2"}
+_REQUIRED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
+_SCALED_LAYERS = {1: "attn.proj", 2: "mlp.fc2"}
 
 
 def load_foreign(
@@ -56,7 +59,7 @@ def load_foreign(
     *,
     uri: str,
     name: str,
-    described: Description | None = None,
+    description: Description | None = None,
     colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = ASSUMED,
 ) -> Encoder:
@@ -66,26 +69,25 @@ def load_foreign(
         path: The weights file.
         uri: Address of the encoder.
         name: Name of the encoder in tables.
-        described: What config.json states. Required for the layout of transformers, but not for
-            ONNX files, which contain it.
+        description: Values of config.json. Only files in the layout of transformers need it.
         colours: Mean and standard deviation of the training images.
         colours_from: Source of `colours`.
     """
-    # A safetensors file is memory-mapped, so its weights are read when they are copied.
+    # The weights of a memory-mapped safetensors file are only read when they are copied.
     with require_unchanged(path):
-        digest = verified_sha256(path)
+        digest = verify_sha256(path)
         if path.suffix == ".onnx":
             from ssl_bench.models.loading.onnx_file import read_onnx
 
-            content, described = read_onnx(path)
+            content, description = read_onnx(path)
         else:
             content = read_weights(path)
-        backbone = backbone_weights(content, path)
+        backbone = find_backbone(content, path)
         names = list(backbone.weights)
         layout = find_layout(names, backbone.prefixes)
-        if described is None and any(key.startswith("embeddings.") for key in names):
+        if description is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
-                f"{path} has the layout of transformers, which states heads and norms in "
+                f"{path} has the layout of transformers, which states the number of heads in "
                 f"config.json. Save both with model.save_pretrained({str(path.parent)!r}) and "
                 "load the folder",
                 hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
@@ -93,21 +95,21 @@ def load_foreign(
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
             raise CheckpointError(
                 f"{path} is a DINOv3. The ViT of this suite has no rotary positions",
-                hint=("--checkpoint", f"timm:{architecture}@{escape_braces(str(path))}"),
+                hint=timm_hint(path, architecture),
             )
         reject_unsupported(backbone.weights, path)
         weights, dropped = rename_tensors(layout, backbone.weights, path)
         used = len(weights)
         note = backbone.note + _fuse_queries_keys_values(weights, path)
-        config, grid_size, assumed = _inferred_config(weights, layout, described, path)
+        config, grid_size, assumed = _infer_config(weights, layout, description, path)
         note += assumed + _fold_layer_scales(weights, config)
         model = VisionTransformer(config, grid_size)
         load_weights(model, weights, path, hint=ways_to_load(backbone.weights, path))
-    if described is not None:
+    if description is not None:
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
-                module.eps = described.norm_eps
-        model.position_margin = described.position_margin
+                module.eps = description.norm_eps
+        model.position_margin = description.position_margin
     ignored = {**backbone.ignored, **dropped}
     return encoder_from_model(
         model,
@@ -122,7 +124,7 @@ def load_foreign(
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
-    """Join the query, key and value layers into one, in place. Return a note for the user."""
+    """Join the query, key and value layers of each block in place, and return a note for users."""
     matches = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
     for prefix, kind in [(match[1], match[2]) for match in matches if match]:
         names = [f"{prefix}{third}.{kind}" for third in ("query", "key", "value")]
@@ -139,8 +141,8 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
     return "query, key and value are joined into one layer; " if any(matches) else ""
 
 
-def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
-    """Rename the tensors of a DINOv3 of transformers to the names of DINOv3's own files."""
+def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
+    """Rename the tensors of a DINOv3 of transformers as in the files of DINOv3's authors."""
     weights, dropped = rename_tensors(DINOV3_TRANSFORMERS, backbone.weights, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
@@ -150,7 +152,7 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
         pattern = rf"(?:model\.)?layer\.(\d+)\.mlp\.{old}\.(\w+)"
         weights = {re.sub(pattern, rf"blocks.\1.mlp.{new}.\2", n): w for n, w in weights.items()}
     for name in [name for name in weights if name.endswith("attn.query.bias")]:
-        # DINOv3 has no biases for keys, so they are zeros in the joined layer.
+        # Keys have no bias in DINOv3, so their bias in the joined layer is zero.
         zeros = torch.zeros_like(weights[name])
         weights.setdefault(name.replace("query", "key"), zeros)
     _fuse_queries_keys_values(weights, path)
@@ -158,44 +160,47 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
-    """Multiply each LayerScale into the layer before it, in place. Return a note for the user.
+    """Multiply each LayerScale into the preceding layer in place, and return a note for users.
 
-    If one is missing or has another shape, none is multiplied, and `load_weights` names them.
+    If a LayerScale is missing or has another shape, nothing is changed. `load_weights` then raises
+    an error that names the remaining ones.
     """
-    names = [f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED]
+    names = [
+        f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED_LAYERS
+    ]
     if any(name not in weights or weights[name].shape != (config.dim,) for name in names):
         return ""
     for layer in range(config.depth):
-        for half, linear in _SCALED.items():
+        for half, linear in _SCALED_LAYERS.items():
             gamma = weights.pop(f"blocks.{layer}.ls{half}.gamma")
             for kind in ("weight", "bias"):
                 name = f"blocks.{layer}.{linear}.{kind}"
-                # `load_weights` reports other shapes.
+                # Tensors of other shapes are left for `load_weights`, which reports them.
                 if name in weights and weights[name].shape[:1] == (config.dim,):
                     scale = gamma[:, None] if kind == "weight" else gamma
-                    # In half precision, the product would lose digits.
+                    # In half precision, the product would be less accurate.
                     weights[name] = weights[name].float() * scale.float()
     return "LayerScale is multiplied into attn.proj and mlp.fc2; "
 
 
-def _inferred_config(
-    weights: Mapping[str, Tensor], layout: Layout, described: Description | None, path: Path
+def _infer_config(
+    weights: Mapping[str, Tensor], layout: Layout, description: Description | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
-    """Return the configuration, the grid of positions, and a note about assumptions."""
-    _require_needed(weights, layout, path, head_dim=_HEAD_DIM if described is None else 1)
+    """Return the configuration, the rows and columns of positions, and a note about assumptions."""
+    _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
-    if described is None:
+    rows, cols, assumed = _grid_size(description, positions.shape[1] - 1, patch_size, path)
+    if description is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
         assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
     else:
-        heads = described.num_heads
+        heads = description.num_heads
     try:
         config = ViTConfig(
             image_size=rows * patch_size,
@@ -213,36 +218,36 @@ def _inferred_config(
 
 
 def _grid_size(
-    described: Description | None, num_patches: int, patch_size: int, path: Path
+    description: Description | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
     """Return the rows and columns of positions, and a note about assumptions."""
-    if described is not None and described.image_size is not None:
-        height, width = described.image_size
+    if description is not None and description.image_size is not None:
+        height, width = description.image_size
         rows, cols = height // patch_size, width // patch_size
         if rows * cols != num_patches:
             raise CheckpointError(
                 f"{path} has pos_embed for {num_patches} patches, but config.json states images "
-                f"of {height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}. "
+                f"of {height} x {width} pixels, so {rows} x {cols} patches of {patch_size} pixels. "
                 "Download both again"
             )
         return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
         remedy, hint = "set image_size=[HEIGHT, WIDTH] in its config.json", ()
-        if described is None:
+        if description is None:
             remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which are no square, and does not "
-            f"state rows and columns; {remedy}",
+            f"state their rows and columns; {remedy}",
             hint=hint,
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
 
-def _require_needed(
+def _check_required(
     weights: Mapping[str, Tensor], layout: Layout, path: Path, *, head_dim: int
 ) -> None:
-    missing = [name for name in _NEEDED if name not in weights]
+    missing = [name for name in _REQUIRED if name not in weights]
     if missing:
         first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
@@ -250,25 +255,25 @@ def _require_needed(
             f"got {first}. Rename its keys, or {IN_PYTHON}",
             hint=ways_to_load(weights, path),
         )
-    _, positions, kernel, linear = (weights[name] for name in _NEEDED)
+    _, positions, kernel, linear = (weights[name] for name in _REQUIRED)
     if kernel.ndim == 2:
         raise CheckpointError(
-            f"{path} embeds patches by a linear layer ({_NEEDED[2]} is {shape_text(kernel)}) and "
-            "does not state the order of its pixels. Reshape it to dim x 3 x rows x columns, or "
+            f"{path} embeds patches by a linear layer ({_REQUIRED[2]} is {shape_text(kernel)}) and "
+            "does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
             f"{IN_PYTHON}",
             hint=PYTHON_FILE,
         )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
         raise CheckpointError(
             f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "
-            f"{kernel.shape[1]} channels ({_NEEDED[2]}), expected squares of RGB"
+            f"{kernel.shape[1]} channels ({_REQUIRED[2]}), expected squares of RGB"
         )
     has_axes = (kernel.ndim, positions.ndim, linear.ndim) == (4, 3, 2) and positions.shape[1] > 1
     if not has_axes or len(kernel) % head_dim:
-        shapes = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
+        shapes = (f"{name} {tuple(weights[name].shape)}" for name in _REQUIRED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
-            f"multiple of {head_dim}, got {', '.join(shapes)}. Take timm's name of its "
+            f"multiple of {head_dim}, got {', '.join(shapes)}. Use timm's name of the "
             "architecture",
-            hint=("--checkpoint", f"timm:{{timm_name}}@{escape_braces(str(path))}"),
+            hint=timm_hint(path),
         )

@@ -1,4 +1,4 @@
-"""Find published weights in the usual caches, or download them."""
+"""Find published weights in the caches of torch hub and Hugging Face, or download them."""
 
 import re
 import urllib.error
@@ -53,18 +53,18 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_torch_hub(uri: str) -> Encoder:
-    """Load `torchhub:REPOSITORY:NAME`. A branch may follow the repository, as in torch.hub."""
+    """Load `torchhub:REPOSITORY:NAME`. A branch in the address, as in torch.hub, is ignored."""
     match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
     repository, name = (match[1], match[2]) if match else ("", "")
     url = HUB_WEIGHTS.get(repository, {}).get(name)
     if url is None:
         known = [f"torchhub:{repo}:{key}" for repo, names in HUB_WEIGHTS.items() for key in names]
-        raise CheckpointError(f"unknown {uri!r}, known are {', '.join(known)}")
-    return load_foreign(downloaded_file(url), uri=uri, name=name)
+        raise CheckpointError(f"unknown encoder {uri!r}, expected one of {', '.join(known)}")
+    return load_foreign(download_file(url), uri=uri, name=name)
 
 
-def downloaded_file(url: str) -> Path:
-    """Return the file of `url` in torch's hub cache, downloading it if necessary."""
+def download_file(url: str) -> Path:
+    """Return the file of `url` in torch's hub cache. Download it if it is missing."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(PublishedFile(url, None), target, _require_weights)
@@ -73,9 +73,9 @@ def downloaded_file(url: str) -> Path:
 
 
 def _require_weights(file: Path) -> None:
-    """Raise a DataError unless torch wrote the file and the digest in its name is right.
+    """Raise a DataError if torch did not write the file, or if its name states another sha256.
 
-    A name such as deit_tiny_patch16_224-a1311bcf.pth ends with the first digits of the sha256.
+    For example, the sha256 of deit_tiny_patch16_224-a1311bcf.pth begins with a1311bcf.
     """
     with open_regular(file) as opened:
         if not opened.read(4).startswith(_MAGIC):
@@ -92,7 +92,7 @@ def hugging_face_file(
 
     Args:
         repository: `org/name`.
-        names: Alternative file names, in order of preference.
+        names: File names in order of preference.
         revision: Branch, tag or commit. None for the main branch.
     """
     try:
@@ -103,12 +103,12 @@ def hugging_face_file(
                 return Path(cached)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{repository!r} is not a name of a repository",
+            f"{repository!r} is not the name of a repository",
             hint=("--checkpoint", "hf-hub:{org}/{name}"),
         ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:
-        # Any answer shows that the network can be reached.
+        # Any response, even an HTTP error, shows that the host can be reached.
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except DownloadError as error:

@@ -1,4 +1,4 @@
-"""Load folders and repositories of Hugging Face, whose config.json describes the weights."""
+"""Load folders and repositories in the format of Hugging Face: config.json and weights."""
 
 import json
 import math
@@ -21,12 +21,12 @@ from ssl_bench.system.files import expand_path, read_regular, resolve_links
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
 _DINOV3 = "dinov3_vit"
-# The value in timm's architectures.
+# The base of the rotary positions (`rope_theta`) in timm's DINOv3.
 _DINOV3_ROTATION = 100.0
 # All published models of these types use ImageNet's mean and standard deviation.
 _IMAGENET_NORMALIZED = ("vit_mae", "dinov2", "dinov2_with_registers")
 _EXPECTED = {"layer_norm_eps": "a number above 0", "image_size": "pixels or [HEIGHT, WIDTH]"}
-# Steps of a preprocessor that do not change colours, or that equal a mean and a deviation.
+# Steps of a preprocessor that do not change colours, or that mean and deviation can express.
 _STEPS = (
     *("do_resize", "do_center_crop", "do_pad", "do_convert_rgb", "do_rescale", "do_normalize"),
     "do_reduce_labels",
@@ -34,12 +34,14 @@ _STEPS = (
 _COLOUR_CHANGES = re.compile("bgr|channel_order|offset|gr[ae]y")
 
 
-def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
+def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> Encoder:
     """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
-    The config.json is that of timm, with an `architecture`, or that of transformers, whose
-    `model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit. If the address states
-    mean and standard deviation (`colours_stated`), preprocessor_config.json may be missing.
+    If config.json has the key `architecture`, timm loads the encoder. Otherwise its `model_type`
+    must be vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit, as in transformers.
+
+    With `allow_missing_preprocessor`, preprocessor_config.json may be missing, because the caller
+    knows the mean and standard deviation.
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
@@ -65,21 +67,22 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
-    described = None if model_type == _DINOV3 else _described(config, path)
+    description = None if model_type == _DINOV3 else _read_description(config, path)
     colours, colours_from = IMAGENET_NORMALIZATION, ASSUMED
     try:
         preprocessor = file([_PREPROCESSOR])
     except CheckpointError as error:
-        # Models of type `vit` were published with different ones, and a guess may be wrong.
-        if model_type not in _IMAGENET_NORMALIZED and not colours_stated:
+        # Published models of type `vit` differ in mean and deviation, so a guess may be wrong.
+        if model_type not in _IMAGENET_NORMALIZED and not allow_missing_preprocessor:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} with the mean and standard deviation of its images; "
                 "save its image processor next to the weights, or state them",
                 hint=("--checkpoint", f"mean=0.5,std=0.5:{escape_braces(uri)}"),
             ) from error
     else:
-        colours, colours_from = _preprocessed(_read(preprocessor), preprocessor), preprocessor.name
-    if described is None:
+        colours = _read_normalization(_read(preprocessor), preprocessor)
+        colours_from = preprocessor.name
+    if description is None:
         from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
         encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
@@ -98,16 +101,12 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
             weights,
             uri=uri,
             name=label,
-            described=described,
+            description=description,
             colours=colours,
             colours_from=colours_from,
         )
         stated, vit = config, cast(ViTConfig, encoder.module.config)
-        built = {
-            "qkv_bias": vit.qkv_bias,
-            "hidden_act": "gelu",
-            "use_swiglu_ffn": False,
-        }
+        built = {"qkv_bias": vit.qkv_bias, "hidden_act": "gelu", "use_swiglu_ffn": False}
         if model_type.startswith("dinov2"):
             built["mlp_ratio"] = vit.mlp_ratio
         else:
@@ -124,7 +123,7 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
         expected = stated.get(key, value)
         if expected != value and expected != [value, value]:
             raise CheckpointError(
-                f"{path} states {key}={expected!r}, but the encoder of {weights.name} has "
+                f"{path} states {key}={expected!r}, but the encoder in {weights.name} has "
                 f"{value!r}. Download both again, or {IN_PYTHON}",
                 hint=PYTHON_FILE,
             )
@@ -132,13 +131,13 @@ def load_hugging_face(uri: str, *, colours_stated: bool = False) -> Encoder:
 
 
 def _file_in(folder: Path, names: Sequence[str]) -> Path:
-    """Return the first of these files that exists in a folder."""
+    """Return the first existing file of a folder, in the order of `names`."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
     if any((folder / f"{name}.index.json").is_file() for name in names):
         raise CheckpointError(
-            f"{folder} holds its weights in several files, expected one. Save them in one: "
+            f"{folder} contains weights in several files, expected one file. Save them in one: "
             "model.save_pretrained(FOLDER, max_shard_size='100GB')"
         )
     raise CheckpointError(
@@ -153,12 +152,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, expected an object")
     return content
 
 
-def _described(config: Mapping[str, Any], path: Path) -> Description:
-    """Return the properties that no tensor shape states, after checking them."""
+def _read_description(config: Mapping[str, Any], path: Path) -> Description:
+    """Return the values of config.json that cannot be inferred from the shapes of tensors."""
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
     size: Any = config.get("image_size")
@@ -180,32 +179,32 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
-def _preprocessed(described: Mapping[str, Any], path: Path) -> Normalization:
-    """Return the mean and standard deviation that equal a preprocessor, for images in [0, 1].
+def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:
+    """Return the mean and standard deviation that a preprocessor applies to images in [0, 1].
 
-    Other changes of colours raise an error.
+    Raise an error if the preprocessor changes colours in another way.
     """
     unknown = [
         key
-        for key, value in described.items()
+        for key, value in preprocessor.items()
         if value and (_COLOUR_CHANGES.search(key) or key.startswith("do_")) and key not in _STEPS
     ]
     if unknown:
         raise CheckpointError(
-            f"{path} has {unknown[0]}={described[unknown[0]]!r}, which no mean and standard "
-            "deviation of RGB can replace"
+            f"{path} has {unknown[0]}={preprocessor[unknown[0]]!r}, which cannot be expressed "
+            "as a mean and standard deviation of RGB"
         )
     for key in ("do_normalize", "do_rescale"):
-        if type(described.get(key, True)) is not bool:
+        if type(preprocessor.get(key, True)) is not bool:
             raise CheckpointError(
-                f"{path} has {key}={described[key]!r}, expected true or false. Download it again"
+                f"{path} has {key}={preprocessor[key]!r}, expected true or false. Download it again"
             )
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    if described.get("do_normalize", True):
-        mean = read_rgb(described, "image_mean", path)
-        std = read_rgb(described, "image_std", path)
+    if preprocessor.get("do_normalize", True):
+        mean = read_rgb(preprocessor, "image_mean", path)
+        std = read_rgb(preprocessor, "image_std", path)
     factor: Any = (
-        described.get("rescale_factor", 1 / 255) if described.get("do_rescale", True) else 1
+        preprocessor.get("rescale_factor", 1 / 255) if preprocessor.get("do_rescale", True) else 1
     )
     if not is_number(factor) or factor <= 0 or not is_number(1 / factor):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Load the frozen encoder of an address, and resolve the addresses that a command names."""
+"""Load the frozen encoder of an address, and find the encoders that a command evaluates."""
 
 import re
 import time
@@ -14,6 +14,7 @@ import torch
 
 from ssl_bench.composition.choices import entry_points, load_entry_point
 from ssl_bench.errors import (
+    BrokenFile,
     CheckpointError,
     SslBenchError,
     broken_file_error,
@@ -23,15 +24,15 @@ from ssl_bench.errors import (
 from ssl_bench.layers import parse_layer_numbers, resolve_layers
 from ssl_bench.models.encoder import ASSUMED, DINO_NAMES, Encoder, EncoderIdentity
 from ssl_bench.models.loading.addresses import (
+    FILE_AND_NAME,
     LAST,
-    OWN,
+    add_baselines,
     display_name,
     expand,
     has_random_weights,
     is_baseline,
     parse_epoch,
     resolve_file,
-    with_baselines,
 )
 from ssl_bench.models.loading.checkpoint import (
     is_own_checkpoint,
@@ -44,10 +45,11 @@ from ssl_bench.system.device import preserve_process_state
 from ssl_bench.system.output import format_duration, say
 
 _SEED = 0
-# Sizes of timm by width and depth. timm has all of them for these patches and image sizes.
+# Names of sizes in timm by width and depth. timm has a ViT of each size for patches of 16 pixels
+# and images of 224 and 384 pixels.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-# A depth that no encoder has, to check numbers of layers before the encoder is known.
+# A depth above that of any encoder, to check the form of layer numbers.
 _MAX_DEPTH = 9999
 _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
@@ -58,78 +60,70 @@ class Address:
 
     Attributes:
         form: The address with placeholders.
-        example: An example.
+        example: An example of such an address. Empty if the loader states none.
         meaning: What the address loads.
-        loader: Module of this package and function that loads addresses that begin with the same
-            scheme, the text before the colon. It is imported when it is used, because timm takes
-            seconds to import. Empty for paths and other addresses without a scheme.
     """
 
     form: str
     example: str
     meaning: str
-    loader: str = ""
 
 
-_TIMM, _FOLDER = "timm_encoder.load_timm", "hugging_face.load_hugging_face"
 _HUB_EXAMPLE = "torchhub:facebookresearch/dino:dino_vits16"
-_MINE = "timm:vit_small_patch16_224@mine.pth"
 ADDRESSES = (
     Address("FOLDER", "runs/skip", "run folder (its last.safetensors)"),
     Address("FOLDER@EPOCH", "runs/skip@200", "encoder that a run saved at an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "checkpoint of ssl-bench"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in a layout listed below"),
     Address("FILE.py:NAME", "my_model.py:encoder", "your own module (runs the file)"),
-    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights", _TIMM),
-    Address("timm:NAME@FILE", _MINE, "timm model with your weights", _TIMM),
-    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights", _TIMM),
+    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published timm weights"),
     Address(
-        "hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers", _FOLDER
+        "timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm model with your weights"
     ),
+    Address("timm:NAME", "timm:vit_small_patch16_224", "timm model with random weights"),
+    Address("hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"),
     Address(
-        "local-dir:FOLDER",
-        "local-dir:/models/dinov2-small",
-        "config.json and model.safetensors",
-        _FOLDER,
+        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json and model.safetensors"
     ),
-    Address(
-        "torchhub:REPOSITORY:NAME",
-        _HUB_EXAMPLE,
-        "weights of torch hub (its code is not run)",
-        "hub.load_torch_hub",
-    ),
-    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)", "load.load_path"),
+    Address("torchhub:REPOSITORY:NAME", _HUB_EXAMPLE, "weights of torch hub (its code is not run)"),
+    Address("demo:NAME", "demo:skip", "built-in encoder (skip or skipless)"),
     Address("mean=0.5,std=0.5:URI", "mean=0.5,std=0.5:my.pth", "URI with this image normalisation"),
-    Address(
-        "random:URI",
-        "random:runs/skip",
-        "encoder of URI with random weights",
-        "baselines.load_random",
-    ),
-    Address(
-        "colours:PATCH",
-        "colours:16",
-        "raw colours of patches of this size",
-        "baselines.load_colours",
-    ),
+    Address("random:URI", "random:runs/skip", "encoder of URI with random weights"),
+    Address("colours:PATCH", "colours:16", "raw colours of patches of this size"),
 )
 LOADERS = {
-    address.form.partition(":")[0]: address.loader for address in ADDRESSES if address.loader
+    "timm": "timm_encoder.load_timm",
+    "hf-hub": "hugging_face.load_hugging_face",
+    "local-dir": "hugging_face.load_hugging_face",
+    "torchhub": "hub.load_torch_hub",
+    "demo": "load.load_path",
+    "random": "baselines.load_random",
+    "colours": "baselines.load_colours",
 }
-"""The loaders of this package by scheme. Entry points `ssl_bench.encoder` add those of others."""
+"""Module and function of each loader of this package, by scheme: the text before the colon.
+
+A module is imported when it is needed, because timm takes seconds to import. Other packages add
+loaders as entry points of the group `ssl_bench.encoder`.
+"""
 
 
 def list_addresses() -> list[Address]:
-    """Return all forms of address, including the schemes of installed packages."""
-    added = [
-        Address(f"{scheme}:ADDRESS", f"{scheme}:ADDRESS", f"loader {point.value}")
-        for scheme, point in entry_points("encoder").items()
-    ]
+    """Return all forms of address, including the schemes of installed packages.
+
+    The attribute `example` of a package's loader is the example of its scheme. The example is empty
+    if the loader has no such attribute or cannot be imported.
+    """
+    added: list[Address] = []
+    for scheme, point in entry_points("encoder").items():
+        example = ""
+        with suppress(BrokenFile):
+            example = getattr(load_entry_point(point), "example", "")
+        added.append(Address(f"{scheme}:ADDRESS", example, f"loader {point.value}"))
     return [*ADDRESSES, *added]
 
 
 def load_encoder(uri: str) -> Encoder:
-    """Load the frozen encoder that an address names. Code in a weights file is never run.
+    """Load the frozen encoder of an address. Code in a weights file is never run.
 
     Args:
         uri: One of these addresses:
@@ -142,9 +136,9 @@ def load_encoder(uri: str) -> Encoder:
             - `hf-hub:ORG/NAME@REVISION`, `local-dir:FOLDER` or `torchhub:REPOSITORY:NAME`.
             - `demo:skip` or `demo:skipless`: small encoders of this suite.
             - `random:URI`: the encoder of URI with initial weights.
-            - `colours:PATCH`: raw colours of patches.
-            - `mean=0.5,std=0.5:URI`: a file that does not state its normalisation.
-            - `SCHEME:ADDRESS`, if an installed package adds a loader for SCHEME.
+            - `colours:PATCH`: raw colours of patches with a side of PATCH pixels.
+            - `mean=0.5,std=0.5:URI`: the encoder of URI, whose file states no normalisation.
+            - `SCHEME:ADDRESS`: an encoder that the loader of an installed package returns.
 
     Raises:
         CheckpointError: The encoder cannot be loaded. The message says what was expected.
@@ -156,13 +150,19 @@ def load_encoder(uri: str) -> Encoder:
 
 
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
+    """Return the loader of an address.
+
+    Forms of address are tried in this order: `mean=...:URI`, the schemes of `LOADERS`,
+    `FILE.py:NAME`, the schemes of installed packages, paths. Installed packages therefore cannot
+    replace a scheme of `LOADERS`.
+    """
     scheme, colon, _ = uri.partition(":")
     if uri.startswith("mean="):
         return _load_normalized
     if colon and scheme in LOADERS:
         module, _, function = LOADERS[scheme].partition(".")
         return getattr(import_module(f"ssl_bench.models.loading.{module}"), function)
-    if OWN.fullmatch(uri):
+    if FILE_AND_NAME.fullmatch(uri):
         from ssl_bench.models.loading.own_module import load_python_object
 
         return load_python_object
@@ -172,7 +172,7 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
 
 
 def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
-    """Call the loader of another package."""
+    """Load an encoder by the loader of an installed package, and check what it returns."""
     source = f"the encoder loader {point.name} = {point.value}"
     try:
         encoder = load_entry_point(point)(uri)
@@ -191,8 +191,8 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 def identify_encoder(uri: str) -> EncoderIdentity:
     """Return the identity of the encoder of an address.
 
-    For checkpoints of this suite, this takes milliseconds: only the header and the sha256 file are
-    read, and damaged weights are not noticed. Other encoders are loaded.
+    If it is a checkpoint of this suite, only its header and its .sha256 file are read. This takes
+    milliseconds, but damaged weights are not noticed. Any other encoder is loaded.
 
     Raises:
         CheckpointError: The encoder cannot be loaded.
@@ -206,7 +206,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 
 
 def stated_identity(uri: str) -> EncoderIdentity | None:
-    """Return the identity that a checkpoint of this suite states. None for other addresses.
+    """Return the identity in the header of a checkpoint of this suite, or None for other addresses.
 
     Raises:
         CheckpointError: The header of the checkpoint cannot be read.
@@ -217,7 +217,7 @@ def stated_identity(uri: str) -> EncoderIdentity | None:
 
 
 def _load_normalized(uri: str) -> Encoder:
-    """Load `mean=NUMBERS,std=NUMBERS:URI`, for files that do not state their normalisation."""
+    """Load `mean=NUMBERS,std=NUMBERS:URI`: a file without a normalisation of its own."""
     match = _NORMALIZED.fullmatch(uri)
     try:
         texts = match.groups()[:2] if match else ("", "")
@@ -240,7 +240,7 @@ def _load_normalized(uri: str) -> Encoder:
     if match[3].startswith(("hf-hub:", "local-dir:")):
         from ssl_bench.models.loading.hugging_face import load_hugging_face
 
-        encoder = load_hugging_face(match[3], colours_stated=True)
+        encoder = load_hugging_face(match[3], allow_missing_preprocessor=True)
     else:
         encoder = load_encoder(match[3])
     if not encoder.colours_from.startswith("assumed"):
@@ -258,12 +258,12 @@ def _load_normalized(uri: str) -> Encoder:
 
 
 def load_path(uri: str) -> Encoder:
-    """Load a checkpoint of this suite, or a file in the layout of another project."""
+    """Load a checkpoint of this suite, a demo encoder, or a weights file of another project."""
     path = resolve_file(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
-            f"{folder} is a folder of Hugging Face",
+            f"{folder} is a folder in the format of Hugging Face",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
     reject_parts(path)
@@ -291,7 +291,10 @@ def load_path(uri: str) -> Encoder:
 
 
 def _guess_address(name: str) -> str | None:
-    """Return the address of a model with this name elsewhere, as a word of a hint."""
+    """Return an address for a name that is no path, as a word of a hint, or None.
+
+    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face.
+    """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
     own = re.fullmatch(r"(.+):(\w+)", name)
@@ -315,9 +318,9 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     """Return the addresses of all encoders to probe.
 
     Args:
-        checkpoints: Addresses and patterns. If there are none, the newest run below `runs/`
+        checkpoints: Addresses and patterns. If there are none, the newest checkpoint below `runs/`
             is used.
-        baselines: Add untrained encoders and raw colours.
+        baselines: Whether to add the encoders with random weights, and raw colours.
     """
     uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
@@ -325,14 +328,16 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_weights(uri)]
     if unknown:
         say(f"without random weights of {', '.join(unknown)}, whose initialisation is unknown")
-    return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
+    return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
-    """Check the requested layers before images are read, as far as the encoders state their depth.
+    """Check the requested layers against the depths in the headers of checkpoints.
+
+    Encoders of other sources are not checked, because loading them takes long.
 
     Raises:
-        ConfigurationError: The layers are not numbers, or an encoder does not have them.
+        ConfigurationError: The layers are not numbers, or a checkpoint does not have them.
     """
     if layers != "all":
         parse_layer_numbers(layers, _MAX_DEPTH)
@@ -345,7 +350,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
 
 
 def load_and_log(uri: str) -> Encoder:
-    """Load an encoder and log its properties."""
+    """Load an encoder, and log its depth, digest, normalisation and notes."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))

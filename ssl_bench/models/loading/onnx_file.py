@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.models.loading.checkpoint import check_readable, list_names
+from ssl_bench.models.loading.checkpoint import TIMM_NAME, list_names
 from ssl_bench.models.loading.layouts import Description
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -20,12 +20,12 @@ _POSITIONS = "embeddings.position_embeddings"
 
 
 def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
-    """Return the tensors by their names in PyTorch, and the properties that no shape states.
+    """Return the tensors of an ONNX file by their names in PyTorch, and a description of the ViT.
 
-    Exports keep the names of biases and norms. Matrices of linear layers lose their names. They are
-    found by the node that multiplies with them, whose scope names the layer, and are transposed
-    back. Exports that resize positions split them into [CLS] and patches, which are joined again.
-    The graph also contains the number of heads, the epsilon of norms and the activation.
+    An export keeps the names of biases and norms, but not those of linear layers' matrices. The
+    name of a matrix is that of the module whose node multiplies with it. Stored matrices are
+    transposed if necessary. Some exports store the positions of [CLS] and of the patches apart, and
+    these are joined. The number of heads and the epsilon of the norms come from the graph.
     """
     try:
         import onnx
@@ -34,7 +34,6 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         raise MachineError(
             f"{path.name} needs the package onnx. Run: pip install 'ssl-bench[onnx]'"
         ) from error
-    check_readable(path)
     try:
         return _read_graph(onnx.load(str(path)).graph, numpy_helper.to_array, path)
     except CheckpointError:
@@ -64,10 +63,10 @@ def _read_graph(
             "the model's state_dict() with torch.save, and load that file"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
-        # 1 x (1 + patches) x dim, from the separate positions of [CLS] and of the patches.
+        # Join the positions of [CLS] and of the patches to 1 x (1 + patches) x dim.
         scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
         halves = [
-            # A map of positions, 1 x dim x rows x cols, becomes 1 x patches x dim.
+            # A map of positions (1 x dim x rows x cols) becomes 1 x patches x dim.
             array if array.ndim == 3 else array.reshape(*array.shape[:2], -1).transpose(0, 2, 1)
             for node in graph.node
             if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
@@ -81,37 +80,37 @@ def _read_graph(
             shapes = ", ".join(str(half.shape) for half in halves) or "none"
             raise CheckpointError(
                 f"{path}: expected the positions of [CLS] and of the patches among the constants "
-                f"of {scope}, found {shapes}. Export it without folding them, or load its "
-                ".safetensors"
+                f"of {scope}, found {shapes}. Export the model without constant folding, or load "
+                "its .safetensors"
             )
         weights[f"{prefix}{_POSITIONS}"] = np.concatenate(whole, axis=1)
-    described = Description(
+    description = Description(
         num_heads=_num_heads(graph, constants, path),
         norm_eps=_norm_eps(graph, constants, path),
-        # transformers resizes positions to the exact size, without DINO's margin.
+        # transformers resizes positions without the margin that DINO adds to the size.
         position_margin=0.0,
     )
     _require_gelu(graph, path)
-    # Copied, because the arrays of onnx are read-only.
-    return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, described
+    # Copy the arrays, because those of onnx are read-only.
+    return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, description
 
 
 def _scope(node: Any) -> str:
-    """Return the name of the module that a node was traced in, or "" if it is unknown."""
+    """Return the name of the module that created a node, or "" if it is unknown."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
     text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
-    # The text of a list of Python: ['', 'embeddings', 'embeddings.norm', 'layer_norm_1'].
+    # The text is a Python list such as ['', 'embeddings', 'embeddings.norm', 'layer_norm_1'].
     scopes = re.findall(r"""["']([^"']+)["']""", text)
-    # The last name is that of the node.
+    # The last item is the name of the node itself.
     return scopes[-2] if len(scopes) > 1 else ""
 
 
 def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the constants with the name of a parameter, or of the node that multiplies with it."""
+    """Return the parameters by name. A matrix is named after the module that multiplies with it."""
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
-        # Equal tensors, such as initial weights of norms, are stored once.
+        # Equal tensors, such as the initial weights of norms, are stored only once.
         if node.op_type == "Identity" and node.input[0] in initial:
             constants[node.output[0]] = constants[node.input[0]]
             initial.add(node.output[0])
@@ -131,7 +130,7 @@ def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, n
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
-    """Return the heads in the shape of queries: batch, tokens, heads, channels."""
+    """Return the number of heads, from the reshaped queries: batch x tokens x heads x channels."""
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
@@ -149,7 +148,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
 def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """Return a shape, with None for sizes that depend on the input."""
+    """Return the shape in a constant or a Concat node, with None for unknown sizes."""
     maker = makers.get(name)
     joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
     return [
@@ -169,7 +168,7 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
         if node.op_type == "Add" and re.search(r"norm\w*$", _scope(node)):
             added = [constants[name] for name in node.input if name in constants]
             values |= {float(array) for array in added if array.size == 1}
-    # Files store float32, which has seven digits.
+    # The file stores epsilons in float32, which has seven significant digits.
     rounded = {float(f"{eps:.6g}") for eps in values}
     if len(rounded) != 1:
         listed = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
@@ -182,19 +181,12 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 
 def _require_gelu(graph: Any, path: Path) -> None:
-    """Raise an error for another activation than GELU, whose exact form is an error function."""
-    inside = [node for node in graph.node if re.search(r"mlp|intermediate", _scope(node))]
-    exact = [
-        node
-        for node in inside
-        if node.op_type == "Erf"
-        or (
-            node.op_type == "Gelu"
-            and not any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
-        )
-    ]
-    if not exact:
-        raise CheckpointError(
-            f"{path} has an MLP without GELU, but the ViT of this suite needs GELU",
-            hint=("--checkpoint", "timm:{timm_name}@{file}"),
-        )
+    """Raise an error if no MLP contains the exact GELU: a Gelu node, or the error function."""
+    for node in graph.node:
+        if re.search(r"mlp|intermediate", _scope(node)):
+            is_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)
+            if node.op_type == "Erf" or (node.op_type == "Gelu" and not is_tanh):
+                return
+    raise CheckpointError(
+        f"{path} has an MLP without GELU, but the ViT of this suite needs GELU", hint=TIMM_NAME
+    )

@@ -1,4 +1,4 @@
-"""Use any module of the user as an encoder, from Python or as `FILE.py:NAME`."""
+"""Wrap any module of the user as an encoder, from Python or from `FILE.py:NAME`."""
 
 import importlib.util
 import inspect
@@ -24,7 +24,7 @@ from ssl_bench.models.encoder import (
     describe_library_model,
     state_dict_sha256,
 )
-from ssl_bench.models.loading.addresses import OWN
+from ssl_bench.models.loading.addresses import FILE_AND_NAME
 from ssl_bench.models.own_code import code_sha256
 from ssl_bench.system.device import evaluation_mode, preserve_process_state
 from ssl_bench.system.files import expand_path, resolve_links
@@ -33,20 +33,20 @@ _NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "p
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _USUAL_SIZE, _USUAL_PATCH = 224, 16
 _UNIFORM_BLOCKS = (
-    "Name a list of blocks that all give the same: Encoder.from_module(module, blocks='NAME'), or "
-    "load the model by timm:NAME if timm has it"
+    "Name a list of blocks that all return the same shape: Encoder.from_module(module, "
+    "blocks='NAME'), or load the model by timm:NAME if timm has it"
 )
-# A token has changed if it changes by more than this share of the largest change.
+# A token counts as changed if its change exceeds this fraction of the largest change.
 _ROUNDING = 1e-3
 
 
 def load_python_object(uri: str) -> Encoder:
     """Load `FILE.py:NAME`: a module, an `Encoder`, or a function that returns one of them.
 
-    The function has no arguments. The file is run like `python FILE.py`, so it can import its
-    neighbours.
+    The function is called without arguments. The file is run like `python FILE.py`, so it can
+    import other files of its folder.
     """
-    address = OWN.fullmatch(uri)
+    address = FILE_AND_NAME.fullmatch(uri)
     assert address is not None
     path, name = resolve_links(expand_path(address[1])), address[2]
     if not path.is_file():
@@ -56,20 +56,20 @@ def load_python_object(uri: str) -> Encoder:
         return replace(target, uri=uri)
     if not isinstance(target, nn.Module):
         raise CheckpointError(
-            f"{name} of {path} gives a {type(target).__name__}, expected a torch.nn.Module, an "
-            "ssl_bench.Encoder, or a function without arguments that returns one"
+            f"expected {name} of {path} to be a torch.nn.Module, an ssl_bench.Encoder, or a "
+            f"function that returns one of them, got {type(target).__name__}"
         )
-    encoder = wrap_module(target, name=f"{path.stem}.{name}")
+    encoder = Encoder.from_module(target, name=f"{path.stem}.{name}")
     return replace(encoder, uri=uri, contents=Contents("module", file=path))
 
 
 def _run_file(path: Path, name: str) -> Any:
-    """Run a Python file, and return the object of this name. Functions and classes are called."""
+    """Run a Python file, and return its object `name`. A function or class is called first."""
     spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # `inspect` finds the source of a class by the name of its module.
+    # `inspect` looks up the source of a class in sys.modules.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -80,7 +80,7 @@ def _run_file(path: Path, name: str) -> Any:
                 for key, value in vars(module).items()
                 if not key.startswith("_")
                 and (callable(value) or isinstance(value, Encoder))
-                # Imported classes and functions are left out.
+                # Leave out imported classes and functions.
                 and (not isinstance(value, type | FunctionType) or value.__module__ == spec.name)
             ]
             raise CheckpointError(f"{path} has no {name}, only {', '.join(known) or 'nothing'}")
@@ -91,8 +91,8 @@ def _run_file(path: Path, name: str) -> Any:
             inspect.signature(target).bind()
         except TypeError as error:
             raise CheckpointError(
-                f"{path}:{name} cannot be called without arguments ({error}). Name a function that "
-                "makes the module"
+                f"{path}:{name} cannot be called without arguments ({error}). Name a function "
+                "without arguments that returns the module"
             ) from error
         return target()
     except CheckpointError:
@@ -106,22 +106,22 @@ def _run_file(path: Path, name: str) -> Any:
 def wrap_module(
     module: nn.Module,
     *,
-    patch_size: int | None = None,
-    blocks: str | None = None,
-    norm: str | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    mean: float | Sequence[float] | None = None,
-    std: float | Sequence[float] | None = None,
-    num_registers: int = 0,
-    name: str | None = None,
-    epoch: int | float | None = None,
+    patch_size: int | None,
+    blocks: str | None,
+    norm: str | None,
+    image_size: int | tuple[int, int] | None,
+    mean: float | Sequence[float] | None,
+    std: float | Sequence[float] | None,
+    num_registers: int,
+    name: str | None,
+    epoch: int | float | None,
 ) -> Encoder:
     """Wrap a module as an encoder. `Encoder.from_module` describes the arguments."""
     label = name or type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise CheckpointError(
-            f"{label} is a TorchScript module, whose blocks cannot be hooked. Pass the nn.Module "
-            "that it was made of, with the same state_dict()"
+            f"{label} is a TorchScript module, whose blocks cannot be hooked. Pass the original "
+            "nn.Module with the same state_dict()"
         )
     rgb_mean = _to_rgb(IMAGENET_MEAN if mean is None else mean, f"{label}: expected mean")
     rgb_std = _to_rgb(IMAGENET_STD if std is None else std, f"{label}: expected std")
@@ -131,7 +131,7 @@ def wrap_module(
     blocks = blocks or _find_blocks(module, label)
     if blocks not in parts or not list(parts[blocks].children()):
         raise CheckpointError(
-            f"{label} has no list of blocks called {blocks!r}, expected the name of a "
+            f"{label} has no list of blocks named {blocks!r}, expected the name of a "
             f"ModuleList or Sequential, such as {', '.join(_module_lists(module)) or 'blocks'}"
         )
     kernel = patch_size or _patch_kernel(module)
@@ -146,7 +146,7 @@ def wrap_module(
             is_uniform = len({output.shape for output in outputs}) == 1
             raise CheckpointError(
                 f"{label} has no convolution of three channels that embeds patches, and its "
-                f"blocks give {_shapes_text(outputs)}. "
+                f"blocks return {_shapes_text(outputs)}. "
                 + ("Pass patch_size=16" if is_uniform else _UNIFORM_BLOCKS)
             )
         try:
@@ -161,7 +161,7 @@ def wrap_module(
     attributes = [
         getattr(part, attribute, None) for part in own.blocks[0].modules() for attribute in _HEADS
     ]
-    # The extractor takes keys from this layer.
+    # The feature extractor reads keys from the layer `attn.qkv`.
     has_keys = all("attn.qkv" in dict(block.named_modules()) for block in own.blocks)
     fallback_facets = {} if num_prefix_tokens > num_registers else {"cls": "patch_mean"}
     return Encoder(
@@ -196,24 +196,24 @@ def wrap_module(
 
 
 class OwnModule(nn.Module):
-    """A user's module with `blocks` and `norm`, the names that the extractor expects."""
+    """A user's module with `blocks` and `norm`, the attributes that the extractor expects."""
 
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
         self.module, self.norm = module, norm
-        # A new list, because layers are counted, but children of a Sequential may have names.
+        # A ModuleList numbers its blocks, while children of a Sequential may have other names.
         self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
 
     def forward(self, images: Tensor) -> Any:
-        """Run the module. The extractor hooks its blocks."""
+        """Return the output of the module."""
         return self.module(images)
 
 
 class _MissingNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
-        """Raise UnfitEncoder."""
+        """Raise UnfitEncoder, because the final norm of the module is unknown."""
         raise UnfitEncoder(
-            "this module has no final norm with a known name. Name it: "
+            "this module has no final norm with a known name. Pass its name: "
             "ssl_bench.Encoder.from_module(module, norm='NAME')"
         )
 
@@ -240,7 +240,7 @@ def _find_blocks(module: nn.Module, label: str) -> str:
 
 
 def _module_lists(module: nn.Module) -> dict[str, int]:
-    """Return the length of each list of modules of one class that have submodules."""
+    """Return the length of each list whose modules have one class and contain further modules."""
     return {
         name: len(children)
         for name, part in module.named_modules()
@@ -271,7 +271,7 @@ def _find_norm(
     parent = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (parent, "") for name in _NORMS]
     usual = [path for path in paths if path in parts]
-    # Norms that are registered after the blocks.
+    # Names of norms that are registered after the blocks.
     later = [
         path
         for path, part in list(parts.items())[list(parts).index(blocks) :]
@@ -283,7 +283,7 @@ def _find_norm(
 def _likely_sizes(
     module: nn.Module, image_size: int | tuple[int, int] | None, patch: int
 ) -> list[tuple[int, int]]:
-    """Return heights and widths to try, the most likely ones first."""
+    """Return `image_size`, or likely heights and widths in pixels, the most likely first."""
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]
     attributes = [
@@ -294,7 +294,7 @@ def _likely_sizes(
     sizes = [(value, value) if isinstance(value, int) else value for value in attributes]
     stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, (tuple, list)) and len(s) == 2]
     usual = max(1, round(_USUAL_SIZE / patch)) * patch
-    # A table of positions has a row for each patch, and a few rows for other tokens.
+    # A position table has one row for each patch, and a few rows for [CLS] and registers.
     tables = [
         math.isqrt(table.shape[-2])
         for name, table in (*module.named_parameters(), *module.named_buffers())
@@ -305,7 +305,7 @@ def _likely_sizes(
 
 
 def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
-    """Run two zero images, and return the output of each block."""
+    """Return the outputs of all blocks for two zero images of a size (height, width)."""
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -322,7 +322,7 @@ def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
             handle.remove()
     layers = range(len(own.blocks))
     if len(outputs) < len(layers):
-        raise UnfitEncoder(f"blocks {sorted(set(layers) - outputs.keys())} never run")
+        raise UnfitEncoder(f"blocks {sorted(set(layers) - outputs.keys())} are never called")
     return [outputs[layer] for layer in layers]
 
 
@@ -333,7 +333,7 @@ def _device(module: nn.Module) -> torch.device:
 def _first_pass(
     own: OwnModule, sizes: Sequence[tuple[int, int]], label: str
 ) -> tuple[tuple[int, int], list[Tensor]]:
-    """Return the first size that the module accepts, and the outputs of its blocks."""
+    """Return the first image size that the module accepts, and the outputs of its blocks."""
     reason = ""
     for size in dict.fromkeys(sizes):
         try:
@@ -342,18 +342,18 @@ def _first_pass(
             reason = reason or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if short := [p.dtype for p in own.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
         raise CheckpointError(
-            f"{label} has weights of {short[0]} and takes no images of float32 ({reason}). Pass "
-            "module.float()"
+            f"{label} has weights in {short[0]} and does not accept images in float32 ({reason}). "
+            "Pass module.float()"
         )
     tried = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(sizes))
     raise CheckpointError(
-        f"{label} takes no images (batch x 3 x height x width) of {tried}: {reason}. State the "
-        "size that it takes: Encoder.from_module(module, image_size=...)"
+        f"{label} does not accept images (batch x 3 x height x width) of {tried}: {reason}. State "
+        "the size that it accepts: Encoder.from_module(module, image_size=...)"
     )
 
 
 def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
-    """Return the stride of the blocks' feature maps in pixels. None if they give no equal maps."""
+    """Return the stride of feature maps in pixels. None if blocks return no maps of equal size."""
     for axes in (slice(2, 4), slice(1, 3)):
         grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
         (rows, cols), *others = grids or {(0, 0)}
@@ -366,7 +366,7 @@ def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
 def _infer_layout(
     outputs: list[Tensor], grid: tuple[int, int], stride: int | None, label: str
 ) -> tuple[list[int], int, bool]:
-    """Return the blocks' widths, the number of prefix tokens, and whether channels are last."""
+    """Return each block's width, the number of prefix tokens, and whether channels are last."""
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
     if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
@@ -384,7 +384,7 @@ def _infer_layout(
     else:
         remedy = "Name another list of blocks, or pass the true patch_size"
     raise CheckpointError(
-        f"{label}: expected blocks that give tokens (batch x tokens x dim) or maps of "
+        f"{label}: expected blocks that return tokens (batch x tokens x dim) or maps of "
         f"{grid[0]} x {grid[1]} patches for two images, got {_shapes_text(outputs)}. {remedy}"
     )
 
@@ -395,7 +395,7 @@ def _shapes_text(outputs: Sequence[Tensor]) -> str:
 
 
 class _FirstBlockReached(Exception):
-    """End of a forward pass before the first block."""
+    """Raised to stop a forward pass before the first block."""
 
 
 def _require_row_order(
@@ -409,8 +409,9 @@ def _require_row_order(
 ) -> None:
     """Raise an error if tokens are not in the order [CLS], registers, patches row by row.
 
-    Two images differ from a zero image in one patch each. The inputs of the first block, of shape
-    `shape`, show which token that patch becomes. If it changes all tokens, nothing is checked.
+    Each of two images differs from a zero image in a single patch. The input of the first block
+    shows the index of that patch's token. The check passes if the patch changes all tokens, or if
+    the shape of the input without its batch axis is not `shape`.
     """
     (rows, cols), inputs = grid, list[Tensor]()
 
@@ -441,6 +442,6 @@ def _require_row_order(
         if changed and expected not in changed:
             raise CheckpointError(
                 f"{label}: the patch in row {row}, column {col} is token {changed[0]} of "
-                f"{len(change)}, expected {expected}. Give blocks their tokens in the order [CLS], "
-                "registers, patches row by row"
+                f"{len(change)}, expected {expected}. Pass tokens to the blocks in the order "
+                "[CLS], registers, patches row by row"
             )

@@ -1,8 +1,8 @@
 """Load models of timm as encoders.
 
-timm renames the tensors of many libraries. It also resizes positions, patches and tables of
-relative positions to the model's shapes without a message. Therefore, the loaded weights are
-compared with the file, and files with other shapes are refused.
+timm renames the tensors of many libraries. It also resizes position embeddings, patch kernels and
+tables of relative positions without a message. Files of other shapes are therefore refused, and the
+loaded weights are compared with the file.
 """
 
 import math
@@ -33,6 +33,7 @@ from ssl_bench.models.encoder import (
     describe_library_model,
     state_dict_sha256,
 )
+from ssl_bench.models.loading.backbone import Backbone, find_backbone
 from ssl_bench.models.loading.checkpoint import (
     IN_PYTHON,
     MODEL_FOLDER,
@@ -43,11 +44,11 @@ from ssl_bench.models.loading.checkpoint import (
     read_weights,
     require_unchanged,
     shape_text,
-    verified_sha256,
+    verify_sha256,
 )
-from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
-from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.layouts import Backbone, backbone_weights, dinov3_architecture
+from ssl_bench.models.loading.foreign import ASSUMED_GRID, rename_dinov3
+from ssl_bench.models.loading.hub import download_file, hugging_face_file
+from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
 from ssl_bench.models.timm_model import (
     KNOWN,
@@ -59,8 +60,6 @@ from ssl_bench.models.timm_model import (
 from ssl_bench.system.files import expand_path
 from ssl_bench.system.process import reraise_out_of_memory
 
-# timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
-PlainViT = VisionTransformer | Eva
 Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
@@ -70,7 +69,7 @@ _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 def load_timm(uri: str) -> Encoder:
     """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
 
-    Without a tag or file, the weights are random with a fixed seed. Tables show "(random)" then.
+    The weights of `timm:NAME` are drawn with seed 0, so tables show its name with "(random)".
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
@@ -81,11 +80,11 @@ def load_timm(uri: str) -> Encoder:
         published, architecture = timm.get_pretrained_cfg(name), name.partition(".")[0]
         if published is None or not (published.hf_hub_id or published.url):
             raise CheckpointError(
-                f"timm publishes no weights for {name}; load a file",
+                f"timm publishes no weights for {name}; load a weights file",
                 hint=("--checkpoint", f"timm:{architecture}@{{file}}"),
             )
         hub = published.hf_hub_id
-        path = hugging_face_file(hub) if hub else downloaded_file(str(published.url))
+        path = hugging_face_file(hub) if hub else download_file(str(published.url))
         return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
@@ -94,30 +93,30 @@ def load_timm(uri: str) -> Encoder:
 
 
 def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
-    """Load weights in a folder of timm's form.
+    """Load the weights of a folder whose config.json describes a model of timm.
 
     Args:
-        config: Content of its config.json, with the key `architecture` and optionally
-            `pretrained_cfg` and `model_args`.
+        config: Content of config.json: `architecture`, and optionally `pretrained_cfg` and
+            `model_args`.
         path: The weights file.
-        uri: The address that the user typed.
+        uri: Address of the encoder.
         label: Name of the encoder in tables.
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
     arguments = _mapping(config, "model_args", path)
-    # For example, `checkpoint_path` would load other weights.
+    # Arguments of timm.create_model are refused: `checkpoint_path` would load other weights.
     reserved = [name for name in signature(timm.create_model).parameters if name in arguments]
     if reserved:
         raise CheckpointError(
             f"config.json next to {path} has {', '.join(reserved)} in model_args, expected only "
-            "arguments of the architecture. Remove it"
+            "arguments of the architecture. Remove the others"
         )
     return _from_file(uri, name, path, label=label, config=config)
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
-    """Load a DINOv3 in the format of transformers as the equal architecture of timm."""
+    """Load a DINOv3 in the format of transformers as a model of timm."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
@@ -125,13 +124,16 @@ def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalizati
 def _from_file(
     uri: str, name: str | None, path: Path, *, label: str, config: Mapping[str, Any]
 ) -> Encoder:
-    """Load a file as the architecture `name` of timm. None means a DINOv3 of transformers."""
-    # Tensors of safetensors files are read when they are copied into the model.
+    """Load a weights file as the architecture `name` of timm.
+
+    The name None stands for a DINOv3 of transformers, whose architecture is inferred.
+    """
+    # The weights of a memory-mapped safetensors file are only read when they are copied.
     with require_unchanged(path):
-        digest = verified_sha256(path)
-        backbone = backbone_weights(read_weights(path), path)
+        digest = verify_sha256(path)
+        backbone = find_backbone(read_weights(path), path)
         if name is None:
-            backbone = dinov3_weights(backbone, path)
+            backbone = rename_dinov3(backbone, path)
             name = dinov3_architecture(backbone.weights)
             depths, _ = _depths_and_width(backbone.weights)
             config = {**config, "model_args": {"depth": depths[0]} if depths else {}}
@@ -140,7 +142,7 @@ def _from_file(
                 f"{path} is not a DINOv3 of a published size; {IN_PYTHON}", hint=PYTHON_FILE
             )
         if not backbone.weights:
-            # timm would download weights instead.
+            # Without tensors, timm would download published weights.
             raise CheckpointError(f"{path} contains no tensors. Save model.state_dict() in it")
         model, note = _load_weights(name, path, backbone, config)
     source = f"timm {timm.__version__}, {name}"
@@ -182,14 +184,14 @@ def _load_weights(
 ) -> tuple[nn.Module, str]:
     """Return a model with the weights of a file, and a note on assumptions about its shapes."""
     weights = _without_register_positions(backbone.weights)
-    arguments, overlay = _stated_arguments(config, path)
+    arguments, overlay = _read_arguments(config, path)
     plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
     pretrained = _mapping(config, "pretrained_cfg", path)
     for key in ("mean", "std"):
         if key in pretrained:
             overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
-        # timm would confuse the positions of grids with equal numbers of patches.
+        # timm would not distinguish grids with equal numbers of patches, such as 2 x 8 and 4 x 4.
         overlay["input_size"] = (3, *size)
     _require_depth(name, plan, weights, path)
     expected = plan.state_dict()
@@ -199,9 +201,9 @@ def _load_weights(
         if tensor in weights and weights[tensor].shape != value.shape
     }:
         raise _mismatch(path, name, weights, wrong)
-    # `weights` has no heads. timm loads strictly only if the numbers of classes are equal.
+    # `weights` has no head. timm only checks all names if the numbers of classes are equal.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
-    # Weights that the file replaces are not drawn, because drawing them takes long.
+    # Do not draw initial weights, because drawing takes long and the file replaces them.
     can_skip = "weight_init" in signature(type(plan).__init__).parameters
     drawing = {"weight_init": "skip"} if can_skip else {}
     has_timm_names = 2 * len(expected.keys() & weights.keys()) >= len(expected)
@@ -218,10 +220,8 @@ def _load_weights(
     return model, note
 
 
-def _stated_arguments(
-    config: Mapping[str, Any], path: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments and the input size of the model that a config.json states."""
+def _read_arguments(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the model in config.json, and an overlay with its input size."""
     pretrained = _mapping(config, "pretrained_cfg", path)
     overlay: dict[str, Any] = {}
     if (stated := pretrained.get("input_size", ...)) is not ...:
@@ -242,10 +242,10 @@ def _infer_sizes(
     arguments: Mapping[str, Any],
     overlay: Mapping[str, Any],
 ) -> tuple[nn.Module, dict[str, Any], str]:
-    """Infer the patch size and the image size from the file, if config.json does not state them.
+    """Infer the patch size and the image size from the weights if config.json does not state them.
 
     Returns:
-        The model without values, its arguments, and a note on what was inferred.
+        The model on the device "meta", its arguments, and a note about inferred sizes.
     """
     arguments, notes = dict(arguments), list[str]()
     plan = _create(name, path, arguments, overlay, device="meta")
@@ -259,7 +259,7 @@ def _infer_sizes(
     positions, expected = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
     is_stated = "img_size" in arguments or "input_size" in overlay
     if not is_stated and positions is not None and positions.ndim == 3 and expected is not None:
-        # A square grid of another size is accepted. Other shapes are refused later.
+        # Accept a square grid of another size. `_load_weights` refuses other shapes.
         patch_embed: Any = plan.patch_embed
         own_patches = getattr(patch_embed, "num_patches", 0)
         num_patches = positions.shape[1] - expected.shape[1] + own_patches
@@ -290,15 +290,15 @@ def _create(
     device: str | None = None,
     suggest_name: bool = True,
 ) -> Any:
-    """Create a model of timm for RGB images, which accepts all image sizes that timm supports.
+    """Create a model of timm for RGB images, with dynamic image sizes if timm supports them.
 
     Args:
         name: timm's name of the architecture.
-        path: Weights file for error messages. None if the weights are random.
+        path: Weights file in error messages. None for random weights.
         arguments: Arguments of the model.
         overlay: Values that replace those of timm's configuration of pretrained weights.
-        pretrained: Whether to load the weights in `overlay`.
-        device: "meta" for a model without values.
+        pretrained: Whether to load `overlay["state_dict"]`.
+        device: "meta" for a model without memory for its weights.
         suggest_name: Whether an error suggests the name of another architecture.
     """
     build = partial(
@@ -313,13 +313,13 @@ def _create(
     try:
         try:
             model: Any = build(dynamic_img_size=True)
-        except TypeError:  # Models without this argument accept any size or only one.
+        except TypeError:  # The model does not have this argument.
             model = build()
-    except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
+    except Exception as error:  # Converting unknown weights in timm can raise any exception.
         reraise_out_of_memory(error)
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         file = path or "its random weights"
-        advice = "take timm's name of another architecture, or " if suggest_name else ""
+        advice = "use timm's name of another architecture, or " if suggest_name else ""
         raise CheckpointError(
             f"timm:{name} does not fit {file}: {reason}; {advice}{IN_PYTHON}",
             hint=join_alternatives(*([TIMM_NAME] if suggest_name else []), PYTHON_FILE),
@@ -329,7 +329,7 @@ def _create(
     if channels != 3:
         raise CheckpointError(
             f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
-            "(RGB); take another encoder"
+            "(RGB); use another encoder"
         )
     return model
 
@@ -343,10 +343,9 @@ def timm_encoder(
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
 ) -> Encoder:
-    """Freeze a model of timm as an encoder.
+    """Freeze a model of timm as an encoder. `keys` are its `loaded_keys` and `total_keys`.
 
-    A layer `attn.qkv` that computes all of the queries, keys and values replaces separate layers
-    and biases.
+    In each block, separate layers of queries, keys and values are joined in place, as `attn.qkv`.
 
     Raises:
         CheckpointError: The blocks of the model do not return features of every patch.
@@ -354,7 +353,8 @@ def timm_encoder(
     published = model.pretrained_cfg
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    is_plain = isinstance(model, PlainViT)
+    # timm's ViTs with rotary positions, such as DINOv3, are of the class Eva.
+    is_plain = isinstance(model, VisionTransformer | Eva)
     if is_plain:
         patch_embed: Any = model.patch_embed
         rows, cols = patch_embed.feat_ratio(as_scalar=False)
@@ -376,13 +376,13 @@ def timm_encoder(
     _join_queries_keys_values(module.blocks)
     height, width = native_size(model)
     if traced is not None and traced.any_size:
-        # Some ConvNets were trained at sizes such as 176, which have no whole number of strides.
+        # Some ConvNets were trained at sizes such as 176, which are no multiple of the stride.
         coarsest = max(traced.strides)
         height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
     described = describe_library_model(model, "timm", architecture)
     stages: dict[str, Any] = {}
     if not is_plain:
-        # The blocks differ in grid and width, return maps, or do not contain [CLS].
+        # The blocks differ in grid or width, return maps, or have no [CLS] token.
         described |= {"strides": list(shape.strides)}
         stages = {
             "strides": shape.strides,
@@ -417,14 +417,14 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Let `attn.qkv` compute all queries, keys and values of a block, biases included.
+    """Let `attn.qkv` compute the queries, keys and values of each block, including their biases.
 
-    Some attention layers of timm add biases outside of `qkv`, others have three layers instead.
-    Their outputs stay the same up to rounding. Blocks with other layers, or with fewer keys than
-    queries, do not change.
+    Some attention layers of timm add the biases outside of `qkv`. Others have three layers in place
+    of `qkv`. The outputs of both stay the same up to rounding. Blocks with other layers, or with
+    fewer keys than queries, are not changed.
     """
     for block in blocks:
-        # Any: the layers differ from model to model, and so do their types.
+        # The layers and their types differ from model to model.
         attention: Any = getattr(block, "attn", None)
         if getattr(attention, "qkv", None) is not None:
             biases: list[Any] = [getattr(attention, f"{part}_bias", None) for part in "qkv"]
@@ -451,7 +451,7 @@ def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
 
 
 def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
-    """Add the position of [CLS] to [CLS] in a DINOv2 with registers, as timm stores it."""
+    """Add the position of [CLS] to the [CLS] token of a DINOv2 with registers, as timm does."""
     converted = dict(weights)
     positions, cls_token = weights.get(_POSITIONS), weights.get("cls_token")
     if "register_tokens" not in weights or positions is None or cls_token is None:
@@ -464,10 +464,10 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
 
 
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
-    """Raise an error if the model has a number that is not in the file.
+    """Raise an error if a loaded tensor of the model differs from the file.
 
-    A tensor with the name of a tensor of the file must be equal to it. Numbers of other tensors
-    may have any place in the file, because timm renames, joins and splits tensors.
+    A tensor whose name is in the file must equal the tensor of the file. timm renames, joins and
+    splits tensors, so each number of another tensor must occur somewhere in the file, or be zero.
     """
     own = model.state_dict()
     changed = {
@@ -476,9 +476,9 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
         if tensor in weights and not torch.equal(_bits(weights[tensor]), _bits(value))
     }
     if renamed := own.keys() - weights.keys():
-        # timm adds biases of zero.
+        # Include zero, because timm adds biases of zero.
         numbers = np.concatenate([np.zeros(1, np.int32), *map(_bits, weights.values())])
-        # Sort once for all tensors: a ViT-S has 22 million numbers in some hundred tensors.
+        # Sort once for all tensors, because a ViT-S has 22 million numbers.
         numbers.sort()
         changed |= {
             tensor: own[tensor] for tensor in renamed if not _contains(numbers, _bits(own[tensor]))
@@ -490,7 +490,7 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
     """Return the number of blocks in each stage, and the width of the first convolution.
 
-    Blocks are counted if they have timm's names.
+    Only blocks whose tensors are named as in timm are counted.
     """
     names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(match[1], match[2]) for match in names if match})
@@ -499,7 +499,7 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
 
 
 def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
-    """Raise an error if a file has other numbers of blocks than the architecture."""
+    """Raise an error if the numbers of blocks in the file and in the architecture differ."""
     depths, width = _depths_and_width(weights)
     expected, expected_width = _depths_and_width(plan.state_dict())
     if depths == expected or len(depths) != len(expected) or width != expected_width:
@@ -513,7 +513,8 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
         mean, std = ("/".join(f"{value:g}" for value in known[key]) for key in ("mean", "std"))
         bare_file = ("--checkpoint", f"mean={mean},std={std}:{escape_braces(str(path))}")
     raise CheckpointError(
-        f"{path} has {sum(depths)} blocks of width {width}, timm:{name} {sum(expected)}; {advice}",
+        f"{path} has {sum(depths)} blocks of width {width}, but timm:{name} has {sum(expected)}; "
+        f"{advice}",
         hint=join_alternatives(MODEL_FOLDER, bare_file),
     )
 
@@ -528,19 +529,19 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     different = '"img_size": [HEIGHT, WIDTH]' if _POSITIONS in wrong else "..."
     return CheckpointError(
-        f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized; take "
+        f"timm:{name} does not fit {path}: {differences}{more}, and nothing is resized; use "
         f"timm's name of the file's architecture, or {advise_model_folder(path, different, name)}",
         hint=join_alternatives(TIMM_NAME, MODEL_FOLDER),
     )
 
 
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
-    """Return all numbers in single precision as integers, so that NaN equals NaN."""
+    """Return the bits of all numbers in float32 as integers, so that NaN equals NaN."""
     return value.detach().float().contiguous().flatten().view(torch.int32)
 
 
 def _contains(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) -> bool:
-    """Return whether all bits are among the numbers, which are in ascending order."""
+    """Whether all `bits` occur in `numbers`, which must be in ascending order."""
     wanted = np.sort(bits.numpy())
     places = np.searchsorted(numbers, wanted).clip(max=len(numbers) - 1)
     return bool((numbers[places] == wanted).all())

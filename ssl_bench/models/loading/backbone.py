@@ -1,0 +1,301 @@
+"""Find the tensors of the encoder among everything that training tools store in a weights file."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.loading.checkpoint import check_tensors, list_names
+from ssl_bench.models.loading.layouts import (
+    CLIP,
+    SAM,
+    find_reasons,
+    first_match,
+    reject_unsupported,
+    rename_tensors,
+)
+
+# The prefix of an encoder is the text before the name of its patch kernel. Nested dictionaries are
+# flattened: slashes separate their keys, and keys that are no strings are in brackets.
+_KERNEL = re.compile(
+    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj(?:ection)?|embeddings\.patch_embeddings"
+    r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
+)
+_BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
+_PART = re.compile(r"[./]")
+# Words in prefixes that distinguish the encoders of a file. Averaged encoders are preferred, but
+# MoCo-v3 and solo-learn, whose averages are called momentum, evaluate the trained encoder.
+_AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
+_TRAINED = {"current", "momentum", "online", "student"}
+# Reasons to ignore tensors outside of the encoder, by pattern of the part of their names in which
+# they first differ from the encoder's prefix.
+_REASONS_OUTSIDE = {
+    r"neck|target_generator": "a head of pretraining",
+    r"student": "the student, because the teacher is used",
+    r"teacher": "a teacher that is not this encoder",
+    r"momentum_encoder": "the momentum encoder of MoCo-v3, which is evaluated by its base encoder",
+    r"momentum_backbone": "a moving average of the encoder",
+    r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
+    r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
+    r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
+    r"(?:mask_)?decoder": "a decoder, after the encoder",
+    r"prompt_encoder": "the encoder of SAM's prompts",
+    r"text\w*|transformer|token_embedding|positional_embedding|ln_final|logit_\w+": "text of CLIP",
+    r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
+    r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
+}
+# In timm's ConvNeXt, `head.norm` is the final norm, so it is no head.
+_HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """The tensors of an encoder in a weights file.
+
+    Attributes:
+        weights: Tensors by name, without prefixes.
+        total: Number of tensors in the dictionary that contains the encoder.
+        ignored: Reason for each tensor, or container of tensors, that is not used.
+        prefixes: Prefixes that were removed from the names, such as "teacher.".
+        note: A message for users if the file contains several encoders.
+    """
+
+    weights: Mapping[str, Tensor]
+    total: int
+    ignored: Mapping[str, str]
+    prefixes: tuple[str, ...] = ()
+    note: str = ""
+
+
+def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
+    """Find the encoder in the content of a weights file.
+
+    If there are several encoders, the one whose name indicates an average is used.
+
+    Raises:
+        CheckpointError: No encoder or several equal ones are found, or a tensor's use is unknown.
+    """
+    leaves = list(_leaves(content))
+    tensors = _require_unique(
+        ((name, value) for name, value in leaves if isinstance(value, Tensor)), path
+    )
+    if not tensors:
+        return Backbone({}, 0, {})
+    training = tuple(
+        {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
+    )
+    # Before its first update, an average contains the initial weights.
+    unaveraged = tuple(
+        name.removesuffix("n_averaged")
+        for name, value in leaves
+        if name.endswith(("/n_averaged", ".n_averaged")) and str(value) in ("0", "tensor(0)")
+    )
+    candidates = {name: value for name, value in tensors.items() if not name.startswith(training)}
+    encoders = _find_encoders(candidates)
+    if not (roots := encoders or _largest_containers(candidates)):
+        raise CheckpointError(
+            f"{path} is no Vision Transformer: expected tensors with names of weights, got "
+            f"{list_names(list(tensors))}. Save model.state_dict() instead"
+        )
+    root = _choose_encoder(roots, unaveraged, path)
+    others = [other for other in roots if other != root]
+    container = root[: root.rfind("/") + 1]
+    if invalid := [name for name in tensors if name.startswith(f"{container}[")]:
+        raise CheckpointError(
+            f"{path}: the name {invalid[0].removeprefix(container)} is no string. "
+            "Save model.state_dict() instead"
+        )
+    own: dict[str, Tensor] = {}
+    ignored: dict[str, str] = {}
+    unknown: list[str] = []
+    inner = tuple(other for other in others if other.startswith(root))
+    for name, value in tensors.items():
+        is_inside = name.startswith(root) and not name.startswith(inner)
+        if is_inside and not _is_counter(name.removeprefix(root), value):
+            own[name] = value
+            continue
+        above = _common_prefix((root, name))
+        # Tensors in another dictionary are reported by the name of that dictionary.
+        key = name.removeprefix(above).partition("/")[0]
+        if name.startswith(training):
+            ignored[key] = "state of training"
+        elif reason := _reason_outside(name, value, above, root, others):
+            ignored[key] = reason
+        else:
+            unknown.append(key)
+    inside = ((_remove_wrapper("module", name.removeprefix(root)), own[name]) for name in own)
+    weights = _require_unique(inside, path)
+    if first_match(weights, CLIP.marks[0]) is not None:
+        weights, projection = rename_tensors(CLIP, weights, path)
+        ignored |= projection
+        for name, ndim in (("cls_token", 1), ("pos_embed", 2)):
+            if name in weights and weights[name].ndim == ndim:
+                weights[name] = weights[name][(None,) * (3 - ndim)]
+    if first_match(weights, SAM.marks[0]) is not None:
+        weights, _ = rename_tensors(SAM, weights, path)
+    if unknown:
+        if not encoders:
+            reject_unsupported(weights, path)
+        raise CheckpointError(
+            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, whose use is unknown. "
+            "Save the state_dict of the encoder alone"
+        )
+    heads = find_reasons(weights, _HEADS)
+    plain = {name: value for name, value in weights.items() if name not in heads}
+    total = sum(
+        name.startswith(container) and "/" not in name[len(container) :] for name in tensors
+    )
+    note = f"{_label(root)} is used, not {list_names(list(map(_label, others)))}; "
+    parts = tuple(f"{part}." for part in _PART.split(root) if part)
+    return Backbone(
+        check_tensors(plain, path), total, {**ignored, **heads}, parts, note if others else ""
+    )
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values in nested containers. Slashes separate the keys in a name."""
+    items: Iterable[tuple[str, object]]
+    if isinstance(value, Mapping):
+        items = (
+            (_remove_wrapper(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
+            for k, v in value.items()
+        )
+    elif isinstance(value, (list, tuple)):
+        items = ((f"[{index}]", item) for index, item in enumerate(value))
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{name}/{key}" if name else key)
+
+
+def _remove_wrapper(wrapper: str, name: str) -> str:
+    """Return the name of a tensor without the parts that match the pattern `wrapper`."""
+    return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
+
+
+def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, value in pairs:
+        if name in tensors:
+            raise CheckpointError(
+                f"{path} contains {name} twice, with and without a wrapper. Save the state_dict "
+                "of the encoder alone"
+            )
+        tensors[name] = value
+    return tensors
+
+
+def _find_encoders(names: Collection[str]) -> list[str]:
+    """Return the prefix of each encoder.
+
+    An encoder has blocks and a patch kernel. A kernel without a bias does not count if another one
+    has a bias.
+    """
+    kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
+    return [
+        root
+        for root, kernel in kernels
+        if any(name.startswith(root) and _BLOCKS.search(name, len(root)) for name in names)
+        and (
+            f"{root}{kernel}bias" in names
+            or not any(name.endswith(f"{kernel}bias") for name in names)
+        )
+    ]
+
+
+def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes of the dictionaries with the most tensors. They may be encoders."""
+    inside: dict[str, list[str]] = {}
+    for name, value in tensors.items():
+        container, _, key = name.rpartition("/")
+        if not key.startswith("[") and not _is_counter(key, value):
+            inside.setdefault(f"{container}/" if container else "", []).append(name)
+    most = max(map(len, inside.values()), default=0)
+    return [
+        _common_prefix(names) if most > 1 else container
+        for container, names in inside.items()
+        if len(names) == most
+    ]
+
+
+def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
+    """Return the prefix of the averaged encoder, comparing prefixes part by part."""
+    if len(roots) == 1:
+        return roots[0]
+    above = _common_prefix(roots)
+    branches: dict[str, list[str]] = {}
+    for root in roots:
+        branches.setdefault(_PART.split(root.removeprefix(above))[0], []).append(root)
+    ranks = {
+        branch: max(_rank(root, above, unaveraged) for root in inside)
+        for branch, inside in branches.items()
+    }
+    best = [branch for branch in branches if ranks[branch] == max(ranks.values())]
+    if len(best) > 1:
+        labels = list_names([_label(branches[branch][0]) for branch in best])
+        raise CheckpointError(
+            f"{path} contains {len(best)} encoders ({labels}), and no name shows which of them is "
+            "the average. Save the state_dict of one of them"
+        )
+    return _choose_encoder(branches[best[0]], unaveraged, path)
+
+
+def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
+    """Return the rank of an encoder. The encoder with the highest rank is used."""
+    below = root.removeprefix(above)
+    if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
+        return 0
+    for part in _PART.split(below):
+        words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
+        if words & _AVERAGED:
+            return 2
+        if "current" in words and f"{above}averaging_state/" in unaveraged:
+            return 3
+        if words & _TRAINED:
+            return 0
+    return 1
+
+
+def _reason_outside(
+    name: str, value: Tensor, above: str, root: str, others: Sequence[str]
+) -> str | None:
+    """Return the reason to ignore a tensor outside of the encoder. None if there is no reason.
+
+    `root` is the prefix of the encoder, `above` the common prefix of `root` and the tensor's name,
+    and `others` contains the prefixes of other encoders.
+    """
+    rest = name.removeprefix(above)
+    part = _PART.split(rest)[0]
+    branch = name[: len(above) + len(part) + 1]
+    if reason := find_reasons([part], _REASONS_OUTSIDE).get(part):
+        return reason
+    if any(
+        other.startswith(branch) or (root.startswith(other) and name.startswith(other))
+        for other in others
+    ):
+        return "another encoder, see the note"
+    if _is_counter(rest.rpartition("/")[2], value):
+        return "a number next to the weights"
+    is_outside = "/" in root[len(above) :] and not set("./") & set(rest)
+    return "a tensor next to the state_dict of the model" if is_outside else None
+
+
+def _is_counter(key: str, value: Tensor) -> bool:
+    """Whether a tensor is a plain number, such as a counter, and no parameter of one element."""
+    return value.numel() == 1 and not re.search(r"\.|token|embed", key)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """Return the longest common prefix of names that ends with a dot or a slash."""
+    common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
+    return common[: max(common.rfind("."), common.rfind("/")) + 1]
+
+
+def _label(root: str) -> str:
+    return root.rstrip("./") or "the encoder without a prefix"
