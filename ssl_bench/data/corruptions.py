@@ -241,5 +241,5 @@ def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]
 
 
 def _corrupted_name(name: str, corruption: Corruption) -> str:
-    # A dash begins the number of images of a part of a dataset, such as voc2012-62.
+    # The separator is a plus sign, because the dash in voc2012-62 begins a number of images.
     return f"{name}+{corruption.name}-{corruption.severity}"

@@ -290,12 +290,13 @@ def datasets_with(role: str) -> list[str]:
 def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name of a dataset, such as "voc2012", or of a part of it, such as "voc2012-62".
 
-    A part of a published dataset is another benchmark. The number in its name counts the images of
-    all splits. Shares such as `train:0-50%` do not affect this number.
+    A part of a published dataset is another benchmark. The number in its name counts the different
+    ids of all splits. Shares such as `train:0-50%` do not affect this number.
 
     Args:
         name: Name of the published dataset.
-        ids: Ids of the images on disk in each split. Missing splits do not change the name.
+        ids: All ids in each split, before any share is taken. Missing splits do not change the
+            name.
     """
     published = PUBLISHED_COUNTS.get(name, {})
     if all(len(images) == published.get(split, len(images)) for split, images in ids.items()):

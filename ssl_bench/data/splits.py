@@ -173,8 +173,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     Args:
         lines: The lines of a list.
-        files: The image files. If no file matches a line, the whole line becomes the id, and the
-            image is later reported as missing.
+        files: The image files. If no file matches a line, the line without the image suffix becomes
+            the id, and the image is later reported as missing.
     """
     # A listed name may end in "_left" if the suffix is "_left.png".
     endings = (files.suffix, "", PurePosixPath(files.suffix).stem)

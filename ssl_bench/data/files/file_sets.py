@@ -197,8 +197,9 @@ def validate_boxes(
 ) -> Float64[np.ndarray, "boxes 4"]:
     """Return valid boxes as (x0, y0, x1, y1) in pixels, with exclusive far edges.
 
-    A box must overlap its image. No edge may be further outside than the size of the image. The
-    part outside the image is not cut off, as in the code of the published methods.
+    If `size` is given, each box must overlap its image. It may extend beyond the image by at most
+    one image width to the left and right, and by one image height above and below. The part outside
+    the image is not cut off, as in the code of the published methods.
 
     Args:
         corners: Four numbers per box.

@@ -1,7 +1,8 @@
-"""Compute the fingerprint of an image set, which is the SHA-256 of all images and labels.
+"""Compute the fingerprint of an image set, which is a SHA-256 of its images and annotations.
 
-Each file is read once. Its SHA-256 is stored in the user's cache folder, in 64 bytes per file. The
-stored SHA-256 is valid as long as the size, times and inode of the file stay the same.
+Each file is read once, and its SHA-256 is stored in the user's cache folder, in 64 bytes per file.
+A stored SHA-256 is valid as long as the size, times and inode of the file stay the same. The
+SHA-256 of a file that was written less than two seconds before it was read is not stored.
 """
 
 import hashlib
@@ -155,7 +156,12 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the ids, the files of images and labels, and the label meanings.
+        """Return a SHA-256 that identifies the images and annotations of the set.
+
+        It covers the ids in their order, the identity of each file, the meaning of the labels,
+        `data.bits`, and whether the EXIF orientation is applied. The identity of a file is its
+        content, or its size and mtime with data.fingerprint=stat. The name and the folder of the
+        set do not matter.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -288,7 +294,9 @@ def _read(part: FilePart) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return four numbers of a file. At least one of them changes if its content changes.
+    """Return four numbers of a file, at least one of which changes with the content of the file.
+
+    A file that is written twice within two seconds may keep its numbers, see `RACY_NS`.
 
     The device number is left out, because a network folder has another one on each machine.
 

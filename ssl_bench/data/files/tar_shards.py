@@ -250,7 +250,8 @@ def _list_images(
                 labels[key] = int(label[1]) if label else INVALID_LABEL
             else:
                 images[key] = f"{key}.{match[2]}", member.offset_data, member.size
-        # tarfile stops without an error at a damaged header, so check what follows.
+        # tarfile stops without an error at a damaged header, and at the end of a file that was cut
+        # between two members. A complete file continues with zeros and has nothing else.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):

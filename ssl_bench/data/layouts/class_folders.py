@@ -93,15 +93,16 @@ class ClassificationSplits(Layout):
 class ClassFolders(ClassificationSplits):
     """Images in ROOT/SPLIT/CLASS/, or in ROOT/CLASS/ as for torchvision's ImageFolder.
 
-    A class folder may contain subfolders. Without folders of splits, all images form the split
-    `all`. By default, the first 80 % of each class in the order of file names are then the training
-    images.
+    A class folder may contain subfolders. The folders below the root are classes if they contain
+    images directly and none of them is called `val` or `test`. All images then form the split
+    `all`, whose shares are cut from each class in the order of file names.
 
     Attributes:
         root: The folder that contains the folders of the splits, or those of the classes.
         train_split: Folder of the training images, or a share such as `train:0-75%` (default:
-            `train`).
-        val_split: Folder of the scored images, or a share of it (default: `val`, else `test`).
+            `train`, or `all:0-80%` without folders of splits).
+        val_split: Folder of the scored images, or a share such as `val:0-50%` (default: `val`, else
+            `test`, or `all:80-100%` without folders of splits).
     """
 
     name: str = "class_folders"

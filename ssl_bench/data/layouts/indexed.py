@@ -218,7 +218,10 @@ class IndexedImages:
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the ids, items, class names and classes of stored numbers."""
+        """Return a SHA-256 of the class names, the classes of mask numbers, and all items.
+
+        An item contributes its id, its image and its annotation.
+        """
         return self._fingerprint
 
     @cached_property
@@ -264,7 +267,8 @@ class IndexedDataset(Layout):
             `numbers`).
         one_object: Whether masks show a background as class 0 and one object as class 1.
         box_format: Meaning of the four numbers of a box in pixels. With xyxy they are the corners
-            (x0, y0, x1, y1), and with xywh a corner, the width and the height as in COCO.
+            (x0, y0, x1, y1), and with xywh a corner, the width and the height as in COCO. The
+            default for Python datasets is xyxy. Tables of Hugging Face have no default.
         image_column: Column with the images, in a table of Hugging Face.
         label_column: Column with class labels.
         mask_column: Column with masks.

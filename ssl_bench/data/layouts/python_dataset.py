@@ -144,7 +144,10 @@ class _UnsupportedContent(Exception):
 
 
 def base_dataset(dataset: Any) -> Any:
-    """Return the innermost dataset of wrappers such as `torch.utils.data.Subset`."""
+    """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
+
+    The first dataset with an attribute `classes` is taken, or else the innermost one.
+    """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return dataset
