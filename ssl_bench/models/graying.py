@@ -210,7 +210,7 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
     of weighted inverses of G + t I over t. The integral is approximated by a sum of about thirty
     inverses, which are computed with Cholesky factors. Since G contains squares of the singular
     values, it is computed in float64. Errors are below 1e-5 of the largest singular value. Singular
-    values below 1e-6 of the largest one are increased less than by `gray_by_svd`.
+    values below 1e-6 of the largest one are increased too little.
 
     The backward pass differentiates the sum, without singular values in a denominator, and
     recomputes all intermediate values. There are no second derivatives. The cost is that of thirty

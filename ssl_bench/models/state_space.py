@@ -19,8 +19,8 @@ parts of a layer, so that the layer resembles linear attention whose queries equ
 1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1. In
    Mamba 1, one of the N states has a = 1. In Mamba 2, a is close to 1 for some heads. With
    `state_decay=constant`, A is -exp(-8) everywhere.
-2. "step": the bias of the steps is log(e - 1), whose softplus is 1. The weights of the steps are
-   divided by 100.
+2. "step": the bias of the steps is log(e - 1), whose softplus is 1. The projection to the steps has
+   its weights divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.
 4. "convolution": the last tap is 1, and all other taps and the bias are 0. If the first tap were 1
    instead, the convolution would delay its input by three tokens.

@@ -314,7 +314,7 @@ def _by_columns(tokens: Tensor) -> Tensor:
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
         (own_module.Own(), {"patch_size": 32, "image_size": 48}, "does not accept images"),
         (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
-        (own_module.Own(), {"mean": [0.5]}, r"mean of three numbers or one, got \[0.5\]"),
+        (own_module.Own(), {"mean": [0.5]}, r"mean as three numbers or one number, got \[0.5\]"),
         (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
     ],
 )

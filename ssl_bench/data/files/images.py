@@ -422,7 +422,7 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
 
 
 def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
-    """Raise DataError if the palette of a mask has colours of VOC at other numbers than VOC.
+    """Raise DataError if a mask stores a colour of VOC's palette under a different number.
 
     Image editors sort or compress palettes. The colours stay equal, but the numbers change.
     """

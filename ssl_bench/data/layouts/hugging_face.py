@@ -356,7 +356,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
             reraise_out_of_memory(error)
             reason = " ".join(str(error).split())[:300]
             raise DataError(
-                f"the library datasets cannot read {address} ({type(error).__name__}: {reason})"
+                f"the package `datasets` cannot read {address} ({type(error).__name__}: {reason})"
             ) from error
     return {str(split): table for split, table in loaded.items()}
 
@@ -380,7 +380,7 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
             # An incomplete cache raises errors of many types.
             except Exception as missing:
                 raise MachineError(
-                    f"{error}, and {name} is not in the cache of the library datasets. Download "
+                    f"{error}, and {name} is not in the cache of the package `datasets`. Download "
                     "its parquet files on another machine",
                     hint=("--dataset", "hf:{folder}"),
                 ) from missing

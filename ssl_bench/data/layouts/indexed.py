@@ -105,7 +105,7 @@ class Items:
         return mask
 
     def place(self, index: int) -> str:
-        """Return the name of an item in messages."""
+        """Return the text that names an item in error messages."""
         return f"image {index} of {self.title}"
 
     def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
@@ -313,7 +313,7 @@ class IndexedDataset(Layout):
         raise NotImplementedError
 
     def images_name(self) -> str:
-        """Return the name of the images in records."""
+        """Return the name that records give to the image set."""
         raise NotImplementedError
 
     @property

@@ -308,7 +308,7 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
                 f"{path} has {feature} ({name}), which the ViT of this suite does not have; "
-                f"{_BY_NAME}, or, if its arguments differ, {advise_model_folder(path, '...')}",
+                f"{_BY_NAME}. If its arguments differ, {advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 

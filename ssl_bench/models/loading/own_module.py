@@ -223,7 +223,9 @@ def _to_rgb(value: float | Sequence[float], expected: str) -> tuple[float, float
         channels = (value, value, value) if isinstance(value, int | float) else value
         red, green, blue = map(float, channels)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{expected} of three numbers or one, got {value!r}") from error
+        raise CheckpointError(
+            f"{expected} as three numbers or one number, got {value!r}"
+        ) from error
     return red, green, blue
 
 
