@@ -1,8 +1,9 @@
 """Token graying: increase the small singular values of the tokens of each image.
 
-Blocks contain the module `TokenGraying`, which calls one of three functions. `gray_by_svd` changes
-singular values. `gray_by_cholesky` approximates it and is faster on a GPU. `gray_by_dct` changes
-cosine coefficients instead of singular values.
+Blocks contain the module `TokenGraying`, and blocks of timm call it in a hook. It calls one of
+three functions. `gray_by_svd` changes singular values. On CUDA, `gray_by_cholesky` approximates it
+except in float64, because an SVD makes the host wait. `gray_by_dct` changes cosine coefficients
+instead of singular values.
 """
 
 import math

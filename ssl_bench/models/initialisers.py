@@ -6,8 +6,8 @@ support the initialiser, also enter its name in timm_config.py.
 
 Initialisers draw in float64, and each weight is rounded once when it is stored. In contrast,
 `draw_uniform` draws directly in the dtype of the layer. The matrices of a block follow the
-row-vector convention y = x W of the papers, so `nn.Linear.weight` is the transpose of W. The pixels
-of a filter are in row-major order.
+row-vector convention y = x W of the papers. `draw_block` transposes W, because `nn.Linear.weight`
+is the transpose. The pixels of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 
 @dataclass(frozen=True)
 class DefaultInit:
-    """Normal distribution with standard deviation 0.02, cut at -2 and 2 as in DINO and timm.
+    """Normal distribution with standard deviation 0.02, cut at the values -2 and 2 as in DINO.
 
     The class is the base class of all other initialisers of blocks.
 
@@ -89,6 +89,8 @@ class SkiplessInit(DefaultInit):
     """Initialisation of "Cutting the Skip" for encoders without skip connections.
 
     For a head of width d_h, W_Q W_K^T is the best approximation of alpha Z + beta I with rank d_h.
+    W_V and W_O are shared by all heads. They are c times the left and the right singular vectors of
+    one Gaussian matrix of size dim x dim.
 
     Attributes:
         alpha: Factor of the noise Z in W_Q W_K^T.

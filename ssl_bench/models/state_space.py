@@ -6,8 +6,9 @@ each token has steps Delta, keys B and queries C. The state h and the output y o
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
 Equivalently, y = M x with M_ij = Delta_j sum_n C_in B_jn exp(A_n (Delta_(j+1) + ... + Delta_i)) for
-j <= i, and M_ij = 0 for j > i. `scan_channels` computes y by the recurrence. `scan_heads` combines
-the recurrence with products by M.
+j <= i, and M_ij = 0 for j > i. `scan_channels` (Mamba 1) computes y by the recurrence. `scan_heads`
+(Mamba 2) multiplies by M within chunks of tokens and uses the recurrence between chunks.
+`channel_mixing` and `head_mixing` return M.
 
 Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. In equations 3.27 and
 3.28 of Trockman's thesis (2025), the output is delayed by one token. The mask 1{i <= j} in equation

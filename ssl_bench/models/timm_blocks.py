@@ -51,10 +51,10 @@ class _Stage:
 def trace_blocks(model: Any) -> Shape:
     """Find the blocks of a model of timm in a trial pass over an image of noise.
 
-    A model of timm lists its stages in `feature_info`. If all modules of a stage return features of
-    the same shape, each module is a block. Otherwise the stage is one block. The stem is not a
-    block. The output of each stage must equal the features that
-    `model.forward_intermediates` returns.
+    A model of timm lists its stages in `feature_info`. If all modules of a stage have one class and
+    return features of the same shape, each module is a block, such as each residual block of a
+    ResNet. Otherwise the stage is one block. The stem is not a block. The output of each stage must
+    equal the features that `model.forward_intermediates` returns.
 
     Returns:
         The names and shapes of the blocks.

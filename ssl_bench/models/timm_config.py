@@ -70,10 +70,11 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class TimmConfig(EncoderConfig):
-    """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt or ViT of timm.
+    """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt, ViT or DeiT of timm.
 
     Args:
         name: timm's name without a tag. It determines all properties that no other field sets.
+            Names of DINOv3 and of ConvNeXts with another stem than patches are refused.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
             the last stage. Each stage after the first halves the token grid.
         patch_size: Patch size of the first layer in pixels. 0 means the size in the name.

@@ -66,9 +66,9 @@ class Shape:
 class TimmBackbone(nn.Module):
     """A model of timm with two attributes of an encoder: the list `blocks` and the final `norm`.
 
-    For images of other sizes than the native size, position embeddings of Vision Transformers and
-    CaiT are resized as in DINO. timm resizes them with antialiasing and without a margin, so its
-    features differ for these images.
+    For images of other sizes than the native size, position embeddings of models of the classes
+    `KNOWN` are resized as in DINO. timm resizes them with antialiasing and without a margin, so its
+    features differ for these images. Other models resize their position embeddings as timm does.
 
     Args:
         model: The model of timm, which is used, not copied.

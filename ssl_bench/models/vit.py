@@ -117,7 +117,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Token graying if configured, then pre-norm attention, then a pre-norm MLP.
 
-    Attention and MLP add their input to their output only if their skip connection is on.
+    With a skip connection, the output of attention or MLP is added to the tokens before the norm.
+    The skip connection of attention adds grayed tokens. Without a skip connection, the output
+    replaces the tokens.
 
     Args:
         config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.

@@ -117,7 +117,7 @@ def is_baseline(uri: str) -> bool:
 
 
 def has_random_weights(uri: str) -> bool:
-    """Whether `random:URI` can be loaded.
+    """Whether `--baselines` may add `random:URI`, judged by the address alone.
 
     The initialisation of a user's module and of an encoder of another package is unknown.
     """

@@ -27,11 +27,11 @@ _KERNEL = re.compile(
     r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
 _BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
-_PART = re.compile(r"[./]")
+_SEPARATOR = re.compile(r"[./]")
 # Words in prefixes that distinguish the encoders of a file. Averaged encoders are preferred, but
 # MoCo-v3 and solo-learn, whose averages are called momentum, evaluate the trained encoder.
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
-_TRAINED = {"current", "momentum", "online", "student"}
+_NOT_PREFERRED = {"current", "momentum", "online", "student"}
 # Reasons to ignore tensors outside of the encoder, by pattern of the part of their names in which
 # they first differ from the encoder's prefix.
 _REASONS_OUTSIDE = {
@@ -75,7 +75,8 @@ class Backbone:
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the encoder in the content of a weights file.
 
-    If there are several encoders, the one whose name indicates an average is used.
+    If there are several encoders, the one whose prefix indicates an average is used, such as
+    "teacher" or "ema". MoCo-v3, solo-learn and averages that were never updated are exceptions.
 
     Raises:
         CheckpointError: No encoder or several equal ones are found, or a tensor's use is unknown.
@@ -151,7 +152,7 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
         name.startswith(container) and "/" not in name[len(container) :] for name in tensors
     )
     note = f"{_label(root)} is used, not {list_names(list(map(_label, others)))}; "
-    parts = tuple(f"{part}." for part in _PART.split(root) if part)
+    parts = tuple(f"{part}." for part in _SEPARATOR.split(root) if part)
     return Backbone(
         check_tensors(plain, path), total, {**ignored, **heads}, parts, note if others else ""
     )
@@ -231,7 +232,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
     above = _common_prefix(roots)
     branches: dict[str, list[str]] = {}
     for root in roots:
-        branches.setdefault(_PART.split(root.removeprefix(above))[0], []).append(root)
+        branches.setdefault(_SEPARATOR.split(root.removeprefix(above))[0], []).append(root)
     ranks = {
         branch: max(_rank(root, above, unaveraged) for root in inside)
         for branch, inside in branches.items()
@@ -251,13 +252,13 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     below = root.removeprefix(above)
     if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
         return 0
-    for part in _PART.split(below):
+    for part in _SEPARATOR.split(below):
         words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
         if words & _AVERAGED:
             return 2
         if "current" in words and f"{above}averaging_state/" in unaveraged:
             return 3
-        if words & _TRAINED:
+        if words & _NOT_PREFERRED:
             return 0
     return 1
 
@@ -271,7 +272,7 @@ def _reason_outside(
     and `others` contains the prefixes of other encoders.
     """
     rest = name.removeprefix(above)
-    part = _PART.split(rest)[0]
+    part = _SEPARATOR.split(rest)[0]
     branch = name[: len(above) + len(part) + 1]
     if reason := find_reasons([part], _REASONS_OUTSIDE).get(part):
         return reason

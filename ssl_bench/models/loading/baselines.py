@@ -29,6 +29,9 @@ def load_random(uri: str) -> Encoder:
 
     Encoders of this suite and of timm are initialised as for training. Encoders of other weights
     files get the default initialisation of this suite. Mean and standard deviation are kept.
+
+    Raises:
+        CheckpointError: The initialisation of the encoder is unknown.
     """
     trained = load_encoder(uri.partition(":")[2])
     colours = (trained.mean, trained.std)

@@ -54,7 +54,7 @@ _VERSION = "1"
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
 # Name of one of several files of a large model of Hugging Face.
-_PART = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
 # Floats of 8 bits are refused, because their scale factors are separate tensors.
@@ -270,7 +270,7 @@ def reject_parts(path: Path) -> None:
             f"run: {quote_command([*way, str(folder), str(joined)])}",
             hint=("--checkpoint", escape_braces(str(joined))),
         )
-    if _PART.fullmatch(path.name):
+    if _SHARD.fullmatch(path.name):
         raise CheckpointError(
             f"{path} is one of several files of a model, expected one file. Save them in one: "
             "model.save_pretrained(FOLDER, max_shard_size='100GB')"

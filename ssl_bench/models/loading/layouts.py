@@ -1,4 +1,8 @@
-"""List published layouts of Vision Transformers: how their files name tensors."""
+"""List published layouts of Vision Transformers: how their files name tensors.
+
+To add a layout, define a `Layout` and enter it in `LAYOUTS` before DINO. Patch embeddings and
+blocks with other names also need a pattern in backbone.py.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

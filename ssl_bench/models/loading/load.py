@@ -103,7 +103,8 @@ LOADERS = {
 """Module and function of each loader of this package, by scheme: the text before the colon.
 
 A module is imported when it is needed, because timm takes seconds to import. Other packages add
-loaders as entry points of the group `ssl_bench.encoder`.
+loaders as entry points of the group `ssl_bench.encoder`. The name of the entry point is the scheme,
+and its function takes the whole address and returns an `Encoder`.
 """
 
 

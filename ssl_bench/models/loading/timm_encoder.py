@@ -1,8 +1,12 @@
 """Load models of timm as encoders.
 
+Any model for RGB images can be loaded if its class is in `KNOWN`, or if its stages return the
+features of `forward_intermediates` with one feature per patch.
+
 timm renames the tensors of many libraries. It also resizes position embeddings, patch kernels and
-tables of relative positions without a message. Files of other shapes are therefore refused, and the
-loaded weights are compared with the file.
+tables of relative positions without a message. The model is therefore built with the patch size and
+the square grid of the file, unless config.json states them. Files with other shapes are refused,
+and the loaded weights are compared with the file.
 """
 
 import math
@@ -201,7 +205,8 @@ def _load_weights(
         if tensor in weights and weights[tensor].shape != value.shape
     }:
         raise _mismatch(path, name, weights, wrong)
-    # `weights` has no head. timm only checks all names if the numbers of classes are equal.
+    # `find_backbone` has removed heads and projections. timm only checks all names if the numbers of
+    # classes are equal.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
     # Do not draw initial weights, because drawing takes long and the file replaces them.
     can_skip = "weight_init" in signature(type(plan).__init__).parameters
@@ -464,7 +469,7 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
 
 
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
-    """Raise an error if a loaded tensor of the model differs from the file.
+    """Raise an error if a tensor of the model is not that of the file, such as a random one.
 
     A tensor whose name is in the file must equal the tensor of the file. timm renames, joins and
     splits tensors, so each number of another tensor must occur somewhere in the file, or be zero.
