@@ -205,7 +205,7 @@ def _load_weights(
         if tensor in weights and weights[tensor].shape != value.shape
     }:
         raise _mismatch(path, name, weights, wrong)
-    # `find_backbone` has removed heads and projections. timm only checks all names if the numbers of
+    # `find_backbone` has removed all heads. timm only checks all names if the numbers of
     # classes are equal.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
     # Do not draw initial weights, because drawing takes long and the file replaces them.
