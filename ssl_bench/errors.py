@@ -108,7 +108,7 @@ class MachineError(SslBenchError, OSError):
 
 
 class BrokenFile(MachineError):
-    """A Python file that cannot be imported, such as a probe with a syntax error."""
+    """A Python file that fails, such as a probe with a syntax error."""
 
 
 class Preempted(SslBenchError):
@@ -118,7 +118,7 @@ class Preempted(SslBenchError):
 
 
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
-    """Return an error with the path and line of a Python file that cannot be imported.
+    """Return an error with the path and line of a Python file that raised an exception.
 
     This is the innermost file of the traceback below a folder of `packages`, or else of all files.
     """
@@ -134,7 +134,7 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
     # A module that an installed package lacks is a question of its version.
     if package and find_spec(package) is None:
         reason += f". If {package} is a package, run: pip install {package}"
-    return BrokenFile(f"{path}, line {line}, cannot be imported: {type(error).__name__}: {reason}")
+    return BrokenFile(f"{path}, line {line}, fails with {type(error).__name__}: {reason}")
 
 
 _keyword_names = ContextVar[Mapping[str, str] | None]("keyword_names", default=None)

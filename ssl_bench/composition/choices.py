@@ -120,13 +120,16 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
     """Import the object of an entry point.
 
     Raises:
-        BrokenFile: The module cannot be imported.
+        BrokenFile: The module cannot be imported, or does not contain the object.
     """
     try:
         return point.load()
     # Importing another package can raise any exception.
     except Exception as error:
         reason = broken_file_error(error, [point.module.partition(".")[0]])
+        if isinstance(error, AttributeError) and error.obj is sys.modules.get(point.module):
+            # The module does not contain the object. The traceback ends in the standard library.
+            reason = error
         package = point.dist.name if point.dist else point.module
         raise BrokenFile(
             f"the entry point {point.name} = {point.value} of the package {package}: {reason}"

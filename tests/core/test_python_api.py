@@ -596,8 +596,8 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "has no owm, only own, make",
         ),
         ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
-        ("mine.py:own", "def own():\n    return 1 / 0", "line 2, cannot be imported"),
-        ("mine.py:own", "own = (", "line 1, cannot be imported"),
+        ("mine.py:own", "def own():\n    return 1 / 0", "line 2, fails with"),
+        ("mine.py:own", "own = (", "line 1, fails with"),
         (
             "mine.py:own",
             "def own(dim): return dim",
