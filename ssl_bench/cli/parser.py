@@ -391,6 +391,11 @@ def _add_table(parser: _Parser) -> None:
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     parser.add_switch("--pivot", "print encoders as rows, and datasets and metrics as columns")
     parser.add_switch("--over-epochs", "print the epochs of a run as rows, and blocks as columns")
+    steps = (
+        "print the training logs of runs, with steps as rows, and runs and measures as columns. "
+        "RUN is a run folder or a folder of runs"
+    )
+    add("--over-steps", nargs="+", metavar="RUN", help=steps)
     severity = "print blocks as rows, and the severities of a corruption as columns"
     parser.add_switch("--over-severity", severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
