@@ -430,6 +430,11 @@ def _add_report(parser: _Parser) -> None:
     add("--layer", default="all", help=_LAYERS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--into", metavar="DIR", help="folder for the report (default: OUT/report)")
+    runs = (
+        "draw the training logs of these run folders or folders of runs (default: the runs in "
+        "runs/ and next to --out whose checkpoints have records)"
+    )
+    add("--runs", nargs="+", dest="run_folders", metavar="RUN", help=runs)
     pair = (
         "compare two checkpoints, may be repeated (default: all pairs if the report has at most 6 "
         "checkpoints)"
