@@ -239,8 +239,9 @@ def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
     Their distance is 1, 2 or 5 times a power of ten.
     """
     # If the values are equal up to rounding errors, widen the range so that it is not empty.
-    if high - low <= 1e-6 * max(1.0, abs(high)):
-        margin = max(0.5, 1e-3 * abs(high))
+    size = abs(high) if 0 < abs(high) < 0.01 else 1.0
+    if high - low <= 1e-6 * max(size, abs(high)):
+        margin = max(0.5 * size, 1e-3 * abs(high))
         low, high = low - margin, high + margin
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):

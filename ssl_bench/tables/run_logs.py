@@ -311,6 +311,20 @@ def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
     return float((config["train"]["batch_size"] / rates).sum()) / _SECONDS_PER_DAY
 
 
+def _loss_at(curve: str, percent: int) -> RunMeasure:
+    """Return the measure of a loss after a share of the steps, as `table --over-steps` shows it."""
+
+    def compute(config: Mapping[str, Any], log: RunLog) -> float:
+        del config
+        ends = interval_ends(log.last_step, NUM_ROWS)
+        means = log.shorten(curve, ends[: math.ceil(percent / 100 * len(ends))])
+        return list(means.values())[-1].value
+
+    what = "training loss up to" if curve == "loss" else "latest loss of the monitor up to"
+    mean = ", mean over the last twentieth of the run" if curve == "loss" else ""
+    return RunMeasure(f"{what} {percent} % of the steps{mean}", compute, "#.4g")
+
+
 RUN_MEASURES = {
     "letters": RunMeasure(
         "percentage of correct letters in strings of the trained length, at the last test of the "
@@ -322,6 +336,11 @@ RUN_MEASURES = {
         _training_days,
         ".3g",
     ),
+    **{
+        f"{curve}_{percent}": _loss_at(curve, percent)
+        for curve in ("loss", "val_loss")
+        for percent in (25, 50, 75, 100)
+    },
 }
 """Measures by metric name. They fill columns of published tables with the task "run"."""
 

@@ -45,7 +45,7 @@ def test_each_measure_of_real_runs_has_a_panel_with_a_curve_per_run(report, pret
         for row in log_rows(pretrained_runs / run, timed=True)
         for name in row
     }
-    assert cards[:4] == ["loss", "knn_top1", "val_top1", "images_per_second"]
+    assert cards[:4] == ["loss", "knn_top1", "val_loss", "val_top1"]
     assert set(cards) == logged - {"step", "epoch"}
     (loss,) = re.findall(r'id="metric-loss".*?</article>', text, re.DOTALL)
     assert loss.count('class="line" d="M') == 2 + 2  # Two curves, and two keys of the legend.
@@ -126,6 +126,17 @@ def test_a_value_between_gaps_is_a_dot(tmp_path):
     assert runs is not None
     (curve,) = runs.panels[0].chart.curves
     assert [mark.tooltip for mark in curve.marks] == ["run, step 10: 1.000"]
+
+
+def test_a_constant_learning_rate_has_an_axis_of_its_size(tmp_path):
+    rows = [{"step": step, "loss": 1.0, "lr": 3e-4} for step in (1, 2)]
+
+    runs = draw_runs(read_run_logs([write_log(tmp_path / "run", rows)]))
+
+    assert runs is not None
+    (lr,) = [panel for panel in runs.panels if panel.measure == "lr"]
+    labels = [float(tick.label) for tick in lr.chart.y_ticks]
+    assert 0 < labels[0] < 3e-4 < labels[-1] < 1e-3
 
 
 def test_names_of_runs_are_escaped_and_many_runs_are_limited(tmp_path):

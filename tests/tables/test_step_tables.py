@@ -75,7 +75,9 @@ def test_printed_columns_are_measures_and_runs(pretrained_runs, capsys):
     one = body(printed(capsys, pretrained_runs / "dino", "--format", "markdown"))
     chosen = body(printed(capsys, pretrained_runs, "--metric", "lr", "--format", "markdown"))
 
-    assert both["step"] == ["loss dino", "loss labels", "knn_top1 dino", "val_top1 labels"]
+    assert both["step"] == [
+        *("loss dino", "loss labels", "knn_top1 dino", "val_loss labels", "val_top1 labels"),
+    ]
     assert one["step"] == ["loss", "knn_top1"]
     assert chosen["step"] == ["dino", "labels"]
     known = log_rows(pretrained_runs / "dino")
