@@ -21,7 +21,7 @@ from ssl_bench.results.store import summarise_problems
 from ssl_bench.system.files import expand_path, resolve_links
 from ssl_bench.system.output import say
 from ssl_bench.system.process import pause_garbage_collection
-from ssl_bench.tables.run_logs import read_run_logs
+from ssl_bench.tables.run_logs import RunLog, read_run_logs
 
 
 def command(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def command(options: argparse.Namespace) -> int:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
         records = _load_records(options, store)
-        logs = read_run_logs(options.run_folders or _find_runs(records, store))
+        logs = _read_logs(options, records, store)
         find = partial(find_recorded_encoder, records=records, store=store)
         pairs = [(find(first)[0], find(second)[0]) for first, second in options.pair or []]
         with pause_garbage_collection():
@@ -62,10 +62,22 @@ def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
         raise
 
 
-def _find_runs(records: Sequence[Record], store: ResultStore) -> list[Path]:
-    """Return the run folders in `runs` and next to the results whose checkpoints have records."""
+def _read_logs(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[RunLog]:
+    """Read the logs of `--runs`, or of runs whose checkpoints have records.
+
+    The latter are searched in `runs` and next to the results. They are left out with a message if
+    they cannot be read.
+    """
+    if options.run_folders:
+        return read_run_logs(options.run_folders)
     places = (Path("runs"), resolve_links(store.root).parent)
-    return find_recorded_runs(records, dict.fromkeys(places))
+    try:
+        return read_run_logs(find_recorded_runs(records, dict.fromkeys(places)))
+    except (DataError, OSError) as error:
+        say(f"the report has no training curves: {error}")
+        return []
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ssl_bench.report.drawing import Chart, Curve, Point, draw_chart
 from ssl_bench.report.panels import MAX_LINES, style_line
 from ssl_bench.results import Record
-from ssl_bench.system.files import read_digests
+from ssl_bench.system.files import read_digests, resolve_links
 from ssl_bench.tables.run_logs import (
     NUM_ROWS,
     RunLog,
@@ -82,7 +82,7 @@ def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> li
                 for digest, _ in read_digests(sidecar)
             }
             if digests & recorded:
-                found.setdefault(run.resolve(), run)
+                found.setdefault(resolve_links(run), run)
     return list(found.values())
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float64, Int64
 
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, natural_sort_key, resolve_links
-from ssl_bench.system.output import show_progress
+from ssl_bench.system.output import say, show_progress
 
 LOG = "log.jsonl"
 NUM_ROWS = 20
@@ -190,8 +190,10 @@ def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
 def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
     """Read the logs of run folders. A folder that contains run folders stands for all of them.
 
+    Logs without any row are left out with a message, such as those of runs that have just started.
+
     Raises:
-        DataError: A folder contains no run, or a log contains no row.
+        DataError: A folder contains no run, or no log contains a row.
     """
     folders = dict[Path, None]()
     for address in addresses:
@@ -203,10 +205,21 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
             )
         folders |= dict.fromkeys(inside)
     names = [resolve_links(folder).name for folder in folders]
-    return [
-        _read_run_log(folder, name if names.count(name) == 1 else str(folder))
-        for folder, name in zip(show_progress(list(folders), "logs"), names, strict=True)
-    ]
+    logs, empty = [], []
+    for folder, name in zip(show_progress(list(folders), "logs"), names, strict=True):
+        log = _read_run_log(folder, name if names.count(name) == 1 else str(folder))
+        if log is None:
+            empty.append(folder / LOG)
+        else:
+            logs.append(log)
+    if empty and not logs:
+        raise DataError(
+            f"{empty[0]} contains no row of a run, expected one JSON object with a step in each "
+            "line"
+        )
+    for path in empty:
+        say(f"left out: {path} contains no row of a run")
+    return logs
 
 
 def find_run_folders(folder: Path) -> list[Path]:
@@ -215,7 +228,8 @@ def find_run_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: natural_sort_key(path.name))
 
 
-def _read_run_log(folder: Path, name: str) -> RunLog:
+def _read_run_log(folder: Path, name: str) -> RunLog | None:
+    """Read the log of a run, or return None if it contains no row with a measure."""
     steps, epochs = array("q"), array("q")
     columns: dict[str, tuple[array[int], array[float]]] = {}
     num_damaged = 0
@@ -242,11 +256,8 @@ def _read_run_log(folder: Path, name: str) -> RunLog:
                 at, column = columns.setdefault(key, (array("q"), array("d")))
                 at.append(step)
                 column.append(number)
-    if not steps:
-        raise DataError(
-            f"{folder / LOG} contains no row of a run, expected one JSON object with a step in "
-            "each line"
-        )
+    if not columns:
+        return None
     known, epoch = _last_of_each_step(np.array(steps, np.int64), np.array(epochs))
     later = epoch >= 1
     length = float(((known[later] - 1) / epoch[later]).min()) if later.any() else None
@@ -353,6 +364,8 @@ def read_run_measure(metric: str, folder: Path) -> float | None:
         return None
     try:
         log = _read_run_log(folder, folder.name)
+        if log is None:
+            return None
         value = float(RUN_MEASURES[metric].compute(_read_config(folder), log))
     # The files may have any content.
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):

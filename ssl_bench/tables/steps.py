@@ -136,7 +136,8 @@ def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> 
         words = [word.strip() for word in metric.split(",")]
         measures = list(dict.fromkeys(require_choice("metric", word, known) for word in words))
     else:
-        measures = [name for name in known if has_all or name == "loss" or is_monitored(name, logs)]
+        main = [name for name in known if name == "loss" or is_monitored(name, logs)]
+        measures = known if has_all else main or known
     of_run = f" of {logs[0].name}" if len(logs) == 1 else ""
     title = f"pretraining{of_run}: {', '.join(measures)}"
     return pivot_logs(logs, measures, NUM_ROWS, title=title)

@@ -1,6 +1,7 @@
 """The page of training curves: real runs, and logs whose curves are counted by hand."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_runs_whose_checkpoints_have_records_are_found(
     assert Path(out, "report/runs.html").is_file() == is_found
     text = Path(out, "report/index.html").read_text()
     assert ("Training curves of 1 run<" in text) == is_found
+
+
+def test_a_damaged_log_does_not_stop_a_report_that_did_not_ask_for_it(
+    pretrained_runs, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_log(Path("runs/dino"), ["damaged"])
+    sidecar = "last.safetensors.sha256"
+    shutil.copy(pretrained_runs / "dino" / sidecar, Path("runs/dino"))
+    ((digest, _),) = read_digests(Path("runs/dino", sidecar))
+    ResultStore(Path("results")).save(cell(checkpoint_sha256=digest))
+
+    assert main(["report"]) == 0
+
+    assert "runs/dino/log.jsonl" in capsys.readouterr().err
+    assert not Path("results/report/runs.html").exists()
 
 
 def test_runs_without_records_are_not_drawn_unless_named(pretrained_runs, tmp_path, monkeypatch):

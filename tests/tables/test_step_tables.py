@@ -173,6 +173,18 @@ def test_what_cannot_be_shown_over_steps_is_one_line(
     assert said in fails(capsys, ["table", "--over-steps", *words], code)
 
 
+def test_a_run_without_a_row_is_left_out_of_several(tmp_path, capsys):
+    write_log(tmp_path / "runs/new", [])
+    write_log(tmp_path / "runs/old", [{"step": 1, "lr": 0.5}])
+
+    assert main(["table", "--over-steps", str(tmp_path / "runs"), "--format", "markdown"]) == 0
+
+    out, err = capsys.readouterr()
+    # Without a loss, everything is shown.
+    assert body(out) == {"step": ["lr"], "1": ["0.5000"]}
+    assert str(tmp_path / "runs/new") in err
+
+
 def test_two_folders_of_one_name_are_told_apart(tmp_path, capsys):
     places = [write_log(tmp_path / name / "run", steps(2, loss=float)) for name in "ab"]
 
