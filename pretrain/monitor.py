@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.fine_tuning import SHA256
@@ -67,7 +68,8 @@ class Monitor:
             split take the class that the nearest training images vote for: `knn_top1`, percent.
         accuracy_epochs: Every so many epochs, and after the last step, the head of a supervised run
             names the class of the validation images: `val_top1`, percent, and of six classes or
-            more how often it is among the five likeliest: `val_top5`.
+            more how often it is among the five likeliest: `val_top5`. `val_loss` is the
+            cross-entropy without label smoothing.
         results: Folder of results in which the finished run leaves the last of them as records.
         neighbours: How many training images vote.
         temperature: A neighbour's vote is exp(cosine similarity / temperature).
@@ -187,14 +189,18 @@ class Observer(Measuring):
             )
 
     def measures(self, step: int) -> dict[str, float]:
-        """What is due after the step of this number, counted from 1; in percent, NaN if diverged.
+        """What is due after the step of this number, counted from 1; NaN if diverged.
+
+        Accuracies are in percent.
 
         Raises:
             DataError: an image cannot be read.
         """
         options, timeline, found = self.options, self.timeline, {}
         if timeline.is_due(options.accuracy_epochs, step):
-            for most, right in self.hits().items():
+            outputs = self.class_outputs()
+            found["val_loss"] = cross_entropy(outputs.features, outputs.labels).item()
+            for most, right in self.hits(outputs).items():
                 found[f"val_top{most}"] = math.nan if right is None else percent(right)
         if timeline.is_due(options.knn_epochs, step):
             # Not called as a module: a compiled one would be compiled anew for these shapes.
@@ -212,13 +218,16 @@ class Observer(Measuring):
                 found[KNN] = percent(ranks == 0)
         return found
 
-    def hits(self) -> dict[int, Bool[Tensor, " images"] | None]:
+    def class_outputs(self) -> LabelledFeatures:
+        """Return the logits of the images of `val`, and their classes."""
+        assert isinstance(self.learner, SupervisedLearner)
+        return self._outputs(self.val, self.learner.classify)
+
+    def hits(self, found: LabelledFeatures) -> dict[int, Bool[Tensor, " images"] | None]:
         """Which images of `val` have their class first, and among the first five of six or more.
 
-        By how many classes count; None for a head that diverged.
+        By how many classes count; None for a head that diverged. `found` are their logits.
         """
-        assert isinstance(self.learner, SupervisedLearner)
-        found = self._outputs(self.val, self.learner.classify)
         is_finite, ranks = found.features.isfinite(), class_ranks(found.features, found.labels)
         # The class is among the five likeliest of five whatever the head says.
         tops = (1, 5) if len(self.val.class_names) > 5 else (1,)
@@ -252,7 +261,8 @@ class Observer(Measuring):
         """
         start = time.monotonic()
         store, files = ResultStore(results), []
-        found = {most: right for most, right in self.hits().items() if right is not None}
+        hits = self.hits(self.class_outputs())
+        found = {most: right for most, right in hits.items() if right is not None}
         if not found:
             return []
         encoder, count = identify_encoder(str(weights)), self.fitted_and_scored

@@ -653,7 +653,10 @@ class Run:
         start = time.monotonic()
         trained, measures = start - self.clock.begun, self.observer.measures(self.step)
         if measures:
-            found = "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
+            found = "  ".join(
+                f"{name} {value:.3f}" if name.endswith("loss") else f"{name} {value:.1f} %"
+                for name, value in measures.items()
+            )
             self.report.say(f"step {self.step}/{self.timeline.total_steps}  {found}")
             took = time.monotonic() - start
             if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):

@@ -31,6 +31,7 @@ if torch.__version__ >= "2.15" and not torch.cuda.is_available():
 from ssl_bench.data.files import fingerprints
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.remembered import remember_needs
+from tests.support.runs import pretrain_two
 from tests.support.web import WebServer
 
 remember_needs()
@@ -102,6 +103,12 @@ def place(tmp_path, monkeypatch) -> Path:
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two short runs, which tests may only read."""
+    return pretrain_two(tmp_path_factory.mktemp("pretrained"))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from ssl_bench.errors import MachineError
 
 _LIST_ARGUMENTS = ("task", "dataset", "target")
 _FILE_ARGUMENTS = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
-_FOLDER_ARGUMENTS = ("data_root", "into", "out", "slurm_logs")
+_FOLDER_ARGUMENTS = ("data_root", "into", "out", "over_steps", "run_folders", "slurm_logs")
 
 # In a comma-separated list, only the last element is completed. The other elements are kept.
 _BASH_FUNCTIONS = """\

@@ -391,6 +391,11 @@ def _add_table(parser: _Parser) -> None:
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     parser.add_switch("--pivot", "print encoders as rows, and datasets and metrics as columns")
     parser.add_switch("--over-epochs", "print the epochs of a run as rows, and blocks as columns")
+    steps = (
+        "print the training logs of runs, with steps as rows, and runs and measures as columns. "
+        "RUN is a run folder or a folder of runs"
+    )
+    add("--over-steps", nargs="+", metavar="RUN", help=steps)
     severity = "print blocks as rows, and the severities of a corruption as columns"
     parser.add_switch("--over-severity", severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
@@ -425,6 +430,11 @@ def _add_report(parser: _Parser) -> None:
     add("--layer", default="all", help=_LAYERS)
     add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--into", metavar="DIR", help="folder for the report (default: OUT/report)")
+    runs = (
+        "draw the training logs of these run folders or folders of runs (default: the runs in "
+        "runs/ and next to --out whose checkpoints have records)"
+    )
+    add("--runs", nargs="+", dest="run_folders", metavar="RUN", help=runs)
     pair = (
         "compare two checkpoints, may be repeated (default: all pairs if the report has at most 6 "
         "checkpoints)"

@@ -1,7 +1,9 @@
 """`ssl-bench report`: write an HTML report of a results folder."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from ssl_bench.cli.records import (
     find_recorded_encoder,
@@ -9,13 +11,17 @@ from ssl_bench.cli.records import (
     open_store,
     requested_layers,
 )
+from ssl_bench.errors import DataError
 from ssl_bench.report.pages import build_report
 from ssl_bench.report.pairs import MAX_PAIRED
+from ssl_bench.report.runs import find_recorded_runs
 from ssl_bench.report.writing import require_replaceable, write_report
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.files import expand_path
+from ssl_bench.system.files import expand_path, resolve_links
 from ssl_bench.system.output import say
 from ssl_bench.system.process import pause_garbage_collection
+from ssl_bench.tables.run_logs import RunLog, read_run_logs
 
 
 def command(options: argparse.Namespace) -> int:
@@ -23,11 +29,14 @@ def command(options: argparse.Namespace) -> int:
     with open_store(options.out) as store:
         folder = expand_path(options.into) if options.into else store.root / "report"
         require_replaceable(folder)
-        records = load_selected_records(options, store)
+        records = _load_records(options, store)
+        logs = _read_logs(options, records, store)
         find = partial(find_recorded_encoder, records=records, store=store)
         pairs = [(find(first)[0], find(second)[0]) for first, second in options.pair or []]
         with pause_garbage_collection():
-            report = build_report(store, records, pairs, layers=requested_layers(options.layer))
+            report = build_report(
+                store, records, pairs, layers=requested_layers(options.layer), logs=logs
+            )
             number = len(report.checkpoints)
             if not report.pairs and number > MAX_PAIRED:
                 say(
@@ -36,10 +45,39 @@ def command(options: argparse.Namespace) -> int:
                 )
             write_report(report, folder)
         counts = f"{_count(len(records), 'record')} of {_count(number, 'checkpoint')}"
+        counts += f", {_count(len(logs), 'run')}" if logs else ""
         say(f"{counts}: {folder / 'index.html'}")
     if refused := report.pictures.refused:
         say(f"{_count(len(refused), 'picture')} cannot be shown: {summarise_problems(refused)}")
     return 0
+
+
+def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
+    """Read the selected records. With `--runs`, the folder may have none."""
+    try:
+        return load_selected_records(options, store)
+    except DataError:
+        if options.run_folders and not store.num_records:
+            return []
+        raise
+
+
+def _read_logs(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[RunLog]:
+    """Read the logs of `--runs`, or of runs whose checkpoints have records.
+
+    The latter are searched in `runs` and next to the results. They are left out with a message if
+    they cannot be read.
+    """
+    if options.run_folders:
+        return read_run_logs(options.run_folders)
+    places = (Path("runs"), resolve_links(store.root).parent)
+    try:
+        return read_run_logs(find_recorded_runs(records, dict.fromkeys(places)))
+    except (DataError, OSError) as error:
+        say(f"the report has no training curves: {error}")
+        return []
 
 
 def _count(number: int, noun: str) -> str:

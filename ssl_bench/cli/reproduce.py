@@ -34,7 +34,7 @@ from ssl_bench.tables.published import (
     PublishedTable,
     load_published_tables,
 )
-from ssl_bench.tables.run_logs import RunState, read_run_state
+from ssl_bench.tables.run_logs import LOG, RunState, read_run_state
 from ssl_bench.tables.sheets import default_format, render_tables
 
 TRAINING_GB = {
@@ -207,6 +207,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if counts["failed"]:
             say("run the same command again to continue with the unfinished steps")
     print(render_tables([fill_table(plan)], default_format()))
+    for command_line in _curve_commands(plan):
+        say(f"to draw the curves: {command_line}")
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
@@ -526,8 +528,33 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
         yield f"columns without a probe: {', '.join(unmeasured)}"
     if plan.table.doubts:
         yield f"doubtful values: {plan.table.doubts}"
+    for command_line in _curve_commands(plan):
+        yield f"to draw the curves after the runs: {command_line}"
     if plan.steps:
         yield "use --print to print the commands, or --run to run them"
+
+
+def _curve_commands(plan: Plan) -> Iterator[str]:
+    """Yield the commands that draw the curves of a published figure, if the table stands for one.
+
+    These are training losses, or scores at more than two epochs of a run.
+    """
+    if any(column.metric.endswith("loss_100") for column in plan.table.columns):
+        places = [plan.options.runs / run.name for run in plan.runs]
+        folders = [str(place) for place in places if (place / LOG).is_file()] or map(str, places)
+        metrics = {column.metric.rpartition("_")[0] for column in plan.table.columns}
+        words = ["--over-steps", *folders, "--metric", ",".join(sorted(metrics))]
+        yield quote_command(["ssl-bench", "table", *words, "--figure", "curves.png"])
+    epochs = {split_address(address)[1] for address in plan.table.runs.values() if is_run(address)}
+    if len(epochs) > 2:
+        probed = [column for column in plan.table.columns if column.is_probed]
+        selection = {
+            "--task": dict.fromkeys(column.task for column in probed),
+            "--metric": dict.fromkeys(column.metric for column in probed),
+        }
+        words = [word for flag, names in selection.items() for word in (flag, ",".join(names))]
+        words = ["--over-epochs", *words, "--out", str(plan.options.out)]
+        yield quote_command(["ssl-bench", "table", *words, "--figure", "curves.png"])
 
 
 def _format_sizes(images: Sequence[str]) -> str:

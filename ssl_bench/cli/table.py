@@ -1,4 +1,7 @@
-"""`ssl-bench table`: print results by block, encoder, epoch, severity or published table."""
+"""`ssl-bench table`: print results by block, encoder, epoch, severity or published table.
+
+It also prints the training logs of runs by step.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -30,13 +33,23 @@ from ssl_bench.tables.encoders import encoder_table
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import PublishedTable, load_published_table
+from ssl_bench.tables.run_logs import read_run_logs
 from ssl_bench.tables.severities import severity_tables
+from ssl_bench.tables.sheets import PROGRAM_FORMATS
+from ssl_bench.tables.steps import step_table
 
 
 def command(options: argparse.Namespace) -> int:
     """Print tables of the records in a folder."""
     style = resolve_format(options.format)
     _check_options(options)
+    if options.over_steps:
+        table = step_table(
+            read_run_logs(options.over_steps), options.metric, has_all=style in PROGRAM_FORMATS
+        )
+        print_tables([table], style)
+        _draw_figure(table.curves_by_measure(), options)
+        return 0
     with open_store(options.out) as store:
         if options.pack:
             packed = store.root / PACKED
@@ -49,11 +62,15 @@ def command(options: argparse.Namespace) -> int:
             print_main_tables(tables, store)
         else:
             print_tables(tables, style)
-        if options.figure:
-            curves = [curve for table in tables if (curve := table.curves()) is not None]
-            draw_curves(curves or depth_tables(records), Path(options.figure))
-            say(f"figure: {options.figure}")
+        curves = [curve for table in tables if (curve := table.curves()) is not None]
+        _draw_figure(curves or depth_tables(records), options)
     return 0
+
+
+def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
+    if options.figure:
+        draw_curves(tables, Path(options.figure))
+        say(f"figure: {options.figure}")
 
 
 def _is_overview(options: argparse.Namespace) -> bool:
@@ -77,6 +94,7 @@ def _check_options(options: argparse.Namespace) -> None:
         "--paper": options.paper,
         "--over-epochs": options.over_epochs,
         "--over-severity": options.over_severity,
+        "--over-steps": options.over_steps,
     }
     if options.pack:
         exclusive |= {"--pack": True, "--figure": options.figure, "--format": options.format}
@@ -85,6 +103,17 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"expected only one of {', '.join(exclusive)}, got {' and '.join(used)}"
         )
+    if options.over_steps:
+        selecting = {
+            name: value
+            for name, value in vars(options).items()
+            if name in ("task", "layer", "dataset", "facet", "protocol")
+        }
+        if given := [name for name, value in selecting.items() if value not in (None, "all")]:
+            raise ConfigurationError(
+                f"--{given[0]} selects records, but --over-steps prints the training logs of runs",
+                hint=("--metric", "loss"),
+            )
     if options.encoders and not options.paper:
         raise ConfigurationError(
             "--as 'ROW'=CHECKPOINT needs a published table", hint=("--paper", "{table}")
@@ -96,7 +125,7 @@ def _make_tables(
 ) -> Sequence[Pivot]:
     if options.pivot:
         # Formats that programs read contain the columns of all metrics.
-        is_for_reading = options.format not in ("csv", "json", "parquet")
+        is_for_reading = options.format not in PROGRAM_FORMATS
         if options.metric is None and is_for_reading and len({r.task for r in records}) > 1:
             advice = "--task to show all metrics of one task"
             records = select_main_metrics(records, ("task", "dataset"), advice)

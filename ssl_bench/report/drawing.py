@@ -44,6 +44,8 @@ class Curve:
         number: Number of the checkpoint or block, by which the page hides curves.
         points: Scores, sorted by x.
         label: Text at the right end of the line, or "".
+        has_marks: Whether every point is drawn as a dot. Otherwise only points without neighbours
+            are drawn as dots, because a line through them alone would be invisible.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Curve:
     number: int
     points: Sequence[Point]
     label: str = ""
+    has_marks: bool = True
 
 
 class Tick(NamedTuple):
@@ -125,6 +128,7 @@ def draw_chart(
     y_label: str = "",
     x_label: str = "block",
     same_axes: Sequence[Curve] = (),
+    has_round_ticks: bool = False,
     baselines: Sequence[tuple[str, float]] = (),
 ) -> Chart:
     """Compute the layout of a chart.
@@ -132,11 +136,14 @@ def draw_chart(
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
     are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
     unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
-    Published and baseline values are given with their names. Published values outside the vertical
-    axis are not drawn. The unit is "%", or "" for plain numbers.
+    The ticks of the horizontal axis are the x of points, or round numbers from 0 if
+    `has_round_ticks`. Published and baseline values are given with their names. Published values
+    outside the vertical axis are not drawn. The unit is "%", or "" for plain numbers.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
+    x_values = [x for x in choose_ticks(0, xs[-1]) if x <= xs[-1]] if has_round_ticks else xs
+    xs = sorted({*xs, *x_values})
     values = [v for point in points for v in (point.value, point.low, point.high) if v is not None]
     finite = [v for v in (*values, *(value for _, value in baselines)) if math.isfinite(v)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
@@ -146,6 +153,7 @@ def draw_chart(
     right = WIDTH - _RIGHT - round(_LETTER_WIDTH * max(map(len, labels), default=0))
     step = (right - _LEFT - 20) / ((xs[-1] - xs[0]) or 1)
     bottom = float(HEIGHT - _BOTTOM)
+    name_tick = _format_tick if has_round_ticks else "{:g}".format
 
     def to_x(position: int | float) -> float:
         return round(_LEFT + 10 + step * (position - xs[0]), 1)
@@ -177,6 +185,7 @@ def draw_chart(
                 Mark(to_x(p.x), to_y(p.value), p.tooltip, p.is_degenerate, p.value == math.inf)
                 for piece in pieces
                 for p in piece
+                if curve.has_marks or len(piece) == 1
             ],
             label=label,
         )
@@ -206,7 +215,7 @@ def draw_chart(
     ]
     name_heights = spread(wanted, _LINE_HEIGHT, float(_TOP) + _LINE_HEIGHT, bottom - 3)
     return Chart(
-        x_ticks=_omit_crowded([Tick(to_x(x), f"{x:g}") for x in xs]),
+        x_ticks=_omit_crowded([Tick(to_x(x), name_tick(x)) for x in x_values]),
         y_ticks=[Tick(to_y(value), _format_tick(value)) for value in ticks],
         curves=[draw_curve(curve, end_labels.get(number)) for number, curve in enumerate(curves)],
         published=[
@@ -230,8 +239,9 @@ def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
     Their distance is 1, 2 or 5 times a power of ten.
     """
     # If the values are equal up to rounding errors, widen the range so that it is not empty.
-    if high - low <= 1e-6 * max(1.0, abs(high)):
-        margin = max(0.5, 1e-3 * abs(high))
+    size = abs(high) if 0 < abs(high) < 0.01 else 1.0
+    if high - low <= 1e-6 * max(size, abs(high)):
+        margin = max(0.5 * size, 1e-3 * abs(high))
         low, high = low - margin, high + margin
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):

@@ -38,12 +38,14 @@ from ssl_bench.report.pictures import (
     pair_galleries,
     select_strips,
 )
+from ssl_bench.report.runs import TrainingCurves, draw_runs
 from ssl_bench.report.trends import PanelTrends, draw_severities, find_epoch_trends
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.comparison import code_warning, difference_footnotes
 from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
+from ssl_bench.tables.run_logs import RunLog
 from ssl_bench.tables.severities import SeverityTable
 
 _MAX_UNFOLDED = 2
@@ -62,6 +64,7 @@ class Report:
         epochs: Scores over epochs, for panels with a run that was probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
         galleries: Galleries of pictures by encoder id.
+        runs: Curves of training logs, or None without runs.
     """
 
     store: ResultStore
@@ -73,6 +76,7 @@ class Report:
     severities: Sequence[tuple[SeverityTable, Chart]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
+    runs: TrainingCurves | None = None
 
     @property
     def clean_panels(self) -> Sequence[Panel]:
@@ -94,11 +98,12 @@ def build_report(
     id_pairs: Iterable[tuple[str, str]],
     *,
     layers: Set[int] | None = None,
+    logs: Sequence[RunLog] = (),
 ) -> Report:
     """Collect the contents of a report on some records.
 
     If there are no pairs of encoder ids to compare, `choose_pairs` selects pairs. Pictures are
-    shown for the blocks `layers`, see `keep_layers`.
+    shown for the blocks `layers`, see `keep_layers`. `logs` are the training logs of runs.
 
     Raises:
         ConfigurationError: A pair consists of the same checkpoint twice.
@@ -121,6 +126,7 @@ def build_report(
         severities=draw_severities(records),
         galleries=label_image_sets(galleries),
         pictures=pictures,
+        runs=draw_runs(logs),
     )
 
 
@@ -154,6 +160,7 @@ def build_index_page(report: Report) -> Page:
         ),
         "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
+        "runs": report.runs,
         # If no score uses labels, the page shows the pictures before the tables.
         "has_labels": any(panel.has_labels for panel in panels),
         "has_skipless": any(checkpoint.is_skipless for checkpoint in checkpoints),
@@ -353,6 +360,12 @@ def _draw_comparison(pair: Pair, comparison: PanelComparison) -> dict[str, Any]:
         "sizes": image_size_note(records),
         "notes": [*difference_footnotes([differences]), comparison.panel.footnote],
     }
+
+
+def build_runs_page(runs: TrainingCurves) -> Page:
+    every = (*runs.panels, *runs.folded)
+    filters = [("metric", [panel.measure for panel in every])]
+    return {"runs": runs, "filters": filters}
 
 
 def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:

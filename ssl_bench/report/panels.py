@@ -30,6 +30,7 @@ from ssl_bench.tables.entries import (
     model_names,
     training_suffix,
 )
+from ssl_bench.tables.run_logs import NO_SKIP, SKIPS
 from ssl_bench.tables.sheets import NO_VALUE
 
 NUM_COLOURS = 8
@@ -42,8 +43,6 @@ FIRST_TASKS = ("segmentation", "tokencut")
 """Tasks that come first on a page, in this order."""
 
 _MAX_LABEL_LETTERS = 20
-_NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
-_SKIPS = ("skip", "skip_attention", "skip_mlp")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Names of tasks, protocols and metrics. Their scores are computed without labels.
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
@@ -80,8 +79,13 @@ class Checkpoint:
     @property
     def style(self) -> str:
         """CSS classes for colour and dashes. Encoders without skip connections get other dashes."""
-        round_of_colours = min(self.number // NUM_COLOURS, 2)
-        return f"c{self.number % NUM_COLOURS} d{round_of_colours}{'s' if self.is_skipless else ''}"
+        return style_line(self.number, is_skipless=self.is_skipless)
+
+
+def style_line(number: int, *, is_skipless: bool) -> str:
+    """Return the CSS classes of the line with a number in the list of checkpoints or runs."""
+    round_of_colours = min(number // NUM_COLOURS, 2)
+    return f"c{number % NUM_COLOURS} d{round_of_colours}{'s' if is_skipless else ''}"
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
@@ -106,8 +110,8 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
                 model=record.model,
                 depth=record.depth,
                 facts=_list_encoder_facts(record),
-                is_skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
-                or bool(_NO_SKIP.search(name)),
+                is_skipless=any(record.architecture.get(skip) is False for skip in SKIPS)
+                or bool(NO_SKIP.search(name)),
                 page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
                 picture_folders=tuple(sorted(folders[encoder])),
             )
@@ -136,7 +140,7 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     is_known = architecture.get("kind") != "module"
     facts: dict[str, Any] = {"skips": _describe_skips(architecture)} if is_known else {}
     facts["depth"] = record.depth
-    facts |= {name: value for name, value in sorted(architecture.items()) if name not in _SKIPS}
+    facts |= {name: value for name, value in sorted(architecture.items()) if name not in SKIPS}
     epoch = record.details.get("epoch")
     if isinstance(epoch, (int, float)):
         facts["epoch"] = f"{epoch:g}"
@@ -150,7 +154,7 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
     """Return "yes", "no", or the only part of a block with a skip: "attention" or "mlp"."""
-    missing = {name for name in _SKIPS if architecture.get(name) is False}
+    missing = {name for name in SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
         return "mlp" if "skip_attention" in missing else "attention"
     return "no" if missing else "yes"

@@ -22,6 +22,7 @@ from ssl_bench.report.pages import (
     build_epochs_page,
     build_index_page,
     build_pair_page,
+    build_runs_page,
 )
 from ssl_bench.report.pairs import compare_pairs
 from ssl_bench.results import Record, ResultStore
@@ -114,6 +115,8 @@ def write_report(report: Report, folder: Path) -> None:
             render("epochs.html", "epochs.html", build_epochs_page(report.epochs))
         if report.severities:
             render("severities.html", "severities.html", {"drawn": report.severities})
+        if report.runs:
+            render("runs.html", "runs.html", build_runs_page(report.runs))
         render("index.html", "index.html", build_index_page(report))
 
 

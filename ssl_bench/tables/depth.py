@@ -38,8 +38,8 @@ class Pivot(Table):
     """A table of scores, such as blocks (rows) by encoders (columns).
 
     Attributes:
-        row_name: Kind of the rows: "block", "epoch", "severity" or "encoder".
-        rows: Block indices, epochs, severities or encoder names, in printed order.
+        row_name: Kind of the rows: "block", "epoch", "severity", "encoder" or "step".
+        rows: Block indices, epochs, severities, encoder names or steps, in printed order.
         columns: Names or severities, in printed order.
         entries: Scores by (row, column).
         undecided: The (row, column) pairs without a score because no block could be chosen.
@@ -58,6 +58,11 @@ class Pivot(Table):
     def record(self) -> Record:
         """Any of the records that the scores were computed from."""
         return next(entry.records[0] for _, _, entry in self.scores())
+
+    @property
+    def unit(self) -> str:
+        """Unit of the scores: "%", or "" for plain numbers."""
+        return next(entry.unit for _, _, entry in self.scores())
 
     @property
     def has_values(self) -> bool:
@@ -111,7 +116,7 @@ class Pivot(Table):
         strides = self._strides()
         rows = []
         for row in self.rows:
-            first = row if isinstance(row, str) else f"{row:g}"
+            first = f"{row:g}" if isinstance(row, float) else str(row)
             stride = [Cell(strides.get(row, ""))] if strides else []
             scores = [self._cell(row, column, rankings[column]) for column in self.columns]
             rows.append((Cell(first), *stride, *scores))

@@ -1,4 +1,4 @@
-"""Draw scores as curves over blocks, epochs or severities with matplotlib."""
+"""Draw values as curves over blocks, epochs, severities or steps with matplotlib."""
 
 import io
 import math
@@ -17,6 +17,8 @@ from ssl_bench.tables.entries import baselines
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Largest number of points of a curve that are drawn as dots.
+_MAX_MARKERS = 60
 _PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
@@ -48,8 +50,8 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
 def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     """Draw one panel per table, with one curve per column of the table.
 
-    A band around each curve shows the 95 % intervals. Columns of the same name have the same
-    colour in all panels.
+    A band around each curve shows the 95 % intervals, or one standard deviation of a training log
+    each way. Columns of the same name have the same colour in all panels.
     """
     # Tables in which every score is NaN are left out, unless all tables are like this.
     tables = [table for table in tables if table.has_values] or tables
@@ -58,7 +60,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     from matplotlib.lines import Line2D
 
     names = list(dict.fromkeys(column for table in tables for column in table.columns))
-    if tables[0].row_name == "block":
+    if tables[0].row_name in ("block", "step"):
         names.sort()
         colours: dict[str, Any] = {name: f"C{number}" for number, name in enumerate(names)}
     else:
@@ -68,7 +70,8 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     num_columns = min(len(tables), _PANELS_PER_ROW)
     titles = [_wrap(table.title) for table in tables]
     labels = [_wrap(name, _PANEL_LETTERS - _KEY_LETTERS) for name in names]
-    lines = [Line2D([], [], color=colours[name], marker="o") for name in names]
+    marker = _choose_marker(len(tables[0].rows))
+    lines = [Line2D([], [], color=colours[name], marker=marker) for name in names]
     if any(entry.is_degenerate for table in tables for _, _, entry in table.scores()):
         labels.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
         lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
@@ -79,6 +82,9 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     for axis, table, title in zip(axes.flat, tables, titles, strict=False):
         _draw_panel(axis, table, colours)
         axis.set_title(title, fontsize=8)
+        if table.row_name == "step":
+            axis.set_xlim(0, 1.02 * max(row for other in tables for row in other.rows))
+            axis.xaxis.get_major_locator().set_params(nbins=4)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
     figure.legend(lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8)
@@ -120,7 +126,8 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
     # The axis is logarithmic only if all values are positive. A zero would lie at minus infinity,
     # and the layout algorithm of matplotlib would never finish.
-    if not table.record.unit and 0 < 5 * lowest < highest:
+    ratio = 100 if table.row_name == "step" else 5
+    if not table.unit and 0 < ratio * lowest < highest:
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
     for column in table.columns:
@@ -139,15 +146,21 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
     if table.row_name == "block":
         axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(table.row_name)
-    axis.set_ylabel(table.record.unit)
+    axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)
+
+
+def _choose_marker(num_points: int) -> str:
+    """Return the marker of the points of a curve, or "" if the points would hide the line."""
+    return "o" if num_points <= _MAX_MARKERS else ""
 
 
 def _draw_curve(axis: Any, table: Pivot, column: str, colour: Any, top: float) -> None:
     """Draw the curve of one column. Infinite values are drawn at the height `top`."""
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
-    axis.plot(list(entries), values, marker="o", markersize=3, color=colour)
+    marker = _choose_marker(len(table.rows))
+    axis.plot(list(entries), values, marker=marker, markersize=3, color=colour)
     hollow = {
         row: value for row, value in zip(entries, values, strict=True) if entries[row].is_degenerate
     }

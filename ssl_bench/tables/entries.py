@@ -211,6 +211,11 @@ class Entry:
         return self.records[0].layer
 
     @property
+    def unit(self) -> str:
+        """Unit of the value: "%", or "" for plain numbers."""
+        return self.records[0].unit
+
+    @property
     def is_degenerate(self) -> bool:
         """Whether more than `MAX_DEGENERATE_PERCENT` of the images are degenerate."""
         return is_degenerate(self.degenerate_percent)

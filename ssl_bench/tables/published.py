@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import Paper, config_folder, papers, unknown_name_error
+from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.results import SUPERVISED, Record
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.run_logs import RUN_MEASURES
@@ -104,7 +105,7 @@ class PublishedTable:
 
     Attributes:
         paper: Name of the paper in `configs/papers`.
-        name: Name of the table, such as "table2", which is unique among all papers.
+        name: Name of the table, such as "table2", which is unique in its paper.
         setup: Description of the experiment, according to the paper.
         unknown: Facts about the experiment that the paper does not state.
         source: Title of the paper, venue, and number of the table.
@@ -169,9 +170,9 @@ def load_published_tables() -> tuple[PublishedTable, ...]:
 @cache
 def _load_tables(folder: Path) -> tuple[PublishedTable, ...]:
     tables = tuple(_parse_table(paper, table) for paper in papers(folder) for table in paper.tables)
-    names = [table.name for table in tables]
+    names = [(table.paper, table.name) for table in tables]
     if len(set(names)) < len(names):
-        raise ValueError(f"names of published tables must be unique, got {names}")
+        raise ValueError(f"names of the tables of a paper must be unique, got {names}")
     return tables
 
 
@@ -179,15 +180,21 @@ def load_published_table(name: str) -> PublishedTable:
     """Return the published table with a name such as "table2" or "cutting_the_skip:table2".
 
     Raises:
-        ConfigurationError: No published table has this name.
+        ConfigurationError: No published table has this name, or tables of several papers have it.
     """
     known = {f"{table.paper}:{table.name}": table for table in load_published_tables()}
-    matches = [table for full, table in known.items() if name in (full, table.name)]
+    matches = {full: table for full, table in known.items() if name in (full, table.name)}
     if not matches:
         short = [table.name for table in load_published_tables()]
         message = f"no published table {name!r}"
         raise unknown_name_error(message, name, {*short, *known}, hint=("--paper", "{near}"))
-    return matches[0]
+    if len(matches) > 1:
+        ways = [("--paper", full) for full in matches]
+        raise ConfigurationError(
+            f"{len(matches)} papers have a table {name!r}, expected one of them",
+            hint=join_alternatives(*ways),
+        )
+    return next(iter(matches.values()))
 
 
 def find_published_values(record: Record) -> tuple[PublishedValue, ...]:

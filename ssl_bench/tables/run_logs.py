@@ -1,17 +1,34 @@
-"""Read the state of a pretraining run, and the measures in its log, from its folder."""
+"""Read the state and the log of pretraining runs, and shorten long logs to curves."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors
 import yaml
+from jaxtyping import Float64, Int64
 
-from ssl_bench.system.files import expand_path
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import expand_path, natural_sort_key, resolve_links
+from ssl_bench.system.output import say, show_progress
 
+LOG = "log.jsonl"
+NUM_ROWS = 20
+"""Number of rows of a printed table over steps."""
+
+NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
+"""Pattern of names that say that skip connections are missing."""
+SKIPS = ("skip", "skip_attention", "skip_mlp")
+"""Settings of an encoder that are false if skip connections are missing."""
 _SECONDS_PER_DAY = 86_400.0
+_LARGEST_STEP = 2**53
+_PERCENTAGES = re.compile(r"((knn|val|train)_top|letters_|strings_)\d+|data_wait|mfu")
 
 
 class RunState(NamedTuple):
@@ -39,30 +56,284 @@ def read_run_state(folder: Path) -> RunState | None:
     return RunState(step, is_finished)
 
 
+class LoggedCurve(NamedTuple):
+    """Values of one measure, such as the loss, at ascending steps.
+
+    A value is NaN if the log contains null.
+    """
+
+    steps: Int64[np.ndarray, " values"]
+    values: Float64[np.ndarray, " values"]
+
+
+class StepMean(NamedTuple):
+    """The value of a measure over some consecutive steps.
+
+    Attributes:
+        value: The mean, or the latest value of a measure that not every step logs. It is NaN if no
+            value is finite.
+        low: The mean minus one standard deviation, or None with less than two values.
+        high: The mean plus one standard deviation, or None with less than two values.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The log of a pretraining run.
+
+    Attributes:
+        name: Name of the run folder, or its path if several folders have this name.
+        steps: The logged steps, ascending and without repetitions.
+        steps_per_epoch: Number of steps in an epoch, or None if no epoch is complete.
+        curves: The values of each measure by its name, such as "loss".
+        num_damaged: Number of lines that are no row of a log.
+        num_repeated: Number of rows that a later row of the same step replaces.
+        is_skipless: Whether the configuration of the run says that skip connections are missing.
+    """
+
+    name: str
+    folder: Path
+    steps: Int64[np.ndarray, " rows"]
+    steps_per_epoch: float | None
+    curves: Mapping[str, LoggedCurve]
+    num_damaged: int
+    num_repeated: int
+    is_skipless: bool
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1])
+
+    @property
+    def num_missing(self) -> int:
+        """Number of steps before the last one that have no row."""
+        return self.last_step - len(self.steps)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the log, such as "2 damaged lines skipped"."""
+        non_finite = {
+            name: int(np.isnan(curve.values).sum())
+            for name, curve in self.curves.items()
+            if self.logs_every_step(name)
+        }
+        counts = [
+            (self.num_damaged, "damaged line", "skipped"),
+            (self.num_repeated, "repeated row", "replaced by later ones"),
+            (self.num_missing, "step", "missing"),
+            *((count, f"{name} value", "not finite") for name, count in non_finite.items()),
+        ]
+        return [f"{n:,} {noun}{'s' * (n > 1)} {what}" for n, noun, what in counts if n]
+
+    def logs_every_step(self, measure: str) -> bool:
+        """Return whether each row has this measure. Monitors measure only now and then."""
+        return len(self.curves[measure].steps) == len(self.steps)
+
+    def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
+        """Reduce a curve to one value per interval of steps, by the last step of the interval.
+
+        Each interval begins after the previous one. Intervals without a value are omitted. Missing
+        rows of a measure that every step logs give NaN, so that a drawn line has a gap.
+        """
+        steps, values = self.curves[measure]
+        is_dense = self.logs_every_step(measure)
+        bounds = np.searchsorted(steps, ends, side="right")
+        means, start = dict[int, StepMean](), 0
+        for end, bound in zip(ends, bounds.tolist(), strict=True):
+            if start < bound:
+                means[end] = _summarise(values[start:bound], is_dense=is_dense)
+            elif is_dense and start < len(steps):
+                means[end] = StepMean(math.nan)
+            start = bound
+        return means
+
+
+def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> StepMean:
+    if not is_dense:
+        return StepMean(float(values[-1]))
+    finite = values[np.isfinite(values)]
+    if len(finite) < 2:
+        return StepMean(float(finite[0]) if len(finite) else math.nan)
+    mean, deviation = float(finite.mean()), float(finite.std())
+    return StepMean(mean, mean - deviation, mean + deviation)
+
+
+def interval_ends(last_step: int, most: int) -> list[int]:
+    """Return the last steps of at most `most` equal intervals of the steps from 1 on."""
+    count = min(most, last_step)
+    return [last_step * number // count for number in range(1, count + 1)]
+
+
+def measure_unit(measure: str) -> str:
+    """Return "%" for percentages, or "" for plain numbers."""
+    return "%" if _PERCENTAGES.fullmatch(measure) else ""
+
+
+def sort_measures(logs: Iterable[RunLog]) -> list[str]:
+    """Return the measures of some logs: the loss, what monitors measure, then all others."""
+    found = dict[str, bool]()
+    for log in logs:
+        for name in log.curves:
+            found[name] = found.get(name, False) or log.logs_every_step(name)
+    return sorted(found, key=lambda name: (name != "loss", found[name], name))
+
+
+def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
+    """Return whether a monitor measured this, which not every step does."""
+    return not any(measure in log.curves and log.logs_every_step(measure) for log in logs)
+
+
+def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
+    """Read the logs of run folders. A folder that contains run folders stands for all of them.
+
+    Logs without any row are left out with a message, such as those of runs that have just started.
+
+    Raises:
+        DataError: A folder contains no run, or no log contains a row.
+    """
+    folders = dict[Path, None]()
+    for address in addresses:
+        folder = expand_path(address)
+        inside = [folder] if (folder / LOG).is_file() else find_run_folders(folder)
+        if not inside:
+            raise DataError(
+                f"{folder} contains no {LOG}, expected the folder of a run or a folder of runs"
+            )
+        folders |= dict.fromkeys(inside)
+    names = [resolve_links(folder).name for folder in folders]
+    logs, empty = [], []
+    for folder, name in zip(show_progress(list(folders), "logs"), names, strict=True):
+        log = _read_run_log(folder, name if names.count(name) == 1 else str(folder))
+        if log is None:
+            empty.append(folder / LOG)
+        else:
+            logs.append(log)
+    if empty and not logs:
+        raise DataError(
+            f"{empty[0]} contains no row of a run, expected one JSON object with a step in each "
+            "line"
+        )
+    for path in empty:
+        say(f"left out: {path} contains no row of a run")
+    return logs
+
+
+def find_run_folders(folder: Path) -> list[Path]:
+    """Return the run folders that a folder contains, in natural order of their names."""
+    found = [path.parent for path in folder.glob(f"*/{LOG}") if path.is_file()]
+    return sorted(found, key=lambda path: natural_sort_key(path.name))
+
+
+def _read_run_log(folder: Path, name: str) -> RunLog | None:
+    """Read the log of a run, or return None if it contains no row with a measure."""
+    steps, epochs = array("q"), array("q")
+    columns: dict[str, tuple[array[int], array[float]]] = {}
+    num_damaged = 0
+    with (folder / LOG).open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                step, epoch = row.pop("step"), row.pop("epoch", 0)
+                if not 0 < step < _LARGEST_STEP or not 0 <= epoch < _LARGEST_STEP:
+                    raise ValueError
+                numbers = [
+                    (key, math.nan if value is None else float(value))
+                    for key, value in row.items()
+                    if value is None or type(value) in (int, float)
+                ]
+                steps.append(step)
+                epochs.append(epoch)
+            # A line may have any content, such as half of a row that is being written.
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                num_damaged += bool(line.strip())
+                del steps[len(epochs) :]
+                continue
+            for key, number in numbers:
+                at, column = columns.setdefault(key, (array("q"), array("d")))
+                at.append(step)
+                column.append(number)
+    if not columns:
+        return None
+    known, epoch = _last_of_each_step(np.array(steps, np.int64), np.array(epochs))
+    later = epoch >= 1
+    length = float(((known[later] - 1) / epoch[later]).min()) if later.any() else None
+    return RunLog(
+        name=name,
+        folder=folder,
+        steps=known,
+        steps_per_epoch=length or None,
+        curves={
+            key: LoggedCurve(*_last_of_each_step(np.array(at, np.int64), np.array(column)))
+            for key, (at, column) in columns.items()
+        },
+        num_damaged=num_damaged,
+        num_repeated=len(steps) - len(known),
+        is_skipless=_is_skipless(folder, name),
+    )
+
+
+def _last_of_each_step(steps: Any, values: Any) -> tuple[Any, Any]:
+    """Sort values by step, with NaN for infinity. The last value of a repeated step counts."""
+    if values.dtype == np.float64:
+        values[~np.isfinite(values)] = math.nan
+    if (np.diff(steps) > 0).all():
+        return steps, values
+    unique, first = np.unique(steps[::-1], return_index=True)
+    return unique, values[::-1][first]
+
+
+def _is_skipless(folder: Path, name: str) -> bool:
+    try:
+        model = _read_config(folder)["model"]
+        is_missing = any(model.get(skip) is False for skip in SKIPS)
+    # The file may have any content, or none.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        is_missing = False
+    return is_missing or bool(NO_SKIP.search(name))
+
+
 class RunMeasure(NamedTuple):
     """A number that is computed from the log of a pretraining run.
 
     Attributes:
         description: Text for the notes of a table.
-        compute: Function of the configuration of the run and of the rows of the log, in the order
-            of the steps.
+        compute: Function of the configuration of the run and of its log.
         digits: Format specification of the number in a table.
     """
 
     description: str
-    compute: Callable[[Mapping[str, Any], Iterator[Mapping[str, Any]]], float]
+    compute: Callable[[Mapping[str, Any], RunLog], float]
     digits: str = ".1f"
 
 
-def _copied_letters(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
-    name = f"letters_{config['objective']['length']}"
-    return [row[name] for row in rows if name in row][-1]
+def _copied_letters(config: Mapping[str, Any], log: RunLog) -> float:
+    return float(log.curves[f"letters_{config['objective']['length']}"].values[-1])
 
 
-def _training_days(config: Mapping[str, Any], rows: Iterator[Mapping[str, Any]]) -> float:
+def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
     """Return the duration of all optimizer steps in days, without the monitor."""
-    batch = config["train"]["batch_size"]
-    return sum(batch / row["images_per_second"] for row in rows) / _SECONDS_PER_DAY
+    if log.num_missing:
+        raise ValueError("some steps are missing")
+    rates = log.curves["images_per_second"].values
+    return float((config["train"]["batch_size"] / rates).sum()) / _SECONDS_PER_DAY
+
+
+def _loss_at(curve: str, percent: int) -> RunMeasure:
+    """Return the measure of a loss after a share of the steps, as `table --over-steps` shows it."""
+
+    def compute(config: Mapping[str, Any], log: RunLog) -> float:
+        del config
+        ends = interval_ends(log.last_step, NUM_ROWS)
+        means = log.shorten(curve, ends[: math.ceil(percent / 100 * len(ends))])
+        return list(means.values())[-1].value
+
+    what = "training loss up to" if curve == "loss" else "latest loss of the monitor up to"
+    mean = ", mean over the last twentieth of the run" if curve == "loss" else ""
+    return RunMeasure(f"{what} {percent} % of the steps{mean}", compute, "#.4g")
 
 
 RUN_MEASURES = {
@@ -76,6 +347,11 @@ RUN_MEASURES = {
         _training_days,
         ".3g",
     ),
+    **{
+        f"{curve}_{percent}": _loss_at(curve, percent)
+        for curve in ("loss", "val_loss")
+        for percent in (25, 50, 75, 100)
+    },
 }
 """Measures by metric name. They fill columns of published tables with the task "run"."""
 
@@ -87,7 +363,10 @@ def read_run_measure(metric: str, folder: Path) -> float | None:
     if state is None or not state.is_finished:
         return None
     try:
-        value = float(RUN_MEASURES[metric].compute(_read_config(folder), _read_log(folder)))
+        log = _read_run_log(folder, folder.name)
+        if log is None:
+            return None
+        value = float(RUN_MEASURES[metric].compute(_read_config(folder), log))
     # The files may have any content.
     except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
         return None
@@ -96,8 +375,3 @@ def read_run_measure(metric: str, folder: Path) -> float | None:
 
 def _read_config(folder: Path) -> Any:
     return yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
-
-
-def _read_log(folder: Path) -> Iterator[Mapping[str, Any]]:
-    with (folder / "log.jsonl").open(encoding="utf-8") as file:
-        yield from map(json.loads, file)

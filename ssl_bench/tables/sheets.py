@@ -19,7 +19,9 @@ from ssl_bench.system.output import (
 )
 
 STYLES = ("text", "terminal", "markdown", "latex")
-FORMATS = (*STYLES, "csv", "json", "parquet")
+PROGRAM_FORMATS = ("csv", "json", "parquet")
+"""Formats that programs read. They contain unrounded values."""
+FORMATS = (*STYLES, *PROGRAM_FORMATS)
 NO_VALUE = "\N{EN DASH}"
 """Text of a cell whose value is not a number."""
 _MAX_LINE_WIDTH = 100

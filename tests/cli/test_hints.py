@@ -137,6 +137,7 @@ EXPRESSIONS = {
     "escape_braces(uri)": "hf-hub:org/name",
     "escape_braces(word)": "runs/skip",
     "folder_flag": "--data-root",
+    "full": "cutting_the_skip:figure1",
     "group": "probe",
     "head_width": "12",
     "image_size": "224",

@@ -68,9 +68,9 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
         f"dino_imagenet_{arm}"
         for arm in ("skip_adamw", "skipless_adamw", "skip_soap", "skipless_soap")
     ]
-    assert "keep_epochs" not in words(plan, of_runs=True)[0]
+    # Figure 2 needs these epochs, so that one run serves all tables.
     assert words(plan, of_runs=True)[1] == (
-        "pretrain experiment=dino_imagenet_skipless_adamw train.keep_epochs=[200] "
+        "pretrain experiment=dino_imagenet_skipless_adamw train.keep_epochs=[50,100,150,200,250] "
         "--out runs/dino_imagenet_skipless_adamw --resume --data-root /in"
     )
     probes = words(plan, of_runs=False)
@@ -147,7 +147,7 @@ def test_lines_for_several_gpus_share_trainings_and_spread_probes():
     assert len(lines) == len(plan.steps)
     assert lines[0] == (
         "torchrun --nproc-per-node=3 -m ssl_bench pretrain experiment=dino_imagenet_skip_adamw "
-        "--out runs/dino_imagenet_skip_adamw --resume"
+        "'train.keep_epochs=[50,100,150,200,250]' --out runs/dino_imagenet_skip_adamw --resume"
     )
     devices = [line.rpartition(" --device ")[2] for line in lines if " probe " in line]
     assert devices == [f"cuda:{number % 3}" for number in range(12)]
@@ -252,6 +252,25 @@ def test_what_runs_train_on_has_a_size_unless_it_is_ones_own_or_generated():
         "photographs",
         "copying",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("orthogonal_self_attention/figure1", ["--over-steps", "--metric loss,val_loss"]),
+        ("cutting_the_skip/figure2", ["--over-epochs", "--metric miou_oracle"]),
+        ("cutting_the_skip/table2", []),
+    ],
+)
+def test_the_plan_of_a_figure_ends_with_the_command_that_draws_it(name, command, capsys):
+    assert main(["reproduce", name]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    drawing = [line.partition(": ")[2] for line in lines if " curves " in line]
+    assert len(drawing) == bool(command)
+    for line in drawing:
+        assert all(words in line for words in command)
+        assert PARSER.parse_args(shlex.split(line)[1:]).figure == "curves.png"
 
 
 def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):

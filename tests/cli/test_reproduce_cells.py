@@ -84,7 +84,8 @@ class StandIn:
         (folder / CONFIG).write_text(yaml.safe_dump({"train": train, "objective": objective}))
         # As pretrain/logging.py writes them; a run that copies strings tests itself at the end.
         rows: list[dict[str, Any]] = [
-            {"step": n + 1, "images_per_second": 8.0} for n in range(STEPS)
+            {"step": n + 1, "loss": 2.5, "images_per_second": 8.0, "val_loss": 3.5}
+            for n in range(STEPS)
         ]
         if run.images == "copying":
             rows[-1] |= {f"letters_{objective['length']}": 4.5, "strings_16": 0.0}

@@ -1,6 +1,7 @@
 """Every command that a page shows ends well, on pictures and encoders of its own."""
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -292,6 +293,8 @@ def furnish(place: Path) -> None:
             told = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}
             model = build_vit(ENCODER, seed=10 * seed + epoch)
             save_encoder(place / run / f"{name}.safetensors", model, told)
+        rows = [{"step": step, "loss": 1.0 / step, "lr": 1e-3} for step in range(1, 7)]
+        (place / run / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for name, epoch in (("epoch0100", "100.00"), ("epoch0200", "200.00")):
         model = build_vit(ENCODER, seed=int(name[-3:]))
         save_encoder(place / f"RUN/{name}.safetensors", model, {"step": "9", "epoch": epoch})

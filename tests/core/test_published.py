@@ -78,13 +78,14 @@ def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
         if table.paper == "cutting_the_skip" and table.values
     ]
     assert sorted(cut) == ["figure3", "table1", "table2", "table3", "table4"]
-    assert len(load_published_tables()) == 43
+    assert len(load_published_tables()) == 47
 
 
 @pytest.mark.parametrize(
     ("ask", "hint"),
     [
         (lambda: load_published_table("tabel2"), "--paper table2"),
+        (lambda: load_published_table("figure1"), "cutting_the_skip:figure1. or .--paper orth"),
         (lambda: load_published_table("x"), "valid: .*always_skip_attention:tiny_imagenet"),
     ],
 )

@@ -41,7 +41,7 @@ from tests.pretrain.plans import (
 )
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
-MEASURES = ("knn_top1", "val_top1")
+MEASURES = ("knn_top1", "val_loss", "val_top1")
 DROPPING = replace(TINY, drop_path=0.3)
 SUPERVISED = Supervised(crops=SingleCrop(num_ops=1))
 KNN_ONLY = Monitor(knn_epochs=1, neighbours=4, crop_share=1.0)
@@ -120,13 +120,15 @@ def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, 
     state = state_of(tmp_path)["learner"]
     extractor = FeatureExtractor(load_encoder(str(path)), layers=[1], facets=["cls_normed"])
     val = ClassFolders(root).val()
-    right = 0
+    right, losses = 0, []
     for index in range(len(val)):
         pixels = central_square(val[index].image, 16, share=0.8)
         features = extractor(pixels[None].float() / 255)[1]["cls_normed"]
         logits = features @ state["student.head.weight"].T + state["student.head.bias"]
         right += int(logits.argmax() == val[index].label)
+        losses.append(float(logits.logsumexp(-1) - logits.flatten()[val[index].label]))
     assert log_rows(tmp_path)[-1]["val_top1"] == pytest.approx(100 * right / len(val))
+    assert log_rows(tmp_path)[-1]["val_loss"] == pytest.approx(sum(losses) / len(val), rel=1e-4)
     assert [row["step"] for row in log_rows(tmp_path) if "val_top1" in row] == [8]
 
 

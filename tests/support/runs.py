@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from pretrain.checkpoints import ENCODER, LOG, load_state
 from pretrain.train import Pretraining
+from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import Preempted
+from tests.support.faults import class_folders, pretraining, supervised, unchecked_types
 
 CPU = torch.device("cpu")
 TIMED = ("images_per_second", "data_wait", "mfu")
@@ -98,3 +101,22 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, (list, tuple)):
         return flat(dict(enumerate(value)), prefix)
     return {prefix: value}
+
+
+def pretrain_two(root: Path) -> Path:
+    """Return a folder of two short runs, of DINO and of labels, with epochs of 3 and 2 steps."""
+    images, runs = class_folders(root / "images"), root / "runs"
+    neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
+    with unchecked_types():
+        assert main(pretraining(images / "train", str(runs / "dino"), *neighbours)) == 0
+        accuracy = ["monitor.accuracy_epochs=1", "train.batch_size=3", "model=vit_tiny_skipless"]
+        assert main(supervised(images, str(runs / "labels"), *accuracy)) == 0
+    return runs
+
+
+def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
+    """Write a log of rows, of which texts are written as they are."""
+    folder.mkdir(parents=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / LOG).write_text("".join(f"{line}\n" for line in lines))
+    return folder

@@ -1,0 +1,146 @@
+"""Draw the training logs of pretraining runs as curves over steps or epochs."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ssl_bench.report.drawing import Chart, Curve, Point, draw_chart
+from ssl_bench.report.panels import MAX_LINES, style_line
+from ssl_bench.results import Record
+from ssl_bench.system.files import read_digests, resolve_links
+from ssl_bench.tables.run_logs import (
+    NUM_ROWS,
+    RunLog,
+    find_run_folders,
+    interval_ends,
+    is_monitored,
+    measure_unit,
+    read_run_state,
+    sort_measures,
+)
+from ssl_bench.tables.steps import MAX_POINTS, StepTable, format_logged, pivot_logs
+
+# Largest number of points of a curve that are drawn as dots.
+_MAX_MARKS = 30
+_SHOWN_MEASURES = ("loss", "lr", "images_per_second")
+
+
+class RunLine(NamedTuple):
+    """A run as the report shows it.
+
+    Attributes:
+        number: Index in the list of runs.
+        style: CSS classes of its curves. Curves of runs without skip connections are dashed.
+        facts: State of the run, and what is wrong with its log.
+    """
+
+    number: int
+    name: str
+    style: str
+    facts: str
+
+
+class MeasurePanel(NamedTuple):
+    """One measure of all runs.
+
+    Attributes:
+        table: The same values in about `NUM_ROWS` rows.
+    """
+
+    measure: str
+    chart: Chart
+    table: StepTable
+
+
+class TrainingCurves(NamedTuple):
+    """The training logs of some runs.
+
+    Attributes:
+        lines: The drawn runs, at most `MAX_LINES`.
+        num_runs: Number of all runs.
+        axis: "step" or "epoch".
+        panels: Panels of the loss, of monitored measures, the learning rate and the speed.
+        folded: Panels of all other measures.
+    """
+
+    lines: Sequence[RunLine]
+    num_runs: int
+    axis: str
+    panels: Sequence[MeasurePanel]
+    folded: Sequence[MeasurePanel]
+
+
+def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> list[Path]:
+    """Return the run folders below some folders whose saved weights have records."""
+    recorded = {record.checkpoint_sha256 for record in records}
+    found = dict[Path, Path]()
+    for folder in folders:
+        for run in find_run_folders(folder):
+            digests = {
+                digest
+                for sidecar in run.glob("*.safetensors.sha256")
+                for digest, _ in read_digests(sidecar)
+            }
+            if digests & recorded:
+                found.setdefault(resolve_links(run), run)
+    return list(found.values())
+
+
+def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
+    """Draw one panel per measure, with one curve per run. Return None without runs."""
+    if not logs:
+        return None
+    drawn = logs[:MAX_LINES]
+    lengths = {log.steps_per_epoch for log in drawn}
+    # Runs with different batches are comparable by epochs, not by steps.
+    axis = "epoch" if len(lengths) > 1 and None not in lengths else "step"
+    lines = [
+        RunLine(
+            number, log.name, style_line(number, is_skipless=log.is_skipless), _describe_run(log)
+        )
+        for number, log in enumerate(drawn)
+    ]
+    panels: dict[bool, list[MeasurePanel]] = {True: [], False: []}
+    for measure in sort_measures(drawn):
+        is_shown = measure in _SHOWN_MEASURES or is_monitored(measure, drawn)
+        panels[is_shown].append(_draw_measure(measure, drawn, lines, axis))
+    return TrainingCurves(lines, len(logs), axis, panels[True], panels[False])
+
+
+def _describe_run(log: RunLog) -> str:
+    """Return the state of a run and what is wrong with its log, in one line."""
+    state = read_run_state(log.folder)
+    words = [str(state) if state else f"{log.last_step:,} steps, no saved weights"]
+    if log.steps_per_epoch:
+        words.append(f"{log.steps_per_epoch:,.6g} steps per epoch")
+    return ", ".join([*words, *log.problems])
+
+
+def _draw_measure(
+    measure: str, logs: Sequence[RunLog], lines: Sequence[RunLine], axis: str
+) -> MeasurePanel:
+    unit = measure_unit(measure)
+    label = f"{measure} ({unit})" if unit else measure
+    series = [
+        log.shorten(measure, interval_ends(log.last_step, MAX_POINTS))
+        if measure in log.curves
+        else {}
+        for log in logs
+    ]
+    has_marks = max(map(len, series)) <= _MAX_MARKS
+    curves = []
+    for log, line, means in zip(logs, lines, series, strict=True):
+        if not means:
+            continue
+        length = log.steps_per_epoch if axis == "epoch" else None
+        points = []
+        for step, mean in means.items():
+            x = step / (length or 1)
+            tooltip = f"{log.name}, {axis} {x:g}: {format_logged(mean.value, unit)}"
+            points.append(Point(x, *mean, tooltip))
+        curves.append(Curve(log.name, line.style, line.number, points, has_marks=has_marks))
+    return MeasurePanel(
+        measure=measure,
+        chart=draw_chart(curves, unit=unit, y_label=label, x_label=axis, has_round_ticks=True),
+        table=pivot_logs(logs, [measure], NUM_ROWS, title=measure),
+    )

@@ -1,0 +1,182 @@
+"""Tables of the logs of pretraining runs, with one row per step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ssl_bench.composition.choices import require_choice
+from ssl_bench.tables.depth import Pivot
+from ssl_bench.tables.entries import Entry
+from ssl_bench.tables.run_logs import (
+    NUM_ROWS,
+    RunLog,
+    interval_ends,
+    is_monitored,
+    measure_unit,
+    sort_measures,
+)
+from ssl_bench.tables.sheets import NO_VALUE
+
+MAX_POINTS = 500
+"""Largest number of points of a drawn curve."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedEntry(Entry):
+    """A value of a log, which has no records. Its band is one standard deviation wide each way."""
+
+    measure: str = ""
+
+    @property
+    def unit(self) -> str:
+        return measure_unit(self.measure)
+
+    @property
+    def is_rankable(self) -> bool:
+        """Whether the value can be marked as best, which is never so in a table over steps."""
+        return False
+
+    def text(self) -> str:
+        return format_logged(self.value, self.unit)
+
+
+def format_logged(value: float, unit: str) -> str:
+    """Return a value of a log as it is printed, such as "2.307", "12,345" or "71.3"."""
+    if math.isnan(value):
+        return NO_VALUE
+    if unit:
+        return f"{value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTable(Pivot):
+    """A table of steps (rows) by measures and runs (columns).
+
+    A column is a pair of a measure and the name of a run. In CSV, JSON and Parquet, each row of a
+    log is one row.
+    """
+
+    logs: Sequence[RunLog]
+
+    @property
+    def measures(self) -> list[str]:
+        return list(dict.fromkeys(measure for measure, _ in self.columns))
+
+    def column_label(self, column: Any) -> str:
+        measure, run = column
+        words = [measure] if len(self.measures) > 1 or len(self.logs) == 1 else []
+        return " ".join([*words, *([run] if len(self.logs) > 1 else [])])
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        return [row for log in self.logs for row in self._list_rows(log)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": "steps",
+            "title": self.title,
+            "measures": self.measures,
+            "runs": [
+                {
+                    "run": log.name,
+                    "folder": str(log.folder),
+                    "problems": log.problems,
+                    "rows": self._list_rows(log),
+                }
+                for log in self.logs
+            ],
+        }
+
+    def _list_rows(self, log: RunLog) -> list[dict[str, Any]]:
+        """Return the rows of a log, without measures that were not measured at the step."""
+        columns = {}
+        for measure in self.measures:
+            if measure in log.curves:
+                steps, values = log.curves[measure]
+                columns[measure] = dict(zip(steps.tolist(), values.tolist(), strict=True))
+        length = log.steps_per_epoch
+        return [
+            {"run": log.name, "step": step}
+            | ({"epoch": step / length} if length else {})
+            | {measure: values[step] for measure, values in columns.items() if step in values}
+            for step in log.steps.tolist()
+        ]
+
+    def curves_by_measure(self) -> list[Pivot]:
+        """Return one table per measure to draw, with runs as columns."""
+        tables = []
+        for measure in self.measures:
+            table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
+            entries = {(step, run): entry for (step, (_, run)), entry in table.entries.items()}
+            tables.append(
+                Pivot(
+                    title=table.title,
+                    row_name=table.row_name,
+                    rows=table.rows,
+                    columns=tuple(run for _, run in table.columns),
+                    entries=entries,
+                    notes=table.notes,
+                )
+            )
+        return tables
+
+
+def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> StepTable:
+    """Return a table of some measures of runs over about `NUM_ROWS` steps.
+
+    `metric` contains names of measures, separated by commas. None selects the loss and what
+    monitors measured, or every measure if `has_all`.
+
+    Raises:
+        ConfigurationError: No run logs a measure of this name.
+    """
+    known = sort_measures(logs)
+    if metric is not None:
+        words = [word.strip() for word in metric.split(",")]
+        measures = list(dict.fromkeys(require_choice("metric", word, known) for word in words))
+    else:
+        main = [name for name in known if name == "loss" or is_monitored(name, logs)]
+        measures = known if has_all else main or known
+    of_run = f" of {logs[0].name}" if len(logs) == 1 else ""
+    title = f"pretraining{of_run}: {', '.join(measures)}"
+    return pivot_logs(logs, measures, NUM_ROWS, title=title)
+
+
+def pivot_logs(
+    logs: Sequence[RunLog], measures: Sequence[str], most: int, *, title: str
+) -> StepTable:
+    """Return a table with at most `most` rows, which are equal intervals of steps for all runs."""
+    ends = interval_ends(max(log.last_step for log in logs), most)
+    entries = {
+        (end, (measure, log.name)): LoggedEntry(
+            mean.value, mean.low, mean.high, None, (), measure=measure
+        )
+        for log in logs
+        for measure in measures
+        if measure in log.curves
+        for end, mean in log.shorten(measure, ends).items()
+    }
+    columns = [(measure, log.name) for measure in measures for log in logs if measure in log.curves]
+    return StepTable(
+        title=title,
+        row_name="step",
+        rows=tuple(sorted({end for end, _ in entries})),
+        columns=tuple(columns),
+        entries=entries,
+        notes=tuple(describe_rows(logs, measures, ends)),
+        logs=logs,
+    )
+
+
+def describe_rows(
+    logs: Sequence[RunLog], measures: Sequence[str], ends: Sequence[int]
+) -> list[str]:
+    """Return notes on the meaning of the values over steps, and on damaged logs."""
+    notes = []
+    if ends[0] > 1:
+        names = {True: "latest value", False: "mean"}
+        for is_latest, what in names.items():
+            if own := [name for name in measures if is_monitored(name, logs) == is_latest]:
+                notes.append(f"{', '.join(own)}: {what} since the step of the row above")
+    return [*notes, *(f"{log.name}: {', '.join(log.problems)}" for log in logs if log.problems)]
