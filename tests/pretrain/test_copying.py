@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrain.copying.objective import (
+from pretrain.monitor import Monitor
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.papers.copying import (
     STRINGS_AN_EPOCH,
     Copying,
     CopyingTest,
@@ -19,10 +23,6 @@ from pretrain.copying.objective import (
     fixed_strings,
     rows_of,
 )
-from pretrain.monitor import Monitor
-from pretrain.objectives.supervised import Supervised
-from pretrain.optimizers.recipes import AdamW
-from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.copying.objective import Copying
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
+from pretrain.papers.copying import Copying
 from pretrain.schedules import Timeline
 from ssl_bench.models import ConvMixerConfig, StateSpaceConfig, ViTConfig
 
