@@ -1,8 +1,9 @@
-"""Copying: a state space model reads a string and a mark, and says the string again.
+"""The copying task: a state space model reads a random string and then repeats it.
 
-Strings are random, drawn and never stored. A row of n letters is x_1 ... x_n | x_1 ... x_n . as
-tokens 0 to letters - 1, then `|`, then `.`: 2n + 2 of them. Of what is read, all but the stop, only
-what follows `|` has a target: n letters and the stop.
+Strings are drawn at random and never stored. A row of tokens for n letters is
+x_1 ... x_n | x_1 ... x_n . where letters have the numbers from 0, and are followed by the delimiter
+`|` and the stop `.`. A row has 2 n + 2 tokens. The model reads all tokens except the stop. The loss
+covers only the predictions after `|`: n letters and the stop.
 """
 
 import hashlib
@@ -27,138 +28,34 @@ from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, b
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.system.device import to_float64
 
-# Beside the letters: `|` and `.`.
+# Number of tokens besides the letters: `|` and `.`.
 NUM_MARKS = 2
-# The length of an epoch; each has strings of its own, so that none comes twice.
-STRINGS_AN_EPOCH = 32_000
-# Keeps the tested strings apart from the streams of pretrain/batches.py.
-_TESTED = 4
-# Rows of one pass.
+# Number of strings in an epoch. Each epoch has its own strings.
+STRINGS_PER_EPOCH = 32_000
+# Separates the random numbers of test strings from those of pretrain/batches.py.
+_TEST = 4
+# Number of rows that the model reads at once in a test.
 _BATCH = 32
 
 Letters = Int64[Tensor, "batch length"]
 Rows = Int64[Tensor, "batch row"]
 
 
-def rows_of(strings: Letters, letters: int) -> Rows:
-    """The rows in which these strings, of so many different letters, are copied."""
-    delimiter = strings.new_full((len(strings), 1), letters)
-    return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
-
-
-def fixed_strings(length: int, letters: int, count: int) -> Letters:
-    """The same in every run, whatever its seed."""
-    generator = np.random.default_rng((_TESTED, length, letters))
-    return torch.from_numpy(generator.integers(letters, size=(count, length)))
-
-
-@dataclass(frozen=True)
-class StringMaker(ViewMaker):
-    """Draws a string for every sample, in the place of a crop of its image.
-
-    Attributes:
-        length: Letters of a string.
-        letters: Different ones, equally likely.
-    """
-
-    length: int
-    letters: int
-
-    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        del image_size, patch_size
-        return ()
-
-    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
-        del samples, sizes
-        drawn = [generator.integers(self.letters, size=self.length) for generator in generators]
-        return torch.from_numpy(np.stack(drawn))
-
-    def finish(
-        self, groups: Letters, device: torch.device, colours: Normalization = IMAGENET_NORMALIZATION
-    ) -> tuple[Rows]:
-        del colours
-        return (rows_of(groups.to(device, non_blocking=True), self.letters),)
-
-
-@dataclass(frozen=True)
-class GeneratedStrings:
-    """An epoch of strings, as far as a run asks its data who they are: places to be filled."""
-
-    name = "copying"
-    split = "train"
-    class_names = tuple[str, ...]()
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(f"string{number:05d}" for number in range(STRINGS_AN_EPOCH))
-
-    def __len__(self) -> int:
-        return STRINGS_AN_EPOCH
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
-
-
-class CopyingTest(Measuring):
-    """Tests a model every few epochs and after the last step; it changes nothing.
-
-    Each letter is asked for with the right ones before it, the most likely token is the answer,
-    and the stop does not count.
-    """
-
-    costs_by = "objective.test_lengths, .test_strings and .test_epochs"
-
-    def __init__(self, options: "Copying", model: StateSpaceModel, timeline: Timeline) -> None:
-        self.options, self.model, self.timeline = options, model, timeline
-
-    def measures(self, step: int) -> Mapping[str, float]:
-        """What is due after the step of this number, counted from 1; in percent."""
-        options, found = self.options, {}
-        if self.timeline.is_due(options.test_epochs, step):
-            for length in options.test_lengths:
-                strings = fixed_strings(length, options.letters, options.test_strings)
-                right = copied_letters(self.model, strings, options.letters)
-                found[f"letters_{length}"], found[f"strings_{length}"] = accuracies(right)
-        return found
-
-
-@torch.no_grad()
-def copied_letters(
-    model: StateSpaceModel, strings: Letters, letters: int
-) -> Bool[Tensor, "batch length"]:
-    """Which letters of each string the model says at their places."""
-    device, length = model.embedding.weight.device, strings.shape[1]
-    right = []
-    for batch in strings.split(_BATCH):
-        rows = rows_of(batch.to(device), letters)
-        answers = model.forward(rows[:, :-1])[:, length:-1].argmax(-1)
-        right.append(answers == rows[:, length + 1 : -1])
-    return torch.cat(right)
-
-
-def accuracies(right: Bool[Tensor, "batch length"]) -> tuple[float, float]:
-    """Percent of all letters, and of the strings of which every letter is right."""
-    letters, strings = to_float64(right).mean(), to_float64(right.all(1)).mean()
-    return 100 * float(letters), 100 * float(strings)
-
-
 @dataclass(frozen=True)
 class Copying(Generating):
-    """Cross-entropy with the next token of a copy.
+    """Cross-entropy of the next token in the copy of a random string.
 
     Attributes:
-        length: Letters of a string that is trained on.
-        letters: Different ones; `model.num_tokens` is two more.
-        test_lengths: Letters of the strings that are tested, each length on its own.
-        test_strings: Of each length.
-        test_epochs: Test after every so many epochs, and after the last step.
+        length: Number of letters in a training string.
+        letters: Number of different letters. `model.num_tokens` must be larger by two.
+        test_lengths: Numbers of letters in test strings. Each length is tested separately.
+        test_strings: Number of test strings of each length.
+        test_epochs: Number of epochs between two tests. There is also a test after the last step.
 
-    Source: equation 3.36 of Trockman's thesis (2025), which takes the pipeline of
-    https://arxiv.org/abs/2402.01032. There strings of many lengths fill rows of 220 tokens, each
-    after a mark of its own and with the state of those before it; here a row is one string.
+    Source: equation 3.36 of Trockman's thesis (2025), with the pipeline of
+    https://arxiv.org/abs/2402.01032. In the pipeline, strings of many lengths fill rows of 220
+    tokens, each string has its own delimiter, and the state of the previous strings remains. Here a
+    row is one string.
     """
 
     length: Count = 50
@@ -170,14 +67,14 @@ class Copying(Generating):
 
     def __post_init__(self) -> None:
         check_fields(self, "objective")
-        # YAML gives lists; equal objectives shall be equal.
+        # YAML files give lists. A tuple makes equal objectives compare as equal.
         object.__setattr__(self, "test_lengths", tuple(self.test_lengths))
 
     @property
-    def crops(self) -> StringMaker:
+    def crops(self) -> "StringMaker":
         return StringMaker(self.length, self.letters)
 
-    def images(self) -> GeneratedStrings:
+    def images(self) -> "GeneratedStrings":
         return GeneratedStrings()
 
     def build(
@@ -188,10 +85,10 @@ class Copying(Generating):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "CopyingLearner":
-        """A state space model at its start.
+        """Return a learner with a state space model.
 
         Raises:
-            ConfigurationError: it is another model, or its tokens are not those of the strings.
+            ConfigurationError: The model is of another kind, or has another number of tokens.
         """
         del timeline, class_names
         if not isinstance(model, StateSpaceConfig):
@@ -202,36 +99,164 @@ class Copying(Generating):
             )
         if model.num_tokens != (num_tokens := self.letters + NUM_MARKS):
             raise ConfigurationError(
-                f"objective.letters={self.letters} expects two tokens more, got model.num_tokens="
+                f"objective.letters={self.letters} expects model.num_tokens={num_tokens}, got "
                 f"{model.num_tokens}",
                 hint=(f"model.num_tokens={num_tokens}",),
             )
         network = build_encoder(model, seed=seed)
-        # Under the name by which optimizers know its blocks.
+        # Optimizers recognise the blocks of the encoder by the name "backbone".
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
-    def observer(self, learner: "CopyingLearner", timeline: Timeline) -> CopyingTest:
+    def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
         return CopyingTest(self, learner.student.backbone, timeline)
 
 
 class CopyingLearner(Learner):
-    """A model and its loss."""
+    """A state space model and its loss."""
 
     options: Copying
 
     def compilable(self) -> Iterable[nn.Module]:
-        """None: a scan is a loop over tokens."""
+        """Return no module, because a scan is a loop over tokens."""
         return ()
 
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss over copy and stop, and `train_letters`, right letters of the copy in percent."""
+        """Compute the mean cross-entropy of the letters of the copy and of the stop.
+
+        Args:
+            network: The student, possibly wrapped for several devices.
+            views: One tensor of rows.
+            step: Ignored.
+
+        Returns:
+            The loss, and for the log the percentage of correct letters as `train_letters`.
+        """
         del step
         (rows,) = views
         length = self.options.length
         logits = network(rows[:, :-1]).float()[:, length:]
         targets = rows[:, length + 1 :]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        right = (logits.argmax(-1) == targets)[:, :-1]
-        return loss, {"train_letters": 100 * right.float().mean()}
+        is_correct = (logits.argmax(-1) == targets)[:, :-1]
+        return loss, {"train_letters": 100 * is_correct.float().mean()}
+
+
+@dataclass(frozen=True)
+class StringMaker(ViewMaker):
+    """Draws a random string for each sample, instead of cropping its image.
+
+    Attributes:
+        length: Number of letters in a string.
+        letters: Number of different letters, which are equally likely.
+    """
+
+    length: int
+    letters: int
+
+    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
+        del image_size, patch_size
+        return ()
+
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
+        del samples, sizes
+        strings = [generator.integers(self.letters, size=self.length) for generator in generators]
+        return torch.from_numpy(np.stack(strings))
+
+    def finish(
+        self,
+        groups: Letters,
+        device: torch.device,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
+    ) -> tuple[Rows]:
+        """Return one tensor of rows on the device."""
+        del normalization
+        return (make_rows(groups.to(device, non_blocking=True), self.letters),)
+
+
+@dataclass(frozen=True)
+class GeneratedStrings:
+    """An image set with an id for each string of an epoch. Its images are empty."""
+
+    name = "copying"
+    split = "train"
+    class_names = tuple[str, ...]()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"string{number:05d}" for number in range(STRINGS_PER_EPOCH))
+
+    def __len__(self) -> int:
+        return STRINGS_PER_EPOCH
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
+
+
+class CopyingTest(Measuring):
+    """Tests every few epochs, and after the last step, how well a model copies fixed strings.
+
+    The model predicts each letter from the correct previous letters. Its answer is the most likely
+    token. The stop is not counted.
+    """
+
+    costs_by = "objective.test_lengths, .test_strings and .test_epochs"
+
+    def __init__(self, options: Copying, model: StateSpaceModel, timeline: Timeline) -> None:
+        self.options, self.model, self.timeline = options, model, timeline
+
+    def measures(self, step: int) -> Mapping[str, float]:
+        """Return the percentages of correct letters and strings if a test is due.
+
+        Args:
+            step: Number of optimizer steps taken so far.
+        """
+        options, percentages = self.options, {}
+        if self.timeline.is_due(options.test_epochs, step):
+            for length in options.test_lengths:
+                tests = draw_test_strings(length, options.letters, options.test_strings)
+                is_correct = find_correct_letters(self.model, tests, options.letters)
+                letters, strings = compute_accuracies(is_correct)
+                percentages |= {f"letters_{length}": letters, f"strings_{length}": strings}
+        return percentages
+
+
+def make_rows(strings: Letters, letters: int) -> Rows:
+    """Return rows with each string, the delimiter, the string again, and the stop.
+
+    Args:
+        strings: Letters as numbers from 0.
+        letters: Number of different letters, which is also the number of the delimiter.
+    """
+    delimiter = strings.new_full((len(strings), 1), letters)
+    return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
+
+
+def draw_test_strings(length: int, letters: int, count: int) -> Letters:
+    """Return test strings, which are the same in all runs, whatever their seed."""
+    generator = np.random.default_rng((_TEST, length, letters))
+    return torch.from_numpy(generator.integers(letters, size=(count, length)))
+
+
+@torch.no_grad()
+def find_correct_letters(
+    model: StateSpaceModel, strings: Letters, letters: int
+) -> Bool[Tensor, "batch length"]:
+    """Return whether the model predicts each letter of each copy correctly."""
+    device, length = model.embedding.weight.device, strings.shape[1]
+    is_correct = []
+    for batch in strings.split(_BATCH):
+        rows = make_rows(batch.to(device), letters)
+        predictions = model.forward(rows[:, :-1])[:, length:-1].argmax(-1)
+        is_correct.append(predictions == rows[:, length + 1 : -1])
+    return torch.cat(is_correct)
+
+
+def compute_accuracies(is_correct: Bool[Tensor, "batch length"]) -> tuple[float, float]:
+    """Return the percentages of correct letters, and of strings without a wrong letter."""
+    letters, strings = to_float64(is_correct).mean(), to_float64(is_correct.all(1)).mean()
+    return 100 * float(letters), 100 * float(strings)

@@ -13,15 +13,15 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.papers.copying import (
-    STRINGS_AN_EPOCH,
+    STRINGS_PER_EPOCH,
     Copying,
     CopyingTest,
     GeneratedStrings,
     StringMaker,
-    accuracies,
-    copied_letters,
-    fixed_strings,
-    rows_of,
+    compute_accuracies,
+    draw_test_strings,
+    find_correct_letters,
+    make_rows,
 )
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
@@ -37,7 +37,7 @@ PLAN = Pretraining(model=TINY, objective=TASK, optimizer=AdamW(lr=0.3), train=TR
 
 
 def test_a_row_is_the_string_a_mark_the_string_and_a_stop():
-    rows = rows_of(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
+    rows = make_rows(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
     assert rows.tolist() == [[2, 0, 3, 4, 2, 0, 3, 5], [1, 1, 1, 4, 1, 1, 1, 5]]
 
 
@@ -59,7 +59,7 @@ def answering(answers: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def test_the_loss_asks_for_the_copy_and_the_stop_alone():
-    rows = rows_of(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
+    rows = make_rows(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
     learner = TASK.build(TINY, Timeline(6, 6), seed=0)
     answers = rows[:, 1:].clone()
     answers[:, :3] = 5
@@ -81,7 +81,7 @@ def test_the_loss_asks_for_the_copy_and_the_stop_alone():
 
 def test_accuracies_count_letters_and_strings_without_a_mistake():
     right = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
-    assert accuracies(right) == (62.5, 50.0)
+    assert compute_accuracies(right) == (62.5, 50.0)
 
 
 class Copier(StateSpaceModel):
@@ -109,12 +109,12 @@ def test_tests_come_when_an_epoch_is_over_and_ask_for_the_letters_of_the_copy():
     # From `|` on, "| 2 0" and "| 1 2", or "0 3 |" and "2 1 |" where one looks back two tokens.
     strings = torch.tensor([[2, 0, 3], [1, 2, 1]])
     for back in (0, 2):
-        assert copied_letters(Copier(back), strings, 4).tolist() == [[False] * 3] * 2
+        assert find_correct_letters(Copier(back), strings, 4).tolist() == [[False] * 3] * 2
 
 
 def test_fixed_strings_are_those_of_their_length_alone():
-    assert torch.equal(fixed_strings(5, 4, 6), fixed_strings(5, 4, 9)[:6])
-    one, other = fixed_strings(5, 4, 6), fixed_strings(6, 4, 5)
+    assert torch.equal(draw_test_strings(5, 4, 6), draw_test_strings(5, 4, 9)[:6])
+    one, other = draw_test_strings(5, 4, 6), draw_test_strings(6, 4, 5)
     assert not torch.equal(one.flatten(), other.flatten())
 
 
@@ -142,7 +142,7 @@ def test_a_run_folder_without_records_says_what_was_copied(tmp_path, capsys):
 
 def test_a_dry_run_speaks_of_strings(tmp_path):
     assert PLAN.outline(tmp_path / "run")[1:3] == [
-        f"strings    {STRINGS_AN_EPOCH:,} of copying train",
+        f"strings    {STRINGS_PER_EPOCH:,} of copying train",
         "encoder    1 blocks of width 8, mamba2 with 4 states",
     ]
     assert "of 8 strings" in PLAN.outline(tmp_path / "run")[-1]
