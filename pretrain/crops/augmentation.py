@@ -52,6 +52,7 @@ class AugmentationParams:
     solarize: Bool[Tensor, " views"]
 
     def pin_memory(self) -> "AugmentationParams":
+        """Return a copy in pinned memory, for a DataLoader."""
         return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
 
     def __getitem__(self, views: slice | Tensor) -> "AugmentationParams":
@@ -138,8 +139,8 @@ def jitter_all(
 ) -> Images:
     """Apply one jitter to the wanted views, and return all views.
 
-    Each jitter is computed for each view, and the result is selected for each pixel. A compiler
-    turns this into two passes over the pixels.
+    Each jitter is computed for each view, and the result is selected for each pixel. The compiled
+    function passes over the pixels only twice.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))

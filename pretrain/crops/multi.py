@@ -44,12 +44,13 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 @dataclass(frozen=True)
 class CropGroup:
-    """All 8-bit views of one size. The first views of all images come first, then the second."""
+    """All 8-bit views of one size: the first views of all images, then the second views, ..."""
 
     pixels: UInt8[Tensor, "views 3 size size"]
     params: AugmentationParams
 
     def pin_memory(self) -> "CropGroup":
+        """Return a copy in pinned memory, for a DataLoader."""
         return CropGroup(self.pixels.pin_memory(), self.params.pin_memory())
 
 

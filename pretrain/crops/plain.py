@@ -56,8 +56,9 @@ class ViewMaker(ABC):
         """
 
     def join(self, chunks: Iterable[Any], device: torch.device) -> Any:
-        """Move several results of `cut` to the device, as if all samples had been cut at once.
+        """Join several results of `cut` on the device.
 
+        The joined views are the same as if all samples were cut at once.
         Each chunk is copied as soon as it arrives, which frees the shared memory of its worker.
         """
         return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
@@ -125,10 +126,10 @@ class PlainCrop(ViewMaker):
 
 
 def check_ranges(**ranges: Sequence[float]) -> None:
-    """Check that each range has a positive minimum, and a maximum that is not smaller.
+    """Check that the minimum of each range is positive and does not exceed the maximum.
 
     Raises:
-        ConfigurationError: A range is different. The message contains the name of the argument.
+        ConfigurationError: A range is invalid. The message contains the name of the argument.
     """
     for name, (low, high) in ranges.items():
         if not 0 < low <= high:

@@ -50,7 +50,7 @@ _ATTEMPTS = 10
 _AREA = (0.02, 1 / 3)
 _ASPECT_RATIO = (0.3, 1 / 0.3)
 _MAX_MAGNITUDE = 10
-# Probability that RandAugment applies an operation, and that it negates the level.
+# Probability with which RandAugment applies an operation, and with which it negates a level.
 _HALF = 0.5
 # Colour of pixels from outside of the image.
 _FILL = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
@@ -58,6 +58,7 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _signed(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
+    """Return the entry of an operation whose argument is linear in a level that may be negated."""
     return lambda level: center + largest * level, True
 
 
@@ -125,6 +126,7 @@ class LabelledCrops:
     mixture: Mixture
 
     def pin_memory(self) -> "LabelledCrops":
+        """Return a copy with pixels and labels in pinned memory, for a DataLoader."""
         return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
 
 
@@ -160,7 +162,7 @@ class SingleCrop(ViewMaker):
         mix_probability: Probability that the images of a part of a batch are mixed.
         switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
-    Source: transforms and `Mixup` of timm. The methods name the files.
+    Source: transforms and `Mixup` of timm. The docstrings of the methods name timm's files.
     """
 
     scale: FractionRange = (0.08, 1.0)

@@ -293,12 +293,12 @@ def cross_view_loss(
 ) -> Float[Tensor, ""]:
     """Compute the mean cross-entropy of each student view with each other teacher view.
 
-    Let z be the logits of a student view. The teacher views other than this view have the mean
-    probabilities q. Their number m is 1 for a view that the teacher sees, and 2 otherwise. The
+    Let z be the logits of a student view. Let q be the mean probabilities of the m teacher views
+    other than this view. The number m is 1 for a view that the teacher sees, and 2 otherwise. The
     terms of the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
 
-    To save memory, the logits of only a few prototypes exist at a time. They are computed twice,
-    for the normalisers and for the gradient. Matrix products use the dtype of autocast.
+    To save memory, the logits of only a few prototypes exist at a time. Logits are computed twice,
+    once for the normalisers and once for the gradient. Matrix products use the dtype of autocast.
 
     Args:
         embeddings: Outputs of the student's head. The teacher sees the first two views.

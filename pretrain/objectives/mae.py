@@ -39,7 +39,7 @@ class Mae(Objective):
     Attributes:
         mask_ratio: Share of the patches that the encoder does not see.
         normalised_pixels: Whether the pixels of each target patch are scaled to mean 0 and standard
-            deviation 1. The default of the paper is true.
+            deviation 1. Otherwise the decoder predicts the normalised pixels of the image.
         gray_decoder: Whether the blocks of the decoder apply the token graying of the encoder.
 
     Source: https://arxiv.org/abs/2111.06377, and
@@ -115,8 +115,8 @@ class MaeLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the mean squared error of the pixels in the hidden patches.
 
-        The patches to hide are drawn with PyTorch's global generator, which the trainer seeds at
-        each step. A batch in two parts is therefore masked differently than a whole batch.
+        PyTorch's global generator draws the patches to hide, and the trainer seeds it at each step.
+        A batch that is processed in two parts therefore has other masks than a whole batch.
 
         Args:
             network: The student, possibly wrapped for several devices.
@@ -124,9 +124,9 @@ class MaeLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and `mean_loss` for the log. The latter is the loss of a decoder that predicts
-            each hidden patch by its mean. If the target pixels are not normalised, it predicts all
-            hidden pixels of an image by their mean colour.
+            The loss, and `mean_loss` for the log. `mean_loss` is the loss of a decoder that
+            predicts the mean of each hidden patch. If the target pixels are not normalised, that
+            decoder predicts the mean colour of all hidden pixels of an image.
         """
         del step
         (images,) = views

@@ -23,7 +23,7 @@ _PART = 3
 
 
 class Learner(nn.Module, ABC):
-    """The trained networks and their loss. The optimizer is not part of it.
+    """The trained networks and their loss. The optimizer is not part of a learner.
 
     Attributes:
         options: The objective that built this learner.
@@ -86,14 +86,14 @@ class Learner(nn.Module, ABC):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log is typical of a failed training, or None.
 
-        The trainer raises the error if many consecutive steps are of this kind. The hint of the
-        error names options that may help.
+        The trainer raises the error if many consecutive rows are typical of a failed training. The
+        hint of the error names options that may help.
         """
         del row
 
 
 class Measuring(ABC):
-    """Evaluates a learner every few epochs, without changing it.
+    """Evaluates a learner every few epochs without changing the learner.
 
     Attributes:
         costs_by: Options that determine how long the evaluation takes, for a message.

@@ -82,8 +82,8 @@ class SupervisedLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the cross-entropy of images that mixup or CutMix may have mixed in pairs.
 
-        Image i is mixed with image batch - 1 - i. The loss is the weighted mean of the losses for
-        the classes of these two images, and so is the accuracy.
+        Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
+        the classes of these two images.
 
         Args:
             network: The student, possibly wrapped for several devices.

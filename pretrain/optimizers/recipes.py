@@ -69,8 +69,8 @@ class Soap(OptimizerRecipe):
         precondition_frequency: Number of steps between two refreshes of a basis.
         max_precond_dim: Longest axis of a parameter that has a basis.
         stagger: Whether the refreshes are distributed over the steps between two refreshes. All
-            steps then take equally long, but the mean is longer, because a GPU decomposes many
-            matrices in little more time than one.
+            steps then take equally long, but the mean time of a step is longer. The reason is that
+            a GPU decomposes many matrices in little more time than one.
         shard_refreshes: Whether the processes of a run share the decompositions.
     """
 
@@ -99,7 +99,7 @@ def parameter_groups(
     """Return parameter groups with and without weight decay. Frozen parameters are left out.
 
     Biases and vectors have no weight decay. Official DINO decays class token, registers, mask token
-    and position embedding. timm and DeiT do not, which corresponds to `decay_tokens=False`.
+    and position embedding. timm and DeiT do not decay them (`decay_tokens=False`).
 
     Args:
         named_parameters: Names and parameters of a student.

@@ -152,7 +152,7 @@ class SOAP(torch.optim.Optimizer):
             take_adam_step(
                 [stacks[i] for i in started], [gradients[i] for i in started], group, factors
             )
-        # The statistics come after the update, whose bases must not depend on its own gradient.
+        # The statistics come last, because the bases of an update must not depend on its gradient.
         update_statistics(stacks, gradients, beta, factors)
         for stack in stacks:
             if stack.step == 0:
@@ -209,15 +209,15 @@ class SOAP(torch.optim.Optimizer):
 class Stack:
     """Parameters of one group with the same shape and step count, and their stacked state.
 
-    `Optimizer.state` contains views of the stacked tensors for each parameter. It is sufficient to
-    build the stack again.
+    `Optimizer.state` contains views of the stacked tensors for each parameter. These views are
+    sufficient to build the stack again.
 
     Attributes:
         parameters: The members of the stack.
         step: Number of gradients after the first. It is -1 before the first gradient.
         skipped: Number of skipped steps after the first gradient, as a scalar on the device. Stacks
             with the same step count share it.
-        phases: Number of steps by which the refreshes of each member come earlier.
+        phases: Number of steps by which staggering advances the refreshes of each member.
         index: Number of the stack in its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -347,14 +347,14 @@ class StepFactors:
             torch._foreach_mul_([t for t in tensors if t.dtype == dtype], factor)
 
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the negative learning rate with Adam's bias correction, or 0 if skipped.
+        """Return the negative learning rate with Adam's bias correction, or 0 in a skipped step.
 
         Stacks with the same step count and dtype get the same tensor.
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
         key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
         if key not in self._step_sizes:
-            # There has been no update yet if the first of them is skipped.
+            # Without any update, the bias correction would divide by 0.
             updates = (stack.step - stack.skipped).clamp_(min=1)
             correction = (1 - beta2**updates).sqrt_().div_(1 - beta1**updates)
             size = correction.mul_(self._is_taken).mul_(-lr).to(stack.exp_avg.dtype)
@@ -470,8 +470,8 @@ def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor
     try:
         vectors = torch.linalg.eigh(matrices)[1]
     except torch.linalg.LinAlgError:
-        # After the first gradient the statistics may be singular. The float32 solver may then not
-        # converge.
+        # After the first gradient the statistics may be singular. The float32 solver may then fail
+        # to converge.
         vectors = torch.linalg.eigh(to_float64(matrices))[1].to(matrices)
     return vectors.flip(-1)
 

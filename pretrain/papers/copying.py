@@ -1,9 +1,9 @@
 """The copying task: a state space model reads a random string and then repeats it.
 
-Strings are drawn at random and never stored. A row of tokens for n letters is
-x_1 ... x_n | x_1 ... x_n . where letters have the numbers from 0, and are followed by the delimiter
-`|` and the stop `.`. A row has 2 n + 2 tokens. The model reads all tokens except the stop. The loss
-covers only the predictions after `|`: n letters and the stop.
+Strings are drawn at random and never stored. A string of n letters gives the row of tokens
+`x_1 ... x_n | x_1 ... x_n .` with the delimiter `|` and the stop `.`, which is 2 n + 2 tokens.
+Letters have the numbers 0 to k - 1, the delimiter has the number k, and the stop k + 1. The model
+reads all tokens except the stop. The loss covers only the predictions after the delimiter.
 """
 
 import hashlib
@@ -52,10 +52,10 @@ class Copying(Generating):
         test_strings: Number of test strings of each length.
         test_epochs: Number of epochs between two tests. There is also a test after the last step.
 
-    Source: equation 3.36 of Trockman's thesis (2025), with the pipeline of
-    https://arxiv.org/abs/2402.01032. In the pipeline, strings of many lengths fill rows of 220
-    tokens, each string has its own delimiter, and the state of the previous strings remains. Here a
-    row is one string.
+    Source: equation 3.36 of Trockman's thesis (2025), which uses the pipeline of
+    https://arxiv.org/abs/2402.01032. In the pipeline, several strings with their own delimiters
+    fill a row of 220 tokens, and the model keeps its state between strings. Here, a row is one
+    string.
     """
 
     length: Count = 50
@@ -75,6 +75,7 @@ class Copying(Generating):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
+        """Return an image set with the ids of the strings of an epoch."""
         return GeneratedStrings()
 
     def build(
@@ -108,6 +109,7 @@ class Copying(Generating):
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
+        """Return the test of the model on fixed strings."""
         return CopyingTest(self, learner.student.backbone, timeline)
 
 
@@ -156,10 +158,12 @@ class StringMaker(ViewMaker):
     letters: int
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
+        """Return no size, because strings are not images."""
         del image_size, patch_size
         return ()
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
+        """Return a random string for each sample."""
         del samples, sizes
         strings = [generator.integers(self.letters, size=self.length) for generator in generators]
         return torch.from_numpy(np.stack(strings))
@@ -194,6 +198,7 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
+        """Return a constant sha256, because the strings depend only on seed and options."""
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 
 
