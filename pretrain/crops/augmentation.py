@@ -51,12 +51,9 @@ class AugmentationParams:
     blur_sigma: Float32[Tensor, " views"]
     solarize: Bool[Tensor, " views"]
 
-    def pin_memory(self) -> "AugmentationParams":
-        """Return a copy in pinned memory, for a DataLoader."""
-        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
-
-    def __getitem__(self, views: slice | Tensor) -> "AugmentationParams":
-        return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
+    def map(self, function: Callable[[Tensor], Tensor]) -> "AugmentationParams":
+        """Return the result of a function for the tensor of each parameter."""
+        return AugmentationParams(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
 @torch.no_grad()
@@ -65,7 +62,7 @@ def augment(
     params: AugmentationParams,
     *,
     solarize_threshold: float,
-    normalization: Normalization = IMAGENET_NORMALIZATION,
+    mean_std: Normalization = IMAGENET_NORMALIZATION,
 ) -> Images:
     """Augment and normalise 8-bit RGB views.
 
@@ -73,18 +70,16 @@ def augment(
         pixels: Cropped views.
         params: Random parameters of the views, in CPU memory.
         solarize_threshold: Solarization inverts values from this threshold on, in [0, 1].
-        normalization: Mean and standard deviation of each channel.
+        mean_std: Mean and standard deviation of each channel.
     """
     if pixels.is_cuda:
         images = _change_colours_on_gpu(pixels, params)
     else:
         images = _change_colours_on_cpu(pixels, params)
-    apply_to_views(
-        images, params.blur_sigma > 0, lambda views, rows: blur(views, params.blur_sigma[rows])
-    )
+    apply_to_views(images, params.blur_sigma > 0, lambda x, rows: blur(x, params.blur_sigma[rows]))
     threshold = solarize_threshold
     apply_to_views(images, params.solarize, lambda x, _: torch.where(x >= threshold, 1 - x, x))
-    return normalise(images, normalization)
+    return normalise(images, mean_std)
 
 
 def _change_colours_on_cpu(
@@ -96,9 +91,9 @@ def _change_colours_on_cpu(
     every jitter for every view. The results are the same to the last bit.
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    apply_to_views(images, params.flip, lambda views, _: views.flip(-1))
+    apply_to_views(images, params.flip, lambda x, _: x.flip(-1))
     jitter(images, params.jitter, params.order, params.factors)
-    apply_to_views(images, params.grey, lambda views, _: to_grey(views).expand_as(views))
+    apply_to_views(images, params.grey, lambda x, _: to_grey(x).expand_as(x))
     return images
 
 
@@ -162,27 +157,15 @@ def jitter(
         factors: Strength of the jitters, as in `AugmentationParams`.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
-        _jitter_wanted(images, wanted, kind, factor)
-
-
-def _jitter_wanted(
-    images: Images,
-    wanted: Bool[Tensor, " views"],
-    kind: Int64[Tensor, " views"],
-    factor: Float32[Tensor, " views"],
-) -> None:
-    """Apply one jitter to the wanted views, in place."""
-    is_hue = kind == HUE
-    apply_to_views(
-        images, wanted & ~is_hue, lambda views, rows: blend(views, kind[rows], factor[rows])
-    )
-    apply_to_views(images, wanted & is_hue, lambda views, rows: shift_hue(views, factor[rows]))
+        is_hue = kind == HUE
+        apply_to_views(
+            images, wanted & ~is_hue, lambda x, r, k=kind, f=factor: blend(x, k[r], f[r])
+        )
+        apply_to_views(images, wanted & is_hue, lambda x, r, f=factor: shift_hue(x, f[r]))
 
 
 def apply_to_views(
-    images: Images,
-    wanted: Bool[Tensor, " views"],
-    operation: Callable[[Images, Rows], Images],
+    images: Images, wanted: Bool[Tensor, " views"], operation: Callable[[Images, Rows], Images]
 ) -> None:
     """Replace the wanted views in place by operation(wanted views, their row numbers)."""
     rows = wanted.nonzero()[:, 0]
@@ -205,11 +188,9 @@ def blend(
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
     rest = 1 - factor
-    weights = torch.stack([factor, rest * (kind == SATURATION), rest * (kind == CONTRAST)])
-    image_weight, grey_weight, mean_weight = to_device(weights, images.device)[
-        ..., None, None, None
-    ]
-    return (image_weight * images + grey_weight * grey + mean_weight * mean).clamp_(0, 1)
+    shares = torch.stack([factor, rest * (kind == SATURATION), rest * (kind == CONTRAST)])
+    image_share, grey_share, mean_share = to_device(shares, images.device)[..., None, None, None]
+    return (image_share * images + grey_share * grey + mean_share * mean).clamp_(0, 1)
 
 
 def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
@@ -268,12 +249,12 @@ def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "vi
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def normalise(images: Images, normalization: Normalization = IMAGENET_NORMALIZATION) -> Images:
+def normalise(images: Images, mean_std: Normalization = IMAGENET_NORMALIZATION) -> Images:
     """Subtract the mean of each channel and divide by the standard deviation, in place.
 
     Args:
         images: Images with values in [0, 1].
-        normalization: Mean and standard deviation of each channel.
+        mean_std: Mean and standard deviation of each channel.
     """
-    mean, std = to_device(torch.tensor(normalization), images.device)[..., None, None]
+    mean, std = to_device(torch.tensor(mean_std), images.device)[..., None, None]
     return images.sub_(mean).div_(std)

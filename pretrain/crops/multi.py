@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Annotated
 
 import numpy as np
@@ -51,7 +52,7 @@ class CropGroup:
 
     def pin_memory(self) -> "CropGroup":
         """Return a copy in pinned memory, for a DataLoader."""
-        return CropGroup(self.pixels.pin_memory(), self.params.pin_memory())
+        return CropGroup(self.pixels.pin_memory(), self.params.map(Tensor.pin_memory))
 
 
 @dataclass(frozen=True)
@@ -119,28 +120,22 @@ class MultiCrop(ViewMaker):
         """Return the global crops and the local crops of all images, not yet augmented."""
         images = [image_to_tensor(sample.image) for sample in samples]
         boxes, params = self.draw(generators, np.array([image.shape[:2] for image in images]))
-        first_local = 2 * len(images)
-        groups = []
-        for views, own_params, size in zip(
-            (boxes[:2], boxes[2:]),
-            (params[:first_local], params[first_local:]),
-            sizes,
-            strict=False,  # without local crops there is only one size
-        ):
+        first_local, groups = 2 * len(images), []
+        places = ((boxes[:2], slice(first_local)), (boxes[2:], slice(first_local, None)))
+        # Without local crops there is only one size.
+        for (group_boxes, rows), size in zip(places, sizes, strict=False):
             crops = [
                 crop(image, box, size)
-                for view in views
-                for image, box in zip(images, view, strict=True)
+                for view_boxes in group_boxes
+                for image, box in zip(images, view_boxes, strict=True)
             ]
             # One tensor in which the three values of a pixel are next to each other in memory.
             stacked = torch.stack([pixels.permute(1, 2, 0) for pixels in crops])
-            groups.append(CropGroup(stacked.permute(0, 3, 1, 2), own_params))
+            groups.append(CropGroup(stacked.permute(0, 3, 1, 2), params.map(itemgetter(rows))))
         return tuple(groups)
 
     def draw(
-        self,
-        generators: Generators,
-        image_sizes: Int64[np.ndarray, "images 2"],
+        self, generators: Generators, image_sizes: Int64[np.ndarray, "images 2"]
     ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
         """Draw the boxes and the augmentation of all views.
 
@@ -198,7 +193,7 @@ class MultiCrop(ViewMaker):
         self,
         groups: Sequence[CropGroup],
         device: torch.device,
-        normalization: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, ...]:
         """Return the augmented and normalised views on the device, one tensor for each group."""
         return tuple(
@@ -206,7 +201,7 @@ class MultiCrop(ViewMaker):
                 group.pixels.to(device, non_blocking=True),
                 group.params,
                 solarize_threshold=self.solarize_threshold / 255,
-                normalization=normalization,
+                mean_std=mean_std,
             )
             for group in groups
         )
@@ -221,8 +216,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
     """Copy the pixels to the device, and the parameters within CPU memory."""
     # A copy of pinned pixels does not wait for the device.
     pixels = group.pixels.to(device, non_blocking=True, copy=True)
-    params = {f.name: getattr(group.params, f.name).clone() for f in fields(AugmentationParams)}
-    return CropGroup(pixels, AugmentationParams(**params))
+    return CropGroup(pixels, group.params.map(Tensor.clone))
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:

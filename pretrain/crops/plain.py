@@ -65,17 +65,14 @@ class ViewMaker(ABC):
 
     @abstractmethod
     def finish(
-        self,
-        groups: Any,
-        device: torch.device,
-        normalization: Normalization = IMAGENET_NORMALIZATION,
+        self, groups: Any, device: torch.device, mean_std: Normalization = IMAGENET_NORMALIZATION
     ) -> Sequence[Tensor]:
         """Return normalised views on the device, and labels if the learner needs them.
 
         Args:
             groups: Result of `cut` or `join`.
             device: Device of the learner.
-            normalization: Mean and standard deviation of each channel.
+            mean_std: Mean and standard deviation of each channel.
         """
 
 
@@ -119,10 +116,10 @@ class PlainCrop(ViewMaker):
         self,
         groups: UInt8[Tensor, "batch 3 size size"],
         device: torch.device,
-        normalization: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
         """Return the normalised images on the device."""
-        return (normalise(groups.to(device, non_blocking=True).float() / 255, normalization),)
+        return (normalise(groups.to(device, non_blocking=True).float() / 255, mean_std),)
 
 
 def check_ranges(**ranges: Sequence[float]) -> None:

@@ -42,8 +42,8 @@ _Argument = Callable[[float], int | float]
 _NUM_JITTERS = 3
 # Fields of `LabelledCrops` with one row for each image: those for the device, and those that stay
 # in CPU memory.
-_DEVICE_FIELDS = ("pixels", "labels")
-_CPU_FIELDS = ("order", "factors", "cutout", "erased")
+_ON_DEVICE = ("pixels", "labels")
+_ON_CPU = ("order", "factors", "cutout", "erased")
 # Attempts of random erasing, and the ranges of the area as a share of the image, and of the ratio
 # height / width.
 _ATTEMPTS = 10
@@ -145,14 +145,14 @@ class SingleCrop(ViewMaker):
         aspect_ratio: Minimum and maximum of width / height before resizing.
         num_ops: Number of RandAugment operations drawn for each crop. Each is applied with
             probability 0.5. Without RandAugment the number is 0.
-        magnitude: Mean strength of the operations of RandAugment, 0 to 10.
-        magnitude_deviation: Standard deviation of the strength.
+        magnitude: Mean strength of the operations of RandAugment.
+        magnitude_deviation: Standard deviation of the strength of the operations.
         color_jitter: Maximum relative change of brightness, contrast and saturation, in random
             order. The recipes of DeiT and its successors specify a value, but timm ignores it if
             RandAugment is used (timm 1.0.31, timm/data/transforms_factory.py, line 187). Use 0 for
             these recipes.
-        cutout: Side length in pixels of a square that is filled with the mean colour, or 0. Its
-            center may be anywhere in the crop.
+        cutout: Side length in pixels of a square that is filled with the mean colour. Without
+            Cutout it is 0. The center of the square may be anywhere in the crop.
         erasing_probability: Probability that a rectangle is filled with noise. `draw_rectangle`
             describes its size.
         mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0
@@ -195,12 +195,10 @@ class SingleCrop(ViewMaker):
         return LabelledCrops(
             pixels=torch.stack(pixels),
             labels=torch.tensor([sample.label for sample in samples]),
-            order=_stack(one.permutation(_NUM_JITTERS) for one in generators),
-            factors=_stack(one.uniform(low, high, _NUM_JITTERS) for one in generators).float(),
-            cutout=_stack(draw_square(one, size, self.cutout) for one in generators),
-            erased=_stack(
-                draw_rectangle(one, size, self.erasing_probability) for one in generators
-            ),
+            order=_stack(g.permutation(_NUM_JITTERS) for g in generators),
+            factors=_stack(g.uniform(low, high, _NUM_JITTERS) for g in generators).float(),
+            cutout=_stack(draw_square(g, size, self.cutout) for g in generators),
+            erased=_stack(draw_rectangle(g, size, self.erasing_probability) for g in generators),
             noise_seed=int(generators[0].integers(2**62)),
             mixture=self.draw_mixture(generators[0], size),
         )
@@ -261,15 +259,13 @@ class SingleCrop(ViewMaker):
         copies = []
         for chunk in chunks:
             # Copies of pinned pixels and labels do not wait for the device.
-            moved = {
-                name: getattr(chunk, name).to(device, non_blocking=True, copy=True)
-                for name in _DEVICE_FIELDS
+            far = {
+                n: getattr(chunk, n).to(device, non_blocking=True, copy=True) for n in _ON_DEVICE
             }
-            moved |= {name: getattr(chunk, name).clone() for name in _CPU_FIELDS}
-            copies.append(replace(chunk, **moved))
+            near = {n: getattr(chunk, n).clone() for n in _ON_CPU}
+            copies.append(replace(chunk, **far, **near))
         joined: dict[str, Any] = {
-            name: torch.cat([getattr(one, name) for one in copies])
-            for name in (*_DEVICE_FIELDS, *_CPU_FIELDS)
+            n: torch.cat([getattr(one, n) for one in copies]) for n in (*_ON_DEVICE, *_ON_CPU)
         }
         return replace(copies[0], **joined)
 
@@ -277,13 +273,13 @@ class SingleCrop(ViewMaker):
         self,
         groups: LabelledCrops,
         device: torch.device,
-        normalization: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
         """Return normalised images, the class of each image, and its weight in the mixture."""
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
             jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
-        normalise(images, normalization)
+        normalise(images, mean_std)
         if self.cutout:
             # The mean colour is 0 after normalisation.
             images.masked_fill_(_is_inside(images, groups.cutout), 0.0)

@@ -6,7 +6,7 @@ computed in one pass and has a hand-written gradient, which saves memory.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,9 +113,6 @@ class DinoLearner(Learner):
 
     @property
     def encoders(self) -> Sequence[VisionTransformer]:
-        return self.student.backbone, self.teacher.backbone
-
-    def compilable(self) -> Iterable[nn.Module]:
         return self.student.backbone, self.teacher.backbone
 
     def loss(

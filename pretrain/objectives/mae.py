@@ -38,8 +38,9 @@ class Mae(Objective):
 
     Attributes:
         mask_ratio: Share of the patches that the encoder does not see.
-        normalised_pixels: Whether the pixels of each target patch are scaled to mean 0 and standard
-            deviation 1. Otherwise the decoder predicts the normalised pixels of the image.
+        normalised_pixels: Whether the pixels of each target patch are standardised. Standardised
+            pixels have mean 0 and standard deviation 1 in each patch. Otherwise the targets are the
+            normalised pixels of the image.
         gray_decoder: Whether the blocks of the decoder apply the token graying of the encoder.
 
     Source: https://arxiv.org/abs/2111.06377, and

@@ -49,7 +49,7 @@ class Learner(nn.Module, ABC):
 
     def compilable(self) -> Iterable[nn.Module]:
         """Return the modules for `torch.compile`. Their inputs must always have the same shapes."""
-        return (self.encoder,)
+        return self.encoders
 
     @abstractmethod
     def loss(

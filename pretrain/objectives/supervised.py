@@ -24,7 +24,7 @@ class Supervised(Objective):
 
     Attributes:
         num_classes: Expected number of classes. Training images with another number are refused.
-        label_smoothing: Share of the target probability that is spread over all classes, in [0, 1).
+        label_smoothing: Share of the target probability that is spread over all classes.
 
     Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
     """

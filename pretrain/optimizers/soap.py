@@ -130,7 +130,7 @@ class SOAP(torch.optim.Optimizer):
                 self._step_group(group, group_stacks, factors)
         return loss
 
-    def _count_step(self, stacks: Sequence["Stack"]) -> "StepFactors":
+    def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
         """Increase the step counts of all stacks, and the counts of skipped steps if necessary."""
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
@@ -140,10 +140,10 @@ class SOAP(torch.optim.Optimizer):
             stack.step += 1
             for parameter in stack.parameters:
                 self.state[parameter]["step"] = stack.step
-        return StepFactors(is_skipped)
+        return Factors(is_skipped)
 
     def _step_group(
-        self, group: dict[str, Any], stacks: Sequence["Stack"], factors: "StepFactors"
+        self, group: dict[str, Any], stacks: Sequence["Stack"], factors: "Factors"
     ) -> None:
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         gradients = [stack.gradients().masked_fill_(factors.is_skipped, 0.0) for stack in stacks]
@@ -161,7 +161,7 @@ class SOAP(torch.optim.Optimizer):
             elif stack.bases:
                 for members in stack.due_members(group["precondition_frequency"]):
                     refresh_bases(
-                        stack, members, factors.is_skipped, is_sharded=group["shard_refreshes"]
+                        stack, members, factors.is_skipped, shard=group["shard_refreshes"]
                     )
 
     def _update_stacks(self) -> None:
@@ -273,55 +273,56 @@ def make_stack(
 
     Args:
         parameters: Parameters of the same shape, dtype, device and step count.
-        states: State of each parameter. Each of them is empty before the first gradient.
+        states: State of each parameter. All of them are empty before the first gradient.
         group: Parameter group of the optimizer.
         index: Number of the stack in its group.
         skipped: Number of skipped steps.
     """
-    first, members, frequency = parameters[0], len(parameters), group["precondition_frequency"]
-    if "step" in states[0]:
+    if "step" not in states[0]:
+        members, frequency = len(parameters), group["precondition_frequency"]
+        # Consecutive members have the same phase, so that a refresh works on slices without copies.
+        spread = [(index + member * frequency // members) % frequency for member in range(members)]
+        phases = spread if group["stagger"] else [0] * members
+        states = [initial_state(parameters[0], group, phase) for phase in phases]
 
-        def stack_matrices(kind: str) -> Matrices:
-            return {mode: torch.stack([s[kind][mode] for s in states]) for mode in states[0][kind]}
+    def stack_matrices(kind: str) -> Matrices:
+        return {mode: torch.stack([s[kind][mode] for s in states]) for mode in states[0][kind]}
 
-        return Stack(
-            parameters,
-            step=states[0]["step"],
-            skipped=skipped,
-            phases=[state["phase"] for state in states],
-            index=index,
-            exp_avg=torch.stack([state["exp_avg"] for state in states]),
-            exp_avg_sq=torch.stack([state["exp_avg_sq"] for state in states]),
-            statistics=stack_matrices("statistics"),
-            bases=stack_matrices("bases"),
-        )
-    options = {
-        "dtype": torch.float64 if first.dtype == torch.float64 else torch.float32,
-        "device": first.device,
-    }
-    # Vectors have no basis, and neither have axes above the limit. An axis of length 1 has no
-    # basis, because its only bases, +1 and -1, have no effect.
-    shapes = {
-        mode: (members, size, size)
-        for mode, size in enumerate(first.shape if first.ndim > 1 else ())
-        if 1 < size <= group["max_precond_dim"]
-    }
-    # Consecutive members have the same phase, so that a refresh works on slices without copies.
-    spread = [(index + member * frequency // members) % frequency for member in range(members)]
     return Stack(
         parameters,
-        step=-1,
+        step=states[0]["step"],
         skipped=skipped,
-        phases=spread if group["stagger"] else [0] * members,
+        phases=[state["phase"] for state in states],
         index=index,
-        exp_avg=torch.zeros(members, *first.shape, **options),
-        exp_avg_sq=torch.zeros(members, *first.shape, **options),
-        statistics={mode: torch.zeros(shape, **options) for mode, shape in shapes.items()},
-        bases={mode: torch.zeros(shape, **options) for mode, shape in shapes.items()},
+        exp_avg=torch.stack([state["exp_avg"] for state in states]),
+        exp_avg_sq=torch.stack([state["exp_avg_sq"] for state in states]),
+        statistics=stack_matrices("statistics"),
+        bases=stack_matrices("bases"),
     )
 
 
-class StepFactors:
+def initial_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
+    """Return the state of a parameter before its first gradient, which consists of zeros."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)
+    # Vectors have no basis, and neither have axes above the limit. An axis of length 1 has no
+    # basis, because its only bases, +1 and -1, have no effect.
+    sizes = {
+        mode: size
+        for mode, size in enumerate(parameter.shape if parameter.ndim > 1 else ())
+        if 1 < size <= group["max_precond_dim"]
+    }
+    return {
+        "step": -1,
+        "phase": phase,
+        "exp_avg": zeros(parameter.shape),
+        "exp_avg_sq": zeros(parameter.shape),
+        "statistics": {mode: zeros(size, size) for mode, size in sizes.items()},
+        "bases": {mode: zeros(size, size) for mode, size in sizes.items()},
+    }
+
+
+class Factors:
     """Scalar factors of one optimizer step, as tensors on the device.
 
     If the step is skipped, all factors have no effect. Each factor is computed only once.
@@ -334,7 +335,7 @@ class StepFactors:
         self._one, self._is_taken = torch.ones_like(is_skipped), 1 - is_skipped
         self.is_skipped: Bool[Tensor, ""] = is_skipped.bool()
         self._factors: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._step_sizes: dict[tuple[Any, ...], Tensor] = {}
+        self._sizes: dict[tuple[Any, ...], Tensor] = {}
 
     def multiply(self, tensors: Sequence[Tensor], value: float) -> None:
         """Multiply tensors by a value in place, or by 1 if the step is skipped."""
@@ -353,20 +354,16 @@ class StepFactors:
         """
         lr, (beta1, beta2) = group["lr"], group["betas"]
         key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
-        if key not in self._step_sizes:
+        if key not in self._sizes:
             # Without any update, the bias correction would divide by 0.
             updates = (stack.step - stack.skipped).clamp_(min=1)
             correction = (1 - beta2**updates).sqrt_().div_(1 - beta1**updates)
-            size = correction.mul_(self._is_taken).mul_(-lr).to(stack.exp_avg.dtype)
-            self._step_sizes[key] = size
-        return self._step_sizes[key]
+            self._sizes[key] = correction.mul_(self._is_taken).mul_(-lr).to(stack.exp_avg.dtype)
+        return self._sizes[key]
 
 
 def take_adam_step(
-    stacks: Sequence[Stack],
-    gradients: Sequence[Tensor],
-    group: dict[str, Any],
-    factors: StepFactors,
+    stacks: Sequence[Stack], gradients: Sequence[Tensor], group: dict[str, Any], factors: Factors
 ) -> None:
     """Take one step of Adam in the eigenbases, and then apply the decoupled weight decay."""
     beta1, beta2 = group["betas"]
@@ -395,7 +392,7 @@ def take_adam_step(
 
 
 def update_statistics(
-    stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, factors: StepFactors
+    stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, factors: Factors
 ) -> None:
     """Update the moving average of g @ g.T for each mode, where g is the unfolded gradient."""
     averages = [average for stack in stacks for average in stack.statistics.values()]
@@ -407,7 +404,7 @@ def update_statistics(
 
 
 def refresh_bases(
-    stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, is_sharded: bool
+    stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
     """Update the bases of some members by one power iteration, sorted by descending eigenvalue.
 
@@ -421,12 +418,8 @@ def refresh_bases(
     for mode, basis in bases.items():
         powered = torch.bmm(stack.statistics[mode][members], basis)
         order = (basis * powered).sum(-2).argsort(-1, descending=True)
-        powered, sorted_basis = (
-            x.gather(-1, order[:, None].expand_as(x)) for x in (powered, basis)
-        )
-        new_basis = orthonormalise(
-            powered, sorted_basis, rank_offset=stack.index + mode, is_sharded=is_sharded
-        )
+        powered, fallback = (x.gather(-1, order[:, None].expand_as(x)) for x in (powered, basis))
+        new_basis = orthonormalise(powered, fallback, rank_offset=stack.index + mode, shard=shard)
         # The memory layout affects how products are rounded.
         new_bases[mode] = new_basis.contiguous()
         order = order.view(len(order), *[-1 if axis == mode else 1 for axis in range(num_axes)])
@@ -494,7 +487,7 @@ def orthonormalise(
     fallback: Float[Tensor, "members n n"],
     *,
     rank_offset: int,
-    is_sharded: bool,
+    shard: bool,
 ) -> Float[Tensor, "members n n"]:
     """Return the Q factors of the QR decompositions of all matrices, equal in all processes.
 
@@ -503,9 +496,9 @@ def orthonormalise(
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number by which the shares of the processes are shifted. With a different
             number for each stack, all processes have work even if stacks are small.
-        is_sharded: Whether each process decomposes only a share of the matrices.
+        shard: Whether each process decomposes only a share of the matrices.
     """
-    world = dist.get_world_size() if is_sharded and dist.is_initialized() else 1
+    world = dist.get_world_size() if shard and dist.is_initialized() else 1
     if world == 1:
         return broadcast_from_rank0(_compute_q(matrices, fallback))
     rank = (dist.get_rank() + rank_offset) % world

@@ -172,10 +172,10 @@ class StringMaker(ViewMaker):
         self,
         groups: Letters,
         device: torch.device,
-        normalization: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Rows]:
         """Return one tensor of rows on the device."""
-        del normalization
+        del mean_std
         return (make_rows(groups.to(device, non_blocking=True), self.letters),)
 
 
