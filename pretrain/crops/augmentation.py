@@ -4,8 +4,8 @@ Each view has its own random parameters. The parameters stay in CPU memory, so t
 views for an operation never waits for a GPU.
 
 Source: the operations of torchvision.transforms.v2.functional for float images. Official DINO uses
-PIL on 8-bit images, which differs in two ways: PIL rounds after each operation, and it approximates
-a Gaussian blur by several box blurs.
+PIL on 8-bit images. PIL rounds after each operation, and it approximates a Gaussian blur by several
+box blurs.
 """
 
 from collections.abc import Callable
@@ -87,8 +87,8 @@ def _change_colours_on_cpu(
 ) -> Images:
     """Flip, jitter and convert to grey only the views that need it.
 
-    For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `jitter_all`, which computes
-    every jitter for every view. The results are the same to the last bit.
+    `jitter_all` computes every jitter for every view. For DINO's crops on one CPU core, a selection
+    of views is 2.5 to 5 times as fast, and the results are the same to the last bit.
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     apply_to_views(images, params.flip, lambda x, _: x.flip(-1))

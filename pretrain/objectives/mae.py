@@ -33,8 +33,8 @@ class Mae(Objective):
     """Hyperparameters of MAE.
 
     The published decoder for ViT-B and larger encoders has a width of 512, 8 blocks and 16 heads.
-    The default decoder is meant for ViT-S. As in the paper, its width is two thirds of the
-    encoder's width, and the width of a head is 32.
+    The default decoder is meant for ViT-S. As in the paper, the width of the decoder is two
+    thirds of the encoder's width, and the width of a head is 32.
 
     Attributes:
         mask_ratio: Share of the patches that the encoder does not see.
@@ -264,5 +264,5 @@ def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches va
 def gather_patches(
     values: Float[Tensor, "batch patches dim"], numbers: Int64[Tensor, "batch selected"]
 ) -> Float[Tensor, "batch selected dim"]:
-    """Return the values of the patches with these numbers for each image."""
+    """Return the values of the patches whose numbers are given for each image."""
     return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))

@@ -48,7 +48,7 @@ class Learner(nn.Module, ABC):
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules for `torch.compile`. Their inputs must always have the same shapes."""
+        """Return the modules to compile, whose inputs must have the same shapes at each step."""
         return self.encoders
 
     @abstractmethod

@@ -38,8 +38,8 @@ class SOAP(torch.optim.Optimizer):
 
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes nothing, whatever values the
-    gradients have. If this happens at the first gradient of a parameter, the basis vectors are the
-    coordinate axes until the next refresh.
+    gradients have. If the step with a parameter's first gradient is skipped, the basis vectors of
+    the parameter are the coordinate axes until the next refresh.
 
     Args:
         params: Parameters or parameter groups.
@@ -194,7 +194,7 @@ class SOAP(torch.optim.Optimizer):
         stacks = []
         for index, ((*_, device, step), parameters) in enumerate(stackable.items()):
             states = [self.state[p] for p in parameters]
-            # Devices without float64 count in float32, which is exact up to 2^24.
+            # Devices without float64 count steps in float32, which is exact up to 2^24 steps.
             dtype = torch.float64 if float64_device(device) == device else torch.float32
             zero = torch.zeros((), dtype=dtype, device=device)
             skipped = skipped_by_step.setdefault(step, states[0].get("skipped", zero))
@@ -269,7 +269,7 @@ def make_stack(
     index: int,
     skipped: Float[Tensor, ""],
 ) -> Stack:
-    """Stack parameters with their states. Parameters without a state start with zeros.
+    """Return a stack of parameters and their states. New parameters start with zeros.
 
     Args:
         parameters: Parameters of the same shape, dtype, device and step count.

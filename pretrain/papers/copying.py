@@ -54,8 +54,8 @@ class Copying(Generating):
 
     Source: equation 3.36 of Trockman's thesis (2025), which uses the pipeline of
     https://arxiv.org/abs/2402.01032. In the pipeline, several strings with their own delimiters
-    fill a row of 220 tokens, and the model keeps its state between strings. Here, a row is one
-    string.
+    fill a row of 220 tokens, and the model keeps its state between strings. In this suite, a
+    row contains one string.
     """
 
     length: Count = 50
