@@ -1,8 +1,9 @@
-"""The multi-crop recipe of DINO: crops to 8-bit on the CPU, everything else on the device."""
+"""The multi-crop augmentation of DINO. The CPU cuts 8-bit crops, and the device does the rest."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Annotated
 
 import numpy as np
@@ -10,15 +11,15 @@ import torch
 from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
-from pretrain.crops.augmentation import AugmentationParams, Images, apply_looks
+from pretrain.crops.augmentation import AugmentationParams, Images, augment
 from pretrain.crops.plain import (
     BOX_NUMBERS,
     Generators,
     Samples,
     ViewMaker,
-    as_tensor,
-    check_spans,
+    check_ranges,
     crop,
+    image_to_tensor,
     place_boxes,
 )
 from ssl_bench.composition.fields import (
@@ -33,40 +34,46 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
-# Random numbers of a view, beside those of its box.
-_LOOK_NUMBERS = 14
+# Number of random numbers for the augmentation of a view, in addition to those for its box.
+_AUGMENTATION_NUMBERS = 14
+# Side length of the global crops in the official recipe, in pixels.
 _REFERENCE_SIZE = 224
 
-# For the first large crop, the second, and the small ones.
+# Values for the first global crop, the second global crop and the local crops.
 _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Views of one size, 8-bit: first the first view of every image, then the second, ..."""
+    """All 8-bit views of one size: the first views of all images, then the second views, ..."""
 
     pixels: UInt8[Tensor, "views 3 size size"]
-    looks: AugmentationParams
+    params: AugmentationParams
 
     def pin_memory(self) -> "CropGroup":
-        return CropGroup(self.pixels.pin_memory(), self.looks.pin_memory())
+        """Return a copy in pinned memory, for a DataLoader."""
+        return CropGroup(self.pixels.pin_memory(), self.params.map(Tensor.pin_memory))
 
 
 @dataclass(frozen=True)
 class MultiCrop(ViewMaker):
-    """Two large crops and several small ones of every image, each with a look of its own.
+    """Two large global crops and several small local crops of each image.
+
+    Each crop has its own random augmentation.
 
     Attributes:
-        global_scale: Least and largest share of the image's area in a large crop.
-        local_scale: Least and largest share of the image's area in a small crop.
-        local_size: Side of a small crop beside large ones of 224 pixels; in proportion to others.
-        aspect_ratio: Least and largest width over height before resizing.
-        brightness: Largest relative change, as are contrast and saturation.
-        hue: Largest turn, as a share of the colour circle.
-        blur_sigma: Least and largest, in pixels.
-        blur_probability: Of the first large crop, the second, and the small ones.
-        solarize_probability: Of the first large crop, the second, and the small ones.
-        solarize_threshold: Values from here on are inverted, 0 to 255.
+        global_scale: Minimum and maximum area of a global crop, as a share of the image's area.
+        local_scale: Minimum and maximum area of a local crop, as a share of the image's area.
+        local_size: Side length of a local crop in pixels if the global crops have 224 pixels. For
+            other global crops it is scaled in proportion.
+        aspect_ratio: Minimum and maximum of width / height before resizing.
+        brightness: Maximum relative change of brightness.
+        hue: Maximum shift of the hue, as a share of the colour circle.
+        blur_sigma: Minimum and maximum standard deviation of the Gaussian blur in pixels.
+        blur_probability: Probabilities for the first global crop, the second and the local crops.
+        solarize_probability: Probabilities for the first global crop, the second and the local
+            crops.
+        solarize_threshold: Threshold from which solarization inverts values, 0 to 255.
 
     Source: `DataAugmentationDINO` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
@@ -91,7 +98,7 @@ class MultiCrop(ViewMaker):
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
-        check_spans(
+        check_ranges(
             global_scale=self.global_scale,
             local_scale=self.local_scale,
             aspect_ratio=self.aspect_ratio,
@@ -99,7 +106,10 @@ class MultiCrop(ViewMaker):
         )
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Sides of the large and, if there are any, the small crops: multiples of the patch."""
+        """Return the side lengths of the global crops and, if there are any, of the local crops.
+
+        The side length of the local crops is rounded to a multiple of the patch size.
+        """
         local_size = image_size * self.local_size / _REFERENCE_SIZE
         patches = max(1, math.floor(local_size / patch_size + 0.5))
         return (image_size, patches * patch_size) if self.num_locals else (image_size,)
@@ -107,105 +117,122 @@ class MultiCrop(ViewMaker):
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
-        """Crop every image into all its views, and draw how each of them will look."""
-        images = [as_tensor(sample.image) for sample in samples]
-        boxes, looks = self.draw(generators, np.array([image.shape[:2] for image in images]))
-        first_local = 2 * len(images)
-        groups = []
-        for views, rows, size in zip(
-            (boxes[:2], boxes[2:]),
-            (looks[:first_local], looks[first_local:]),
-            sizes,
-            strict=False,  # without small crops there is one size
-        ):
+        """Return the global crops and the local crops of all images, not yet augmented."""
+        images = [image_to_tensor(sample.image) for sample in samples]
+        boxes, params = self.draw(generators, np.array([image.shape[:2] for image in images]))
+        first_local, groups = 2 * len(images), []
+        places = ((boxes[:2], slice(first_local)), (boxes[2:], slice(first_local, None)))
+        # Without local crops there is only one size.
+        for (group_boxes, rows), size in zip(places, sizes, strict=False):
             crops = [
                 crop(image, box, size)
-                for view in views
-                for image, box in zip(images, view, strict=True)
+                for view_boxes in group_boxes
+                for image, box in zip(images, view_boxes, strict=True)
             ]
-            # In one piece, with the three values of a pixel side by side.
+            # One tensor in which the three values of a pixel are next to each other in memory.
             stacked = torch.stack([pixels.permute(1, 2, 0) for pixels in crops])
-            groups.append(CropGroup(stacked.permute(0, 3, 1, 2), rows))
+            groups.append(CropGroup(stacked.permute(0, 3, 1, 2), params.map(itemgetter(rows))))
         return tuple(groups)
 
-    def join(
-        self, pieces: Iterable[Sequence[CropGroup]], device: torch.device
-    ) -> tuple[CropGroup, ...]:
-        """The groups of all images: of each view, those of one piece after those of another."""
-        names, joined = [item.name for item in fields(AugmentationParams)], []
-        copies = [
-            [
-                # Pixels without a wait where they are pinned.
-                (
-                    group.pixels.to(device, non_blocking=True, copy=True).permute(0, 2, 3, 1),
-                    *(getattr(group.looks, name).clone() for name in names),
-                )
-                for group in piece
-            ]
-            for piece in pieces
-        ]
-        for groups, num_views in zip(zip(*copies, strict=True), (2, self.num_locals), strict=False):
-            pixels, *looks = (
-                torch.cat([part.unflatten(0, (num_views, -1)) for part in parts], 1).flatten(0, 1)
-                for parts in zip(*groups, strict=True)
-            )
-            # The three values of a pixel stay side by side.
-            joined.append(CropGroup(pixels.permute(0, 3, 1, 2), AugmentationParams(*looks)))
-        return tuple(joined)
-
     def draw(
-        self,
-        generators: Generators,
-        image_sizes: Int64[np.ndarray, "images 2"],
+        self, generators: Generators, image_sizes: Int64[np.ndarray, "images 2"]
     ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
-        """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""
-        # One call a generator, and arithmetic for the whole batch: a call costs more than its work.
-        shape = (2 + self.num_locals, BOX_NUMBERS + _LOOK_NUMBERS)
+        """Draw the boxes and the augmentation of all views.
+
+        Args:
+            generators: One generator for each image.
+            image_sizes: Height and width of each image in pixels.
+
+        Returns:
+            Top, left, height and width of each box in pixels, and the parameters of all views. The
+            parameters of the first views of all images come first, then those of the second.
+        """
+        # Each generator is called only once, because a call takes longer than drawing the numbers.
+        shape = (2 + self.num_locals, BOX_NUMBERS + _AUGMENTATION_NUMBERS)
         numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
         scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
         boxes = place_boxes(numbers[..., :BOX_NUMBERS], image_sizes, scales, self.aspect_ratio)
         numbers = numbers[..., BOX_NUMBERS:]  # views images 14
-        happens = np.moveaxis(numbers[..., :5] < self._probabilities(), -1, 0)
-        flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
+        decisions = np.moveaxis(numbers[..., :5] < self._probabilities(), -1, 0)
+        flip, jitter, grey, is_blurred, solarize = (_flatten_views(d) for d in decisions)
         least, largest = self.blur_sigma
-        sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
+        sigma = _flatten_views(least + (largest - least) * numbers[..., 5]).float()
         strengths = np.array([self.brightness, self.contrast, self.saturation])
         lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
         highest = np.array([*(1 + strengths), self.hue])
+        factors = lowest + (highest - lowest) * numbers[..., 10:14]
         return boxes, AugmentationParams(
             flip=flip,
             jitter=jitter,
-            order=_rows(numbers[..., 6:10].argsort(axis=-1)),
-            factors=_rows(lowest + (highest - lowest) * numbers[..., 10:14]).float(),
+            order=_flatten_views(numbers[..., 6:10].argsort(axis=-1)),
+            factors=_flatten_views(factors).float(),
             grey=grey,
-            blur_sigma=torch.where(blurred, sigma, 0),
+            blur_sigma=torch.where(is_blurred, sigma, 0),
             solarize=solarize,
         )
 
     def _probabilities(self) -> Float64[np.ndarray, "views 1 5"]:
-        """Of flip, jitter, grey, blur and solarize."""
-        chances = [self.flip_probability, self.jitter_probability, self.grey_probability]
-        both = zip(self.blur_probability, self.solarize_probability, strict=True)
-        first, second, local = ([*chances, *own] for own in both)
+        """Return the probabilities of flip, jitter, grey, blur and solarization for each view."""
+        shared = [self.flip_probability, self.jitter_probability, self.grey_probability]
+        per_crop = zip(self.blur_probability, self.solarize_probability, strict=True)
+        first, second, local = ([*shared, *own] for own in per_crop)
         return np.array([first, second, *[local] * self.num_locals], float)[:, None]
+
+    def join(
+        self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
+    ) -> tuple[CropGroup, ...]:
+        """Move the groups of several chunks of images to the device, and join them."""
+        copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
+        num_views = (2, self.num_locals)
+        return tuple(
+            _join_groups(groups, count)
+            for groups, count in zip(zip(*copies, strict=True), num_views, strict=False)
+        )
 
     def finish(
         self,
         groups: Sequence[CropGroup],
         device: torch.device,
-        colours: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, ...]:
-        """Give every view its look on the device; the normalised views, group by group."""
+        """Return the augmented and normalised views on the device, one tensor for each group."""
         return tuple(
-            apply_looks(
+            augment(
                 group.pixels.to(device, non_blocking=True),
-                group.looks,
+                group.params,
                 solarize_threshold=self.solarize_threshold / 255,
-                colours=colours,
+                mean_std=mean_std,
             )
             for group in groups
         )
 
 
-def _rows(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
+def _flatten_views(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
+    """Return a tensor [views * images, ...]."""
     return torch.from_numpy(np.ascontiguousarray(values)).flatten(0, 1)
+
+
+def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
+    """Copy the pixels to the device, and the parameters within CPU memory."""
+    # A copy of pinned pixels does not wait for the device.
+    pixels = group.pixels.to(device, non_blocking=True, copy=True)
+    return CropGroup(pixels, group.params.map(Tensor.clone))
+
+
+def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
+    """Join the groups of several chunks of images, each of which has `num_views` views per image.
+
+    In the result, the first views of all images come first.
+    """
+
+    def join(tensors: Iterable[Tensor]) -> Tensor:
+        by_view = [tensor.unflatten(0, (num_views, -1)) for tensor in tensors]
+        return torch.cat(by_view, 1).flatten(0, 1)
+
+    # The three values of a pixel stay next to each other in memory.
+    pixels = join(group.pixels.permute(0, 2, 3, 1) for group in groups).permute(0, 3, 1, 2)
+    params = {
+        f.name: join(getattr(group.params, f.name) for group in groups)
+        for f in fields(AugmentationParams)
+    }
+    return CropGroup(pixels, AugmentationParams(**params))

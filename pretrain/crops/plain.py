@@ -1,4 +1,4 @@
-"""What makes views of images, how a box is drawn and cut out, and the plainest maker of views."""
+"""Random resized crops: the base class of view makers, and the crops of MAE."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,53 +17,74 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 
+# Attempts to place a box inside the image.
 _ATTEMPTS = 10
 BOX_NUMBERS = 2 * _ATTEMPTS + 2
+"""Number of random numbers for a box."""
 
 Samples = Iterable[Sample]
 Generators = Iterable[np.random.Generator]
-"""As many as samples."""
+"""One generator for each sample."""
 
 
 class ViewMaker(ABC):
-    """From samples to the views a learner takes: the part for the CPU, then that for the device.
+    """Turns samples into views. `cut` runs in CPU workers, and `finish` runs on the device.
 
-    What `cut` gives comes through a DataLoader, which makes lists of tuples and pins what has
-    `pin_memory`: give tensors, lists of them, or a class such as `LabelledCrops`.
+    A DataLoader transfers the result of `cut`. It turns tuples into lists, and pins the memory of
+    objects with a method `pin_memory`. The result must therefore be a tensor, a list of tensors, or
+    an object of a class such as `LabelledCrops`.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Sides of the views in pixels, for an encoder of such images and patches."""
+        """Return the side length in pixels of each kind of view.
+
+        Args:
+            image_size: Side length of the encoder's images in pixels.
+            patch_size: Side length of the encoder's patches in pixels.
+        """
         del patch_size
         return (image_size,)
 
     @abstractmethod
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Any:
-        """The views of the samples, in which each draws from its own generator."""
+        """Return 8-bit views of all samples.
 
-    def join(self, pieces: Iterable[Any], device: torch.device) -> Any:
-        """What was cut from some images, then some more, ...: on the device, as if cut at once.
-
-        Each piece is copied as it comes, so that the memory of the worker that cut it is free.
+        Args:
+            samples: Images with their labels.
+            generators: Source of the random numbers for each sample.
+            sizes: Side lengths in pixels, as returned by `sizes`.
         """
-        return torch.cat([piece.to(device, non_blocking=True, copy=True) for piece in pieces])
+
+    def join(self, chunks: Iterable[Any], device: torch.device) -> Any:
+        """Join several results of `cut` on the device.
+
+        The joined views are the same as if all samples were cut at once.
+        Each chunk is copied as soon as it arrives, which frees the shared memory of its worker.
+        """
+        return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
 
     @abstractmethod
     def finish(
-        self, groups: Any, device: torch.device, colours: Normalization = IMAGENET_NORMALIZATION
+        self, groups: Any, device: torch.device, mean_std: Normalization = IMAGENET_NORMALIZATION
     ) -> Sequence[Tensor]:
-        """What was cut, on the device, as the learner takes it."""
+        """Return normalised views on the device, and labels if the learner needs them.
+
+        Args:
+            groups: Result of `cut` or `join`.
+            device: Device of the learner.
+            mean_std: Mean and standard deviation of each channel.
+        """
 
 
 @dataclass(frozen=True)
 class PlainCrop(ViewMaker):
-    """Crop and flip on the CPU; normalise on the device. No class and no colour is touched.
+    """A random resized crop and a random horizontal flip, without labels or changes of colour.
 
     Attributes:
-        scale: Least and largest share of the image's area in the crop.
-        aspect_ratio: Least and largest width over height before resizing.
+        scale: Minimum and maximum area of the crop, as a share of the image's area.
+        aspect_ratio: Minimum and maximum of width / height before resizing.
 
-    Source: what MAE pretrains with, https://arxiv.org/abs/2111.06377, appendix A.1.
+    Source: the pretraining of MAE, https://arxiv.org/abs/2111.06377, appendix A.1.
     """
 
     scale: FractionRange = (0.2, 1.0)
@@ -72,45 +93,45 @@ class PlainCrop(ViewMaker):
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
-        check_spans(scale=self.scale, aspect_ratio=self.aspect_ratio)
+        check_ranges(scale=self.scale, aspect_ratio=self.aspect_ratio)
 
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> UInt8[Tensor, "batch 3 size size"]:
-        """Crop every image once."""
+        """Return one crop of each image."""
         pairs = zip(samples, generators, strict=True)
-        return torch.stack([self.cut_one(one.image, draws, sizes[0]) for one, draws in pairs])
+        return torch.stack([self.cut_one(one.image, own, sizes[0]) for one, own in pairs])
 
     def cut_one(
         self, image: UInt8[np.ndarray, "height width 3"], generator: np.random.Generator, size: int
     ) -> UInt8[Tensor, "3 {size} {size}"]:
-        """A random part of one image, resized to a square, bicubic, and mirrored or not."""
+        """Return a random part of an image, resized to a square and possibly flipped."""
         sizes, scales = np.array([image.shape[:2]]), np.array([self.scale])
         numbers = generator.random((1, 1, BOX_NUMBERS))
         box = place_boxes(numbers, sizes, scales, self.aspect_ratio)[0, 0]
-        pixels = crop(as_tensor(image), box, size)
+        pixels = crop(image_to_tensor(image), box, size)
         return pixels.flip(-1) if generator.random() < self.flip_probability else pixels
 
     def finish(
         self,
         groups: UInt8[Tensor, "batch 3 size size"],
         device: torch.device,
-        colours: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
-        """The normalised images."""
-        return (normalise(groups.to(device, non_blocking=True).float() / 255, colours),)
+        """Return the normalised images on the device."""
+        return (normalise(groups.to(device, non_blocking=True).float() / 255, mean_std),)
 
 
-def check_spans(**spans: Sequence[float]) -> None:
-    """Refuse a least value that is not above 0, or above the largest.
+def check_ranges(**ranges: Sequence[float]) -> None:
+    """Check that the minimum of each range is positive and does not exceed the maximum.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: A range is invalid. The message contains the name of the argument.
     """
-    for name, (low, high) in spans.items():
+    for name, (low, high) in ranges.items():
         if not 0 < low <= high:
             raise ConfigurationError(
-                f"crops.{name} expects 0 < least <= largest, got [{low}, {high}]"
+                f"crops.{name} expects 0 < minimum <= maximum, got [{low}, {high}]"
             )
 
 
@@ -120,16 +141,19 @@ def place_boxes(
     scales: Float64[np.ndarray, "views 2"],
     aspect_ratio: Sequence[float],
 ) -> Int64[np.ndarray, "views images 4"]:
-    """Turn numbers in [0, 1) into the (top, left, height, width) of every crop.
+    """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Ten for the area, ten for the ratio, two for the place.
-        image_sizes: Height and width.
-        scales: Least and largest share of the image's area.
-        aspect_ratio: Least and largest.
+        numbers: Numbers in [0, 1): ten for the area, ten for the aspect ratio, two for the place.
+        image_sizes: Height and width of each image in pixels.
+        scales: Minimum and maximum area, as a share of the image's area.
+        aspect_ratio: Minimum and maximum of width / height.
 
-    Source: `RandomResizedCrop.get_params` of torchvision: ten attempts, then the largest central
-    crop of an allowed ratio.
+    Returns:
+        Top, left, height and width of each box in pixels.
+
+    Source: `RandomResizedCrop.get_params` of torchvision. If no box of ten attempts fits into the
+    image, it takes the largest central box with an allowed aspect ratio.
     """
     height, width = image_sizes.T[..., None]
     least, largest = scales.T[..., None, None]
@@ -154,16 +178,24 @@ def place_boxes(
 def crop(
     image: UInt8[Tensor, "height width 3"], box: Int64[np.ndarray, " 4"], size: int
 ) -> UInt8[Tensor, "3 {size} {size}"]:
-    """Cut out (top, left, height, width) and resize it to a square, bicubic with antialiasing.
+    """Cut a box out of an image and resize it to a square with antialiased bicubic interpolation.
 
-    PyTorch's 8-bit kernel: within two levels of PIL's, and several times as fast. In memory the
-    three values of a pixel stay side by side, which spares it two passes over the pixels.
+    PyTorch's 8-bit kernel differs from PIL by at most two grey levels and is several times as fast.
+    The three values of a pixel stay next to each other in memory, which saves two copies.
+
+    Args:
+        image: 8-bit RGB image.
+        box: Top, left, height and width in pixels.
+        size: Side length of the result in pixels.
     """
     top, left, height, width = box.tolist()
     part = image[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
     return F.interpolate(part, size=(size, size), mode="bicubic", antialias=True)[0]
 
 
-def as_tensor(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
-    """The image itself, or a copy where PyTorch would warn of memory it may not write to."""
+def image_to_tensor(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
+    """Return a tensor that shares the memory of an image. Read-only images are copied.
+
+    PyTorch warns if a tensor shares read-only memory.
+    """
     return torch.from_numpy(image if image.flags.writeable else image.copy())

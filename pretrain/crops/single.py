@@ -1,8 +1,7 @@
-"""The images of supervised training: one crop each, changed at random, and its class.
+"""The crops of supervised training: one randomly augmented view of each image, and its class.
 
-With what timm's recipes do: RandAugment, timm's operations, drawn from NumPy; mixup and CutMix,
-which blend images with others and their classes with them; Cutout and random erasing, rectangles
-that become grey, or noise.
+The augmentations are those of timm's recipes. RandAugment changes colours and geometry. Cutout and
+random erasing replace rectangles. Mixup and CutMix mix pairs of images and their classes.
 """
 
 import math
@@ -16,7 +15,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from pretrain.crops.augmentation import Images, Rows, change, jitter, normalise
+from pretrain.crops.augmentation import Images, Rows, apply_to_views, jitter, normalise
 from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from ssl_bench.composition.fields import (
     Bounds,
@@ -30,98 +29,72 @@ from ssl_bench.composition.fields import (
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.system.device import to_device
 
-# Brightness, contrast and saturation: no hue.
+Edges = Int64[np.ndarray, " 4"]
+"""Top, bottom, left and right edge of a rectangle in pixels, which may be outside of the image.
+
+The row of the bottom edge and the column of the right edge do not belong to the rectangle.
+"""
+Operation = tuple[str, int | float]
+"""Name and argument of an operation of RandAugment. The argument is 0 if there is none."""
+_Argument = Callable[[float], int | float]
+
+# Brightness, contrast and saturation, without hue.
 _NUM_JITTERS = 3
-# Of an image: what goes to the device, and what stays beside it.
-_FAR, _NEAR = ("pixels", "labels"), ("order", "factors", "hidden", "erased")
-# Of the rectangles that are erased.
+# Fields of `LabelledCrops` with one row for each image: those for the device, and those that stay
+# in CPU memory.
+_ON_DEVICE = ("pixels", "labels")
+_ON_CPU = ("order", "factors", "cutout", "erased")
+# Attempts of random erasing, and the ranges of the area as a share of the image, and of the ratio
+# height / width.
 _ATTEMPTS = 10
 _AREA = (0.02, 1 / 3)
 _ASPECT_RATIO = (0.3, 1 / 0.3)
-
-Edges = Int64[np.ndarray, " 4"]
-"""Top, bottom, left and right of a rectangle; the ends are no longer in it, nor need be inside."""
-
-
-LARGEST_MAGNITUDE = 10
+_MAX_MAGNITUDE = 10
+# Probability with which RandAugment applies an operation, and with which it negates a level.
 _HALF = 0.5
-# What appears from beyond the border has the mean colour.
+# Colour of pixels from outside of the image.
 _FILL = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
 _POSTERIZE = "PosterizeIncreasing"
 
-Amount = Callable[[float], int | float]
+
+def _signed(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
+    """Return the entry of an operation whose argument is linear in a level that may be negated."""
+    return lambda level: center + largest * level, True
 
 
-def _either_way(largest: float, about: float = 0.0) -> tuple[Amount, bool]:
-    return lambda level: about + largest * level, True
-
-
-# timm's operations in its order. The amount of each at a level in [0, 1], which grows with the
-# magnitude, where it has one; and whether the level is negated half of the time.
-OPERATIONS: dict[str, tuple[Amount | None, bool]] = {
+# timm's operations in timm's order. Each has a function from a level in [0, 1] to the argument, and
+# a flag whether the level is negated with probability 0.5. Three operations take no argument.
+OPERATIONS: dict[str, tuple[_Argument | None, bool]] = {
     "AutoContrast": (None, False),
     "Equalize": (None, False),
     "Invert": (None, False),
-    "Rotate": _either_way(30.0),
+    "Rotate": _signed(30.0),
     _POSTERIZE: (lambda level: 4 - int(4 * level), False),
     "SolarizeIncreasing": (lambda level: 256 - int(256 * level), False),
     "SolarizeAdd": (lambda level: int(110 * level), False),
-    "ColorIncreasing": _either_way(0.9, about=1.0),
-    "ContrastIncreasing": _either_way(0.9, about=1.0),
-    "BrightnessIncreasing": _either_way(0.9, about=1.0),
-    "SharpnessIncreasing": _either_way(0.9, about=1.0),
-    "ShearX": _either_way(0.3),
-    "ShearY": _either_way(0.3),
-    "TranslateXRel": _either_way(0.45),
-    "TranslateYRel": _either_way(0.45),
+    "ColorIncreasing": _signed(0.9, center=1.0),
+    "ContrastIncreasing": _signed(0.9, center=1.0),
+    "BrightnessIncreasing": _signed(0.9, center=1.0),
+    "SharpnessIncreasing": _signed(0.9, center=1.0),
+    "ShearX": _signed(0.3),
+    "ShearY": _signed(0.3),
+    "TranslateXRel": _signed(0.45),
+    "TranslateYRel": _signed(0.45),
 }
 _NAMES = list(OPERATIONS)
-
-Drawn = tuple[str, int | float]
-"""Name of an operation, and its amount; 0 where it has none."""
-
-
-def amount(name: str, level: float, *, negate: bool) -> int | float:
-    """What an operation is called with at a level in [0, 1]."""
-    of_level, either_way = OPERATIONS[name]
-    return 0 if of_level is None else of_level(-level if negate and either_way else level)
-
-
-def apply_operations(
-    pixels: UInt8[Tensor, "3 height width"], drawn: Sequence[Drawn]
-) -> UInt8[Tensor, "3 height width"]:
-    """Change a picture by operations, one after the other.
-
-    On PIL's pictures, whose operations are two to three times as fast as those on tensors.
-    """
-    # Slow to import, and not for everybody; once, before data workers are forked.
-    from timm.data.auto_augment import NAME_TO_OP
-
-    if not drawn:
-        return pixels
-    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    options = {"fillcolor": _FILL, "resample": Image.Resampling.BICUBIC}
-    for name, value in drawn:
-        if (name, value) == (_POSTERIZE, 0):
-            # Pillow refuses to keep no bit.
-            picture = Image.new("RGB", picture.size)
-        else:
-            amounts = [] if OPERATIONS[name][0] is None else [value]
-            picture = NAME_TO_OP[name](picture, *amounts, **options)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How the images of a part of a batch are blended with the same in reverse order.
+    """Describes how a part of a batch is mixed with the same images in reverse order.
 
-    The first with the last, the second with the last but one; of an odd number the middle one
-    stays as it is.
+    The first image is mixed with the last, the second with the last but one, and so on. If the
+    number of images is odd, the middle image stays unchanged.
 
     Attributes:
-        own_share: Of each image and of its class in the result, in [0, 1].
-        box: Top, bottom, left and right of what comes from the other image alone (CutMix); all
-            pixels are blended without it (mixup).
+        own_share: Weight of each image and of its class in the result, in [0, 1].
+        box: Top, bottom, left and right edge of the box that is taken from the other image
+            (CutMix). Without a box, all pixels are weighted means (mixup).
     """
 
     own_share: float = 1.0
@@ -130,67 +103,73 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LabelledCrops:
-    """One crop of every image of a part, 8-bit, with what the device does to it.
+    """The 8-bit crops of a part of a batch, and the parameters of augmentations on the device.
 
     Attributes:
-        order: Sequence of the jitters, BRIGHTNESS, CONTRAST and SATURATION.
-        factors: Their strengths in that numbering.
-        hidden: Edges of the square that Cutout takes.
-        erased: Edges of the rectangle that becomes noise; zeros for none.
-        noise_seed: Of the noise of the whole part.
+        pixels: One crop of each image.
+        labels: Class of each image.
+        order: Order in which BRIGHTNESS, CONTRAST and SATURATION are changed.
+        factors: Strength of the three jitters, in the order of their numbers.
+        cutout: Edges of the square that Cutout replaces.
+        erased: Edges of the rectangle that becomes noise, or zeros.
+        noise_seed: Seed of the noise for the whole part.
+        mixture: Mixture for the whole part.
     """
 
     pixels: UInt8[Tensor, "batch 3 size size"]
     labels: Int64[Tensor, " batch"]
     order: Int64[Tensor, "batch 3"]
     factors: Float32[Tensor, "batch 3"]
-    hidden: Int64[Tensor, "batch 4"]
+    cutout: Int64[Tensor, "batch 4"]
     erased: Int64[Tensor, "batch 4"]
     noise_seed: int
     mixture: Mixture
 
     def pin_memory(self) -> "LabelledCrops":
+        """Return a copy with pixels and labels in pinned memory, for a DataLoader."""
         return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
 
 
 @dataclass(frozen=True)
 class SingleCrop(ViewMaker):
-    """Crop, flip and RandAugment on the CPU; all that follows on the device.
+    """One augmented crop of each image, with its class.
 
-    In this order: colour jitter, normalisation, Cutout, random erasing, mixup or CutMix.
+    The CPU applies the crop, the flip and RandAugment. The device then applies colour jitter,
+    normalisation, Cutout, random erasing, and mixup or CutMix, in this order.
+
+    Random numbers for an image come from its own generator. The mixture and the noise of a part of
+    a batch come from the generator of its first image.
 
     Attributes:
-        scale: Least and largest share of the image's area in the crop.
-        aspect_ratio: Least and largest width over height before resizing.
-        num_ops: Operations of RandAugment that are drawn for each crop, half of which are applied;
-            0 for none.
-        magnitude: Their strength, 0 to 10.
-        magnitude_deviation: Standard deviation of the strength about it.
-        color_jitter: Largest relative change of brightness, contrast and saturation, in an order
-            drawn for each crop. The recipes of DeiT and its followers name one, and timm leaves it
-            out beside RandAugment (timm 1.0.31, timm/data/transforms_factory.py, line 187): for
-            those it is 0.
-        cutout: Side in pixels of a square that becomes grey (the mean colour), about a center
-            anywhere in the crop; 0 for none.
-        erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
-        mixup: The images of a part are blended with the same in reverse order, and stand for
-            Beta(mixup, mixup) of the result and of the loss; 0 for none. See `draw_mixture`.
-        cutmix: As mixup, with a box of the other image in place of a blend.
-        mix_probability: That a part is mixed.
-        switch_probability: That it is by CutMix, where both would be possible.
+        scale: Minimum and maximum area of the crop, as a share of the image's area.
+        aspect_ratio: Minimum and maximum of width / height before resizing.
+        num_ops: Number of RandAugment operations drawn for each crop. Each is applied with
+            probability 0.5. Without RandAugment the number is 0.
+        magnitude: Mean strength of the operations of RandAugment.
+        magnitude_deviation: Standard deviation of the strength of the operations.
+        color_jitter: Maximum relative change of brightness, contrast and saturation, in random
+            order. The recipes of DeiT and its successors specify a value, but timm ignores it if
+            RandAugment is used (timm 1.0.31, timm/data/transforms_factory.py, line 187). Use 0 for
+            these recipes.
+        cutout: Side length in pixels of a square that is filled with the mean colour. Without
+            Cutout it is 0. The center of the square may be anywhere in the crop.
+        erasing_probability: Probability that a rectangle is filled with noise. `draw_rectangle`
+            describes its size.
+        mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0
+            without mixup.
+        cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws shares of the
+            area, or 0 without CutMix.
+        mix_probability: Probability that the images of a part of a batch are mixed.
+        switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
-    What belongs to an image is drawn from its own generator; the mixture and the noise of a part,
-    which a process computes in one go, from that of its first image.
-
-    Source: the transforms and `Mixup` of timm, see `draw_operations`, `draw_mixture` and
-    `draw_rectangle`.
+    Source: transforms and `Mixup` of timm. The docstrings of the methods name timm's files.
     """
 
     scale: FractionRange = (0.08, 1.0)
     aspect_ratio: PositiveRange = (3 / 4, 4 / 3)
     flip_probability: Fraction = 0.5
     num_ops: Annotated[int, Bounds(0, 100)] = 2
-    magnitude: Annotated[int, Bounds(0, LARGEST_MAGNITUDE)] = 9
+    magnitude: Annotated[int, Bounds(0, _MAX_MAGNITUDE)] = 9
     magnitude_deviation: PositiveOrZero = 0.5
     color_jitter: PositiveOrZero = 0.0
     cutout: CountOrZero = 0
@@ -202,56 +181,59 @@ class SingleCrop(ViewMaker):
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
-        PlainCrop(self.scale, self.aspect_ratio)  # refuses ranges without meaning
+        PlainCrop(self.scale, self.aspect_ratio)  # checks the ranges
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
-        """Crop every image once, and draw what else happens to it."""
+        """Return a crop of each image after RandAugment, and draw all other augmentations."""
         samples, generators, size = list(samples), list(generators), sizes[0]
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = []
-        for sample, one in zip(samples, generators, strict=True):
-            part = plain.cut_one(sample.image, one, size)
-            pixels.append(apply_operations(part, self.draw_operations(one)))
+        for sample, generator in zip(samples, generators, strict=True):
+            cropped = plain.cut_one(sample.image, generator, size)
+            pixels.append(apply_operations(cropped, self.draw_operations(generator)))
         low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
         return LabelledCrops(
             pixels=torch.stack(pixels),
             labels=torch.tensor([sample.label for sample in samples]),
-            order=_rows(one.permutation(_NUM_JITTERS) for one in generators),
-            factors=_rows(one.uniform(low, high, _NUM_JITTERS) for one in generators).float(),
-            hidden=_rows(draw_square(one, size, self.cutout) for one in generators),
-            erased=_rows(draw_rectangle(one, size, self.erasing_probability) for one in generators),
+            order=_stack(g.permutation(_NUM_JITTERS) for g in generators),
+            factors=_stack(g.uniform(low, high, _NUM_JITTERS) for g in generators).float(),
+            cutout=_stack(draw_square(g, size, self.cutout) for g in generators),
+            erased=_stack(draw_rectangle(g, size, self.erasing_probability) for g in generators),
             noise_seed=int(generators[0].integers(2**62)),
             mixture=self.draw_mixture(generators[0], size),
         )
 
-    def draw_operations(self, generator: np.random.Generator) -> list[Drawn]:
-        """Several operations in a row, each of them drawn from all and applied half of the time.
+    def draw_operations(self, generator: np.random.Generator) -> list[Operation]:
+        """Draw the operations of RandAugment for one crop, in the order of their application.
 
-        Magnitudes that fall outside of 0 to 10 become 0 or 10.
+        Each of `num_ops` operations is drawn from all operations and kept with probability 0.5.
+        Magnitudes below 0 become 0, and magnitudes above 10 become 10.
 
-        Source: RandAugment, https://arxiv.org/abs/1909.13719 as timm 1.0.31 has it,
-        timm/data/auto_augment.py, "rand-m9-mstd0.5-inc1" for two operations of 9 and .5, told to
-        interpolate bicubically. So do
+        Source: RandAugment, https://arxiv.org/abs/1909.13719, as in timm 1.0.31,
+        timm/data/auto_augment.py. The defaults are timm's "rand-m9-mstd0.5-inc1" with bicubic
+        interpolation. Bicubic interpolation is used by
         https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/main.py
-        (line 102), MAE's fine-tuning and Xu et al. (2024); untold, timm takes bicubic or bilinear.
+        (line 102), by the fine-tuning of MAE and by Xu et al. (2024). By default, timm chooses
+        bicubic or bilinear interpolation at random.
         """
         numbers = generator.integers(len(_NAMES), size=self.num_ops).tolist()
         applied, negated = generator.random((2, self.num_ops)) < _HALF
         magnitudes = generator.normal(self.magnitude, self.magnitude_deviation, self.num_ops)
-        levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
+        levels = (magnitudes.clip(0, _MAX_MAGNITUDE) / _MAX_MAGNITUDE).tolist()
         names = [_NAMES[number] for number in numbers]
         return [
-            (name, amount(name, level, negate=bool(negate)))
-            for name, apply, negate, level in zip(names, applied, negated, levels, strict=True)
-            if apply
+            (name, compute_argument(name, level, negate=bool(negate)))
+            for name, is_applied, negate, level in zip(names, applied, negated, levels, strict=True)
+            if is_applied
         ]
 
     def draw_mixture(self, generator: np.random.Generator, size: int) -> Mixture:
-        """One mixture for all square images of `size` pixels of a part.
+        """Draw one mixture for a part of a batch of square images with `size` pixels per side.
 
-        Source: mixup, https://arxiv.org/abs/1710.09412; CutMix, https://arxiv.org/abs/1905.04899;
-        both as timm 1.0.31 has them, timm/data/mixup.py, `Mixup` in mode "batch". In timm 0.3 to
-        0.6, which DeiT, MAE and Xu et al. (2024) used, boxes of an odd side are a pixel smaller.
+        Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
+        https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
+        "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6, where boxes with an odd side
+        length are one pixel smaller.
         """
         mixup, cutmix = self.mixup, self.cutmix
         if not (mixup or cutmix) or generator.random() >= self.mix_probability:
@@ -261,59 +243,88 @@ class SingleCrop(ViewMaker):
             has_box = generator.random() < self.switch_probability
         if not has_box:
             return Mixture(generator.beta(mixup, mixup))
-        # About a center anywhere; what of it lies outside is not lost from the own share.
+        # The center of the box may be anywhere. Only the part inside the image counts.
         side = int(size * (1 - generator.beta(cutmix, cutmix)) ** 0.5)
-        ends = []
+        edges = []
         for center in generator.integers(0, size, size=2).tolist():
-            ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
-        top, bottom, left, right = ends
+            edges += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
+        top, bottom, left, right = edges
         return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
-    def join(self, pieces: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
-        """All crops; what belongs to the whole part is what the first piece says."""
+    def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
+        """Move the crops of several chunks to the device, and join them.
+
+        The first chunk determines the noise and the mixture, because it contains the first image.
+        """
         copies = []
-        for piece in pieces:
-            # Pixels and labels without a wait where they are pinned.
-            far = {n: getattr(piece, n).to(device, non_blocking=True, copy=True) for n in _FAR}
-            copies.append(replace(piece, **far, **{n: getattr(piece, n).clone() for n in _NEAR}))
-        whole: dict[str, Any] = {
-            n: torch.cat([getattr(one, n) for one in copies]) for n in (*_FAR, *_NEAR)
+        for chunk in chunks:
+            # Copies of pinned pixels and labels do not wait for the device.
+            far = {
+                n: getattr(chunk, n).to(device, non_blocking=True, copy=True) for n in _ON_DEVICE
+            }
+            near = {n: getattr(chunk, n).clone() for n in _ON_CPU}
+            copies.append(replace(chunk, **far, **near))
+        joined: dict[str, Any] = {
+            n: torch.cat([getattr(one, n) for one in copies]) for n in (*_ON_DEVICE, *_ON_CPU)
         }
-        return replace(copies[0], **whole)
+        return replace(copies[0], **joined)
 
     def finish(
         self,
         groups: LabelledCrops,
         device: torch.device,
-        colours: Normalization = IMAGENET_NORMALIZATION,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
-        """The normalised images, the class of each, and its share of the mixture."""
+        """Return normalised images, the class of each image, and its weight in the mixture."""
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
             jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
-        normalise(images, colours)
+        normalise(images, mean_std)
         if self.cutout:
-            images.masked_fill_(_inside(images, groups.hidden), 0.0)
+            # The mean colour is 0 after normalisation.
+            images.masked_fill_(_is_inside(images, groups.cutout), 0.0)
         erase(images, groups.erased, groups.noise_seed)
         mix(images, groups.mixture)
         own_share = torch.full((), groups.mixture.own_share, device=device)
         return images, groups.labels.to(device, non_blocking=True), own_share
 
 
-def mix(images: Images, mixture: Mixture) -> Images:
-    """Blend the images of a part, in place."""
-    if mixture.box is not None:
-        top, bottom, left, right = mixture.box
-        inside = images[:, :, top:bottom, left:right]
-        inside.copy_(inside.flip(0))
-    elif mixture.own_share < 1:
-        others = images.flip(0).mul_(1 - mixture.own_share)
-        images.mul_(mixture.own_share).add_(others)
-    return images
+def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
+    """Return the argument of an operation of RandAugment for a level in [0, 1].
+
+    `negate` has no effect on operations whose level has no sign.
+    """
+    argument, is_signed = OPERATIONS[name]
+    return 0 if argument is None else argument(-level if negate and is_signed else level)
+
+
+def apply_operations(
+    pixels: UInt8[Tensor, "3 height width"], operations: Sequence[Operation]
+) -> UInt8[Tensor, "3 height width"]:
+    """Apply operations of RandAugment one after the other.
+
+    The operations of PIL are two to three times as fast as operations on tensors.
+    """
+    # Imported here, because timm is slow to import and only supervised training needs it. The
+    # parent process cuts a blank image, and so imports timm, before it forks data workers.
+    from timm.data.auto_augment import NAME_TO_OP
+
+    if not operations:
+        return pixels
+    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    options = {"fillcolor": _FILL, "resample": Image.Resampling.BICUBIC}
+    for name, argument in operations:
+        if (name, argument) == (_POSTERIZE, 0):
+            # Without any bit the image is black. Pillow refuses this argument.
+            image = Image.new("RGB", image.size)
+        else:
+            arguments = [] if OPERATIONS[name][0] is None else [argument]
+            image = NAME_TO_OP[name](image, *arguments, **options)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
-    """A square about a center anywhere in the image; what of it lies outside is lost.
+    """Draw a square whose center is anywhere in the image. A part of it may be outside.
 
     Source: Cutout, https://arxiv.org/abs/1708.04552.
     """
@@ -322,12 +333,14 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 
 
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
-    """A rectangle of 2 % to a third of the image, .3 to 1 / .3 times as high as wide; or none.
+    """Draw the rectangle of random erasing, or return zeros if nothing is erased.
 
-    None is all zeros: it is drawn with `1 - probability`, or if ten attempts do not fit.
+    The area is between 2 % and a third of the image, and the ratio height / width between 0.3 and
+    1 / 0.3. Nothing is erased with probability 1 - `probability`, or if ten attempts do not fit
+    into the image.
 
-    Source: random erasing, https://arxiv.org/abs/1708.04896, as timm 1.0.31 has it,
-    timm/data/random_erasing.py; areas and ratios are the defaults of `RandomErasing` there.
+    Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
+    timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.
     """
     if generator.random() < probability:
         for _ in range(_ATTEMPTS):
@@ -341,30 +354,42 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
 
 
 def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
-    """Fill a rectangle of normalised images with noise of N(0, 1), in place.
+    """Fill a rectangle of each normalised image with standard normal noise, in place.
 
-    Source: `RandomErasing` of timm in mode "pixel". The same seed gives other noise on another
-    kind of device.
+    Source: `RandomErasing` of timm in mode "pixel". The same seed gives other noise on another kind
+    of device.
     """
     generator = torch.Generator(images.device).manual_seed(seed)
 
-    def noisy(chosen: Images, rows: Rows) -> Images:
-        noise = torch.empty_like(chosen).normal_(generator=generator)
-        return torch.where(_inside(chosen, edges[rows]), noise, chosen)
+    def add_noise(views: Images, rows: Rows) -> Images:
+        noise = torch.empty_like(views).normal_(generator=generator)
+        return torch.where(_is_inside(views, edges[rows]), noise, views)
 
-    change(images, edges[:, 1] > edges[:, 0], noisy)
+    apply_to_views(images, edges[:, 1] > edges[:, 0], add_noise)
     return images
 
 
-def _inside(
+def mix(images: Images, mixture: Mixture) -> Images:
+    """Mix the images of a part of a batch in place."""
+    if mixture.box is not None:
+        top, bottom, left, right = mixture.box
+        inside = images[:, :, top:bottom, left:right]
+        inside.copy_(inside.flip(0))
+    elif mixture.own_share < 1:
+        others = images.flip(0).mul_(1 - mixture.own_share)
+        images.mul_(mixture.own_share).add_(others)
+    return images
+
+
+def _is_inside(
     images: Images, edges: Int64[Tensor, "views 4"]
 ) -> Bool[Tensor, "views 1 height width"]:
-    """Which pixels lie in the rectangle of each image."""
+    """Return whether each pixel lies inside the rectangle of its image."""
     top, bottom, left, right = to_device(edges, images.device)[..., None].unbind(1)
     rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
     is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)
     return (is_row[:, :, None] & is_col[:, None, :])[:, None]
 
 
-def _rows(values: Iterable[np.ndarray]) -> Tensor:
+def _stack(values: Iterable[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(list(values)))

@@ -1,11 +1,12 @@
-"""DINO: a student that predicts, from crops, what its own moving average says of other crops.
+"""DINO: a student network learns to predict a teacher network's output for other crops of an image.
 
-Its loss over all pairs of views is one pass, with its gradient written down.
+The teacher is the exponential moving average of the student. The loss over all pairs of views is
+computed in one pass and has a hand-written gradient, which saves memory.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,33 +17,34 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.crops.multi import MultiCrop
-from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
+from pretrain.objectives.objective import Learner, Objective, Views, derive_seed, require_vit
 from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import Fraction, PositiveOrZero, Temperature, Width, check_fields
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import disable_autocast
 
-# Of the largest possible entropy.
+# Distance from 0 and from ln(out_dim) that counts as collapse, as a share of ln(out_dim).
 _COLLAPSE_MARGIN = 0.005
-# Prototypes whose logits are held at a time: few enough for the caches of a processor, enough to
-# hide the launches on a GPU.
+# Number of prototypes whose logits are computed at once. On a CPU, the logits fit into its caches.
+# On a GPU, the kernels are large enough to hide the cost of their launches.
 _CHUNK = {"cpu": 2_048, "cuda": 8_192}
 
 
 @dataclass(frozen=True)
 class Dino(Objective):
-    """Hyperparameters of DINO; the defaults are the official ones for ImageNet.
+    """Hyperparameters of DINO. The default values are the official ones for ImageNet.
 
     Attributes:
-        out_dim: Prototypes; 8,192 or fewer suit small data.
-        norm_last_layer: Keep the last layer's weights at norm 1; steadier, a little less accurate.
-        freeze_last_layer_epochs: The last layer waits so long, at most the whole run. Without a
-            number 1, but at most a tenth of the run.
-        teacher_temperature_epochs: Length of the rise, at most the whole run. Without a number 30,
-            but at most three tenths of the run.
-        momentum: Of the teacher at the start; ends at 1. Small batches and short runs differ:
-            .9995 for batch 256 on ImageNet, .99 or less for a few thousand steps.
+        out_dim: Number of prototypes. Small datasets need 8,192 or fewer.
+        norm_last_layer: Whether all prototypes keep the length 1. Training is then more stable and
+            the encoder slightly less accurate.
+        freeze_last_layer_epochs: Number of epochs before the last layer is trained. The default is
+            1 epoch, but at most a tenth of the run.
+        teacher_temperature_epochs: Number of epochs in which the temperature of the teacher rises.
+            The default is 30 epochs, but at most three tenths of the run.
+        momentum: Momentum of the teacher at the first step, from which it rises to 1. For batch 256
+            on ImageNet use 0.9995, and for a few thousand steps 0.99 or less.
 
     Source: https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
@@ -71,35 +73,172 @@ class Dino(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """A student, and a teacher that equals it; classes are of no interest.
+        """Return a learner whose teacher equals its student. Class names are ignored.
 
         Raises:
-            ConfigurationError: the model is no Vision Transformer.
+            ConfigurationError: The model is not a Vision Transformer.
         """
         del class_names
-        model = require_vit(model, "dino", "its teacher does not follow batch statistics")
+        model = require_vit(model, "dino", "the teacher does not follow batch statistics")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(part_seed(seed, "head"))
+            torch.manual_seed(derive_seed(seed, "head"))
             head = DinoHead(model.dim, self)
         return DinoLearner(self, DinoNetwork(build_vit(model, seed=seed), head), timeline)
 
 
-class Prototypes(nn.Module):
-    """A linear map whose rows have direction `weight_v` and length `weight_g`."""
+class DinoLearner(Learner):
+    """The student, the teacher, and the centre of the teacher's outputs."""
 
-    def __init__(self, in_dim: int, out_dim: int, *, trained_length: bool) -> None:
+    options: Dino
+    student: "DinoNetwork"
+    center: Tensor
+
+    def __init__(self, options: Dino, student: "DinoNetwork", timeline: Timeline) -> None:
+        super().__init__(options, student)
+        self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        self.register_buffer("center", torch.zeros(options.out_dim))
+        self.momentum = Cosine(options.momentum, 1.0, timeline.total_steps)
+        self.teacher_temperature = Linear(
+            options.teacher_temperature_start,
+            options.teacher_temperature,
+            TEMPERATURE.steps(options.teacher_temperature_epochs, timeline),
+        )
+        self.frozen_steps = FREEZE.steps(options.freeze_last_layer_epochs, timeline)
+        # Mean output of the teacher for each part of the current batch.
+        self._teacher_means: list[Tensor] = []
+
+    @property
+    def encoder(self) -> VisionTransformer:
+        return self.teacher.backbone
+
+    @property
+    def encoders(self) -> Sequence[VisionTransformer]:
+        return self.student.backbone, self.teacher.backbone
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Compute the cross-entropy between student and teacher over all pairs of views.
+
+        Args:
+            network: The student, possibly wrapped for several devices.
+            views: The global crops [2 * batch, 3, H, W], then the local crops if there are any.
+                The first crops of all images come first, then the second crops of all images.
+            step: Number of the optimizer step, from 0.
+
+        Returns:
+            The loss in nats. For the log, the entropy of the teacher in nats, the KL divergence
+            between teacher and student in nats, and the norm of the centre.
+        """
+        targets, entropy = self._targets(views[0], self.teacher_temperature(step))
+        embeddings, directions, lengths = network(views)
+        loss = cross_view_loss(
+            embeddings.float().unflatten(0, (-1, len(views[0]) // 2)),
+            directions,
+            lengths,
+            targets,
+            temperature=self.options.student_temperature,
+        )
+        report = {
+            "teacher_entropy": entropy,
+            "kl": loss.detach() - entropy,
+            "center_norm": self.center.norm(),
+        }
+        return loss, report
+
+    @torch.no_grad()
+    def _targets(
+        self, views: Float[Tensor, "images 3 height width"], temperature: float
+    ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
+        """Return the teacher's probabilities for the global crops, and their mean entropy in nats.
+
+        The centre is subtracted from the logits before the softmax.
+        """
+        head = self.teacher.head
+        output = head.last_layer(head(self.teacher.backbone(views)))
+        self._teacher_means.append(output.mean(dim=0))
+        logits = output.sub_(self.center).div_(temperature)
+        targets = logits.softmax(dim=-1)
+        normaliser = logits.logsumexp(dim=-1)
+        entropy = (normaliser - torch.linalg.vecdot(targets, logits)).mean()
+        return targets.unflatten(0, (2, -1)), entropy
+
+    def freeze_gradients(self, step: int) -> None:
+        """Remove the gradients of the last layer in the first steps of the run."""
+        if step < self.frozen_steps:
+            for parameter in self.student.head.last_layer.parameters():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
+        """Move the centre towards the teacher's mean output, and the teacher towards the student.
+
+        The centre changes once per batch. The number of parts of a batch therefore has no effect.
+        The centre stays unchanged if a gradient or the mean output is not finite.
+        """
+        mean = torch.stack(self._teacher_means).mean(dim=0)
+        self._teacher_means.clear()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        found_inf = found_inf | ~mean.isfinite().all()
+        new_center = self.center.lerp(mean, 1 - self.options.center_momentum)
+        self.center.copy_(torch.where(found_inf, self.center, new_center))
+        teacher: list[Tensor] = list(self.teacher.parameters())
+        student: list[Tensor] = list(self.student.parameters())
+        torch._foreach_lerp_(teacher, student, 1 - self.momentum(step))
+
+    def values(self, step: int) -> dict[str, float]:
+        return {
+            "momentum": self.momentum(step),
+            "teacher_temperature": self.teacher_temperature(step),
+        }
+
+    def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
+        """Return an error if the teacher has collapsed.
+
+        The teacher then gives every image the same output: equal probabilities for all prototypes,
+        or always the same prototype.
+        """
+        ceiling = math.log(self.options.out_dim)
+        loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
+        if min(loss, entropy) < 1 - _COLLAPSE_MARGIN and max(loss, entropy) > _COLLAPSE_MARGIN:
+            return None
+        value = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
+        return ConfigurationError(
+            f"the loss stays at {value} because the teacher gives the same output for every image",
+            hint=join_alternatives(
+                ("optimizer.lr={lower_rate}",),
+                ("objective.momentum=0.99",),
+                ("objective.out_dim={smaller}",),
+                ("objective.teacher_temperature=0.04",),
+            ),
+        )
+
+
+class DinoNetwork(nn.Module):
+    """An encoder and a projection head."""
+
+    def __init__(self, backbone: VisionTransformer, head: "DinoHead") -> None:
         super().__init__()
-        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
-        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
+        self.backbone, self.head = backbone, head
 
-    def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
-        """In float32 at least; without a copy of the weights in another length."""
-        logits = logits_of(embeddings, self.weight_v)
-        return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
+    def forward(
+        self, views: Views
+    ) -> tuple[
+        Float[Tensor, "images bottleneck"], Float[Tensor, "out bottleneck"], Float[Tensor, "out 1"]
+    ]:
+        """Return the embeddings of all views, and the directions and lengths of the prototypes.
+
+        Views of the same size pass the encoder together.
+        """
+        features = torch.cat([self.backbone(group) for group in views])
+        last_layer = self.head.last_layer
+        return self.head(features), last_layer.weight_v, last_layer.weight_g
 
 
 class DinoHead(nn.Module):
-    """Three-layer perceptron, then onto the unit sphere, where the prototypes lie."""
+    """A three-layer perceptron with outputs of length 1, and the prototypes of the last layer."""
 
     def __init__(self, in_dim: int, options: Dino) -> None:
         super().__init__()
@@ -120,141 +259,25 @@ class DinoHead(nn.Module):
         )
 
     def forward(self, features: Float[Tensor, "images dim"]) -> Float[Tensor, "images bottleneck"]:
+        """Return embeddings of length 1. The last layer is applied elsewhere."""
         return F.normalize(self.mlp(features), dim=1)
 
 
-class DinoNetwork(nn.Module):
-    """Encoder and head."""
+class Prototypes(nn.Module):
+    """A linear layer with weight normalisation.
 
-    def __init__(self, backbone: VisionTransformer, head: DinoHead) -> None:
+    Row i of the weights has the direction of row i of `weight_v` and the length `weight_g[i]`.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, *, trained_length: bool) -> None:
         super().__init__()
-        self.backbone, self.head = backbone, head
+        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
 
-    def forward(
-        self, views: Views
-    ) -> tuple[
-        Float[Tensor, "images bottleneck"], Float[Tensor, "out bottleneck"], Float[Tensor, "out 1"]
-    ]:
-        """Embeddings of all views, and directions and lengths of the prototypes.
-
-        One pass through the encoder for each size of views.
-        """
-        features = torch.cat([self.backbone(group) for group in views])
-        last_layer = self.head.last_layer
-        return self.head(features), last_layer.weight_v, last_layer.weight_g
-
-
-class DinoLearner(Learner):
-    """Student, teacher and center."""
-
-    options: Dino
-    student: DinoNetwork
-    center: Tensor
-
-    def __init__(self, options: Dino, student: DinoNetwork, timeline: Timeline) -> None:
-        super().__init__(options, student)
-        self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
-        self.register_buffer("center", torch.zeros(options.out_dim))
-        self.momentum = Cosine(options.momentum, 1.0, timeline.total_steps)
-        self.teacher_temperature = Linear(
-            options.teacher_temperature_start,
-            options.teacher_temperature,
-            TEMPERATURE.steps(options.teacher_temperature_epochs, timeline),
-        )
-        self.frozen_steps = FREEZE.steps(options.freeze_last_layer_epochs, timeline)
-        self._teacher_means: list[Tensor] = []
-
-    @property
-    def encoder(self) -> VisionTransformer:
-        return self.teacher.backbone
-
-    @property
-    def encoders(self) -> Sequence[VisionTransformer]:
-        return self.student.backbone, self.teacher.backbone
-
-    def compilable(self) -> Iterable[nn.Module]:
-        return self.student.backbone, self.teacher.backbone
-
-    def loss(
-        self, network: Callable[..., Any], views: Views, step: int
-    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of a part of a batch; `views` holds the large crops, then the small ones."""
-        targets, entropy = self._targets(views[0], self.teacher_temperature(step))
-        embeddings, directions, lengths = network(views)
-        loss = cross_view_loss(
-            embeddings.float().unflatten(0, (-1, len(views[0]) // 2)),
-            directions,
-            lengths,
-            targets,
-            temperature=self.options.student_temperature,
-        )
-        report = {
-            "teacher_entropy": entropy,
-            "kl": loss.detach() - entropy,
-            "center_norm": self.center.norm(),
-        }
-        return loss, report
-
-    def freeze_gradients(self, step: int) -> None:
-        if step < self.frozen_steps:
-            for parameter in self.student.head.last_layer.parameters():
-                parameter.grad = None
-
-    @torch.no_grad()
-    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
-        """Move the center towards the teacher's mean output, and the teacher towards the student.
-
-        The center changes after all parts of a batch, so that accumulation changes nothing. A lost
-        step leaves it; the teacher follows a student that did not move.
-        """
-        mean = torch.stack(self._teacher_means).mean(dim=0)
-        self._teacher_means.clear()
-        if dist.is_initialized():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        lost = lost | ~mean.isfinite().all()
-        moved = self.center.lerp(mean, 1 - self.options.center_momentum)
-        self.center.copy_(torch.where(lost, self.center, moved))
-        teacher: list[Tensor] = list(self.teacher.parameters())
-        student: list[Tensor] = list(self.student.parameters())
-        torch._foreach_lerp_(teacher, student, 1 - self.momentum(step))
-
-    def values(self, step: int) -> dict[str, float]:
-        return {
-            "momentum": self.momentum(step),
-            "teacher_temperature": self.teacher_temperature(step),
-        }
-
-    def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Collapse: the teacher names all prototypes, or always the same one, for every image."""
-        ceiling = math.log(self.options.out_dim)
-        loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
-        if min(loss, entropy) < 1 - _COLLAPSE_MARGIN and max(loss, entropy) > _COLLAPSE_MARGIN:
-            return None
-        where = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
-        return ConfigurationError(
-            f"the loss sits at {where}, the teacher gives the same output for every image",
-            hint=join_alternatives(
-                ("optimizer.lr={lower_rate}",),
-                ("objective.momentum=0.99",),
-                ("objective.out_dim={smaller}",),
-                ("objective.teacher_temperature=0.04",),
-            ),
-        )
-
-    @torch.no_grad()
-    def _targets(
-        self, views: Float[Tensor, "images 3 height width"], temperature: float
-    ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
-        """Centered and sharpened output of the teacher, and its mean entropy in nats."""
-        head = self.teacher.head
-        output = head.last_layer(head(self.teacher.backbone(views)))
-        self._teacher_means.append(output.mean(dim=0))
-        logits = output.sub_(self.center).div_(temperature)
-        targets = logits.softmax(dim=-1)
-        normaliser = logits.logsumexp(dim=-1)
-        entropy = (normaliser - torch.linalg.vecdot(targets, logits)).mean()
-        return targets.unflatten(0, (2, -1)), entropy
+    def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
+        """Return logits in float32 or float64. The normalised weights are not stored."""
+        logits = compute_logits(embeddings, self.weight_v)
+        return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
 
 
 def cross_view_loss(
@@ -265,19 +288,22 @@ def cross_view_loss(
     *,
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy of every student view against every other teacher view.
+    """Compute the mean cross-entropy of each student view with each other teacher view.
 
-    The targets of one student view sum to m q, m = 1 for the two views the teacher sees and 2 for
-    the others, so its terms are m (lse(z) - <q, z>), and their gradient is m (softmax(z) - q).
-    Only the logits of some prototypes are ever held; they are computed twice, once for the
-    normalisers and once for the gradient. Autocast applies to the products.
+    Let z be the logits of a student view. Let q be the mean probabilities of the m teacher views
+    other than this view. The number m is 1 for a view that the teacher sees, and 2 otherwise. The
+    terms of the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
+
+    To save memory, the logits of only a few prototypes exist at a time. Logits are computed twice,
+    once for the normalisers and once for the gradient. Matrix products use the dtype of autocast.
 
     Args:
-        embeddings: Of the student; the first two views are those of the teacher.
-        directions: Of the prototypes, of any length but 0.
-        lengths: Of the prototypes; logits are embeddings @ (lengths * unit directions).T.
-        targets: Probabilities that the teacher gives.
-        temperature: Of the student.
+        embeddings: Outputs of the student's head. The teacher sees the first two views.
+        directions: Directions of the prototypes as vectors of any length except 0.
+        lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * directions).T
+            / temperature after the directions are scaled to length 1.
+        targets: Probabilities of the teacher for each prototype.
+        temperature: Temperature of the student.
 
     Source: `DINOLoss` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
@@ -299,82 +325,84 @@ class _CrossView(torch.autograd.Function):
     ) -> Tensor:
         views, batch, _ = embeddings.shape
         share = 1 / ((2 * views - 2) * batch)
+        # m divided by the number of all terms, for each view.
         mass = torch.full((views, 1, 1), 2 * share, device=embeddings.device, dtype=targets.dtype)
         mass[:2] = share
-        tokens = embeddings.to(_product_dtype(embeddings))
-        size = _CHUNK.get(tokens.device.type, max(_CHUNK.values()))
-        parts = [slice(start, start + size) for start in range(0, len(directions), size)]
+        student = embeddings.to(_product_dtype(embeddings))
+        size = _CHUNK.get(student.device.type, max(_CHUNK.values()))
+        chunks = [slice(start, start + size) for start in range(0, len(directions), size)]
 
-        def unit_directions(part: slice) -> tuple[Tensor, Tensor]:
-            norm = torch.linalg.vector_norm(directions[part], dim=1, keepdim=True)
+        def normalise_directions(chunk: slice) -> tuple[Tensor, Tensor]:
+            norm = torch.linalg.vector_norm(directions[chunk], dim=1, keepdim=True)
             inverse_norm = norm.clamp_min(1e-12).reciprocal()
-            return directions[part] * inverse_norm, inverse_norm
+            return directions[chunk] * inverse_norm, inverse_norm
 
-        def seen(unit: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """What they weigh, logits of all student views, and what the first two should say.
+        def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+            """Return scaled prototypes, student logits, and targets for the two global views.
 
-            The mean of these both is for the others.
+            The target of a global view is the teacher's output for the other global view. The
+            target of a local view is the mean of both.
             """
-            weights = (unit * (lengths[part] / temperature)).to(tokens.dtype)
-            logits = logits_of(tokens, weights).to(targets.dtype)
-            return weights, logits, targets[:, :, part].flip(0)
+            weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
+            logits = compute_logits(student, weights).to(targets.dtype)
+            return weights, logits, targets[:, :, chunk].flip(0)
 
         normalisers, agreement = [], torch.zeros_like(mass[0, 0, 0])
-        for part in parts:
-            _, logits, opposite = seen(unit_directions(part)[0], part)
-            large, small = logits[:2], logits[2:].sum(dim=0)
-            agreement += mass[0, 0, 0] * torch.sum(opposite * large)
-            agreement += 2 * mass[0, 0, 0] * torch.sum(opposite.mean(dim=0) * small)
+        for chunk in chunks:
+            _, logits, global_targets = compare(normalise_directions(chunk)[0], chunk)
+            global_logits, local_logits = logits[:2], logits[2:].sum(dim=0)
+            agreement += mass[0, 0, 0] * torch.sum(global_targets * global_logits)
+            agreement += 2 * mass[0, 0, 0] * torch.sum(global_targets.mean(dim=0) * local_logits)
             normalisers.append(logits.logsumexp(dim=-1, keepdim=True))
-        # Logarithms of what the exponentials of the logits sum to.
         normaliser = torch.cat(normalisers, dim=-1).logsumexp(dim=-1, keepdim=True)
         loss = torch.sum(mass * normaliser) - agreement
 
-        to_embeddings = torch.zeros_like(tokens, dtype=normaliser.dtype)
+        to_embeddings = torch.zeros_like(student, dtype=normaliser.dtype)
         to_directions, to_lengths = torch.empty_like(directions), torch.empty_like(lengths)
-        weighted = (mass * tokens).to(tokens.dtype).flatten(0, 1)
-        for part in parts:
-            unit, inverse_norm = unit_directions(part)
-            weights, logits, opposite = seen(unit, part)
+        weighted_student = (mass * student).to(student.dtype).flatten(0, 1)
+        for chunk in chunks:
+            unit, inverse_norm = normalise_directions(chunk)
+            weights, logits, global_targets = compare(unit, chunk)
             gradient = logits.sub_(normaliser).exp_()
-            gradient[:2] -= opposite
-            gradient[2:] -= opposite.mean(dim=0)
-            gradient = gradient.to(tokens.dtype)
+            gradient[:2] -= global_targets
+            gradient[2:] -= global_targets.mean(dim=0)
+            gradient = gradient.to(student.dtype)
             to_embeddings += gradient @ weights
-            to_weights = (gradient.flatten(0, 1).T @ weighted).to(directions.dtype)
+            to_weights = (gradient.flatten(0, 1).T @ weighted_student).to(directions.dtype)
             radial = torch.sum(to_weights * unit, dim=1, keepdim=True)
             tangential = to_weights.addcmul_(unit, radial, value=-1)
-            to_directions[part] = tangential * (lengths[part] / temperature * inverse_norm)
-            to_lengths[part] = radial / temperature
+            to_directions[chunk] = tangential * (lengths[chunk] / temperature * inverse_norm)
+            to_lengths[chunk] = radial / temperature
         ctx.save_for_backward(to_embeddings.mul_(mass), to_directions, to_lengths)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a copy of the prototypes' gradient would be the largest tensor of the loss.
+        # In place, because the gradient of the prototypes is the largest tensor of the loss.
         return *(saved.mul_(gradients[0]) for saved in ctx.saved_tensors), None, None
 
 
-def logits_of(
-    tokens: Float[Tensor, "*images dim"], weights: Float[Tensor, "out dim"]
+def compute_logits(
+    embeddings: Float[Tensor, "*images dim"], weights: Float[Tensor, "out dim"]
 ) -> Float[Tensor, "*images out"]:
-    """Products with the prototypes, in float32 at least; autocast applies to the factors.
+    """Return embeddings @ weights.T in float32, or in float64 if a factor is float64.
 
-    A GPU sums products of bfloat16 in float32 and is asked to leave it at that: a cosine rounded to
-    eight bits and divided by a temperature of .04 is off by up to .05. No gradients on CUDA.
+    The factors are converted to the dtype of autocast. A GPU sums products of bfloat16 numbers in
+    float32, and the sums are not rounded to bfloat16. A cosine rounded to bfloat16 and divided by a
+    temperature of 0.04 would be wrong by up to 0.05. On a GPU, bfloat16 logits have no gradient.
     """
-    dtype = _product_dtype(tokens)
-    tokens, weights = tokens.to(dtype), weights.to(dtype)
-    if not tokens.is_cuda or dtype.itemsize > 2:
-        return (tokens @ weights.T).to(torch.promote_types(dtype, torch.float32))
-    with disable_autocast(tokens.device):
-        flat = torch.mm(tokens.flatten(0, -2), weights.T, out_dtype=torch.float32)
-    return flat.unflatten(0, tokens.shape[:-1])
+    dtype = _product_dtype(embeddings)
+    embeddings, weights = embeddings.to(dtype), weights.to(dtype)
+    if not embeddings.is_cuda or dtype.itemsize > 2:
+        return (embeddings @ weights.T).to(torch.promote_types(dtype, torch.float32))
+    with disable_autocast(embeddings.device):
+        flat = torch.mm(embeddings.flatten(0, -2), weights.T, out_dtype=torch.float32)
+    return flat.unflatten(0, embeddings.shape[:-1])
 
 
-def _product_dtype(like: Tensor) -> torch.dtype:
-    """What autocast would compute matrix products in."""
-    device = like.device.type
-    # Tensors without values, on which work is counted, know no autocast.
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast would compute a matrix product with this tensor."""
+    device = tensor.device.type
+    # Autocast does not exist for meta tensors, which are used to count operations.
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on else like.dtype
+    return torch.get_autocast_dtype(device) if is_on else tensor.dtype

@@ -1,4 +1,7 @@
-"""What an encoder can be trained for, as the trainer sees it: tensors in, loss out."""
+"""Base classes of pretraining objectives: `Objective` has the options, `Learner` computes the loss.
+
+The trainer knows an objective only through these classes. Views of images go in, a loss comes out.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,17 +17,17 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
 
 Views = Sequence[Tensor]
-"""Images of one size or several, and what else a loss needs to know of them, such as labels."""
-# Keeps the streams of parts apart from those of pretrain/batches.py.
+"""Images, one tensor for each image size, and other inputs of a loss, such as labels."""
+# Separates the random numbers of heads and decoders from those of pretrain/batches.py.
 _PART = 3
 
 
 class Learner(nn.Module, ABC):
-    """Everything that changes while training, apart from the optimizer.
+    """The trained networks and their loss. The optimizer is not part of a learner.
 
     Attributes:
-        options: The objective that it was built from.
-        student: The module whose parameters are trained; its `backbone` is the encoder.
+        options: The objective that built this learner.
+        student: The module whose parameters are trained. Its attribute `backbone` is an encoder.
     """
 
     student: Any
@@ -36,66 +39,86 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoder(self) -> EncoderModule:
-        """The encoder worth keeping."""
+        """The encoder that is saved and evaluated."""
         return self.student.backbone
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """That one and others like it, which start with the same weights."""
+        """All encoders that start from the same weights, including `encoder`."""
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """The parts that see static shapes only."""
-        return (self.encoder,)
+        """Return the modules to compile, whose inputs must have the same shapes at each step."""
+        return self.encoders
 
     @abstractmethod
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of a part of a batch, and what the log should know about it.
+        """Compute the loss of a batch, or of a part of it if gradients are accumulated.
 
-        `network` is the student, possibly wrapped for training on several devices.
+        Args:
+            network: The student. With several devices, it is wrapped in DistributedDataParallel.
+            views: Views as returned by `ViewMaker.finish`.
+            step: Number of the optimizer step, from 0.
+
+        Returns:
+            The loss, and scalar tensors without gradients for the log by name.
         """
 
     def freeze_gradients(self, step: int) -> None:
-        """Drop the gradients of what must not change in this step."""
+        """Remove the gradients of parameters that this optimizer step must not change."""
 
-    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
-        """Change what follows the student, after the optimizer has changed the student.
+    def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
+        """Update networks that follow the student. The optimizer has already changed the student.
 
-        Where the step was `lost`, for a gradient that is not finite, nothing is learned from it.
+        Args:
+            step: Number of the optimizer step, from 0.
+            found_inf: Whether a gradient of this step was not finite. The optimizer has then left
+                the student unchanged.
         """
 
     def values(self, step: int) -> dict[str, float]:
-        """Scheduled values of the step, for the log."""
+        """Return the scheduled values of an optimizer step, such as a momentum, for the log."""
         del step
         return {}
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return what is wrong if many steps have such a row of the log, with a remedy as hint."""
+        """Return an error if this row of the log is typical of a failed training, or None.
+
+        The trainer raises the error if many consecutive rows are typical of a failed training. The
+        hint of the error names options that may help.
+        """
         del row
 
 
 class Measuring(ABC):
-    """Looks at a learner now and then, and changes nothing.
+    """Evaluates a learner every few epochs without changing the learner.
 
     Attributes:
-        costs_by: Options that say how long it takes.
+        costs_by: Options that determine how long the evaluation takes, for a message.
     """
 
     costs_by: str
 
     @abstractmethod
     def measures(self, step: int) -> Mapping[str, float]:
-        """What is due after the step of this number, counted from 1; in percent."""
+        """Evaluate the learner if an evaluation is due.
+
+        Args:
+            step: Number of optimizer steps taken so far.
+
+        Returns:
+            Percentages by name. The mapping is empty if no evaluation is due after this step.
+        """
 
 
 class Objective(ABC):
-    """Hyperparameters from which a learner is built, as a frozen dataclass.
+    """Hyperparameters of an objective. A subclass is a frozen dataclass.
 
     Attributes:
-        crops: A `ViewMaker`.
-        noun: For what is learned from.
+        crops: The `ViewMaker` that turns samples into views.
+        noun: Plural noun for the training samples in messages.
     """
 
     crops: Any
@@ -110,37 +133,55 @@ class Objective(ABC):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> Learner:
-        """A learner at its start; `class_names` are those of the training images, if any."""
+        """Build a learner with the weights that it has before the first step.
+
+        Args:
+            model: Configuration of the encoder.
+            timeline: Length of the run, for schedules.
+            seed: Seed of all initial weights. The global random state stays unchanged.
+            class_names: Classes of the training images. Empty without labels.
+
+        Raises:
+            ConfigurationError: The objective cannot train this encoder or use these classes.
+        """
 
 
 class Generating(Objective, ABC):
-    """An objective that makes what it learns from, and tests it itself: no image is read."""
+    """An objective that generates its training samples, so that a run reads no images."""
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """What stands for the images."""
+        """Return an epoch of samples in place of the training images."""
 
     @abstractmethod
     def observer(self, learner: Any, timeline: Timeline) -> Measuring:
-        """What tests the learner now and then."""
+        """Return the evaluation of the learner, in place of the monitor."""
 
 
-def part_seed(seed: int, part: str) -> int:
-    """Seed of a "head" or "decoder", whose weights would otherwise repeat the encoder's."""
+def derive_seed(seed: int, part: str) -> int:
+    """Derive the seed of a part such as "head" or "decoder" from the seed of the run.
+
+    With the seed of the run itself, the part would have the same random weights as the encoder.
+    """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)
     return int(state)
 
 
 def require_vit(model: EncoderConfig, objective: str, reason: str) -> ViTConfig:
-    """The model itself, for an objective that trains Vision Transformers alone.
+    """Return the configuration of a Vision Transformer unchanged, and refuse other encoders.
+
+    Args:
+        model: Configuration of any encoder.
+        objective: Name of the objective, for the message.
+        reason: Why the objective cannot train other encoders, for the message.
 
     Raises:
-        ConfigurationError: It is another one.
+        ConfigurationError: The encoder is not a Vision Transformer.
     """
     if not isinstance(model, ViTConfig):
         raise ConfigurationError(
-            f"objective={objective} expects a Vision Transformer, since {reason}; got a "
+            f"objective={objective} expects a Vision Transformer because {reason}, got a "
             f"{type(model).__name__.removesuffix('Config')}",
             hint=("model=vit_small_skip", "or", "objective=supervised"),
         )

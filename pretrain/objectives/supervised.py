@@ -1,4 +1,4 @@
-"""Supervised training of the same encoders: [CLS] or mean patch -> linear head -> loss."""
+"""Supervised training: a linear head on [CLS], or on the mean patch token, predicts the class."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.crops.single import SingleCrop
-from pretrain.objectives.objective import Learner, Objective, Views, part_seed
+from pretrain.objectives.objective import Learner, Objective, Views, derive_seed
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FractionBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
@@ -20,13 +20,13 @@ from ssl_bench.models import EncoderConfig, build_encoder
 
 @dataclass(frozen=True)
 class Supervised(Objective):
-    """Cross-entropy with the class of each image.
+    """Cross-entropy between the predicted and the true class of each image.
 
     Attributes:
-        num_classes: Where it is given, the training images must have as many.
-        label_smoothing: Share of the target that is spread over all classes, in [0, 1).
+        num_classes: Expected number of classes. Training images with another number are refused.
+        label_smoothing: Share of the target probability that is spread over all classes.
 
-    Source: head and smoothing as in DeiT, https://arxiv.org/abs/2012.12877.
+    Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
     """
 
     num_classes: Count | None = None
@@ -44,25 +44,26 @@ class Supervised(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "SupervisedLearner":
-        """An encoder with a head for `class_names`.
+        """Return a learner with an encoder and a head that has one output for each class.
 
         Raises:
-            ConfigurationError: the images have no classes, or another number than was said.
+            ConfigurationError: The images have fewer than two classes, or another number than
+                `num_classes`.
         """
         del timeline
         if len(class_names) < 2:
             raise ConfigurationError(
                 "objective=supervised needs training images of two classes or more, got "
-                f"{len(class_names)}; name a folder that holds train/CLASS/PICTURE",
+                f"{len(class_names)}. Use a folder with the layout train/CLASS/PICTURE",
                 hint=("data.labels=true", "data.root={folder}"),
             )
         if self.num_classes not in (None, len(class_names)):
             raise ConfigurationError(
                 f"objective.num_classes is {self.num_classes} but the training images have "
-                f"{len(class_names)} classes; leave it out or take the other images"
+                f"{len(class_names)} classes. Remove the option or use other images"
             )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(part_seed(seed, "head"))
+            torch.manual_seed(derive_seed(seed, "head"))
             head = nn.Linear(model.dim, len(class_names))
             nn.init.trunc_normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
@@ -72,33 +73,44 @@ class Supervised(Objective):
 
 
 class SupervisedLearner(Learner):
-    """Encoder and head, and their loss."""
+    """An encoder with a linear head, and the classification loss."""
 
     options: Supervised
 
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of a part of a batch, and `train_top1` in percent.
+        """Compute the cross-entropy of images that mixup or CutMix may have mixed in pairs.
 
-        `views` holds images, their classes, and the share that each has in its mixture with the
-        image at the same place from the end. The other one's class has the rest: of the loss, and
-        of an image that counts as right.
+        Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
+        the classes of these two images.
+
+        Args:
+            network: The student, possibly wrapped for several devices.
+            views: Images [batch, 3, height, width], their classes [batch], and the weight of each
+                image in its mixture as a scalar in [0, 1].
+            step: Ignored.
+
+        Returns:
+            The loss, and for the log the top-1 accuracy on the batch in percent as `train_top1`.
         """
         del step
         images, labels, own_share = views
         logits = network(images).float()
-        loss = right = torch.zeros_like(own_share)
-        for wanted, share in ((labels, own_share), (labels.flip(0), 1 - own_share)):
+        loss = accuracy = torch.zeros_like(own_share)
+        for targets, share in ((labels, own_share), (labels.flip(0), 1 - own_share)):
             losses = F.cross_entropy(
-                logits, wanted, reduction="none", label_smoothing=self.options.label_smoothing
+                logits, targets, reduction="none", label_smoothing=self.options.label_smoothing
             )
             loss = loss + share * losses.mean()
-            right = right + share * (logits.argmax(1) == wanted).float().mean()
-        return loss, {"train_top1": 100 * right}
+            accuracy = accuracy + share * (logits.argmax(1) == targets).float().mean()
+        return loss, {"train_top1": 100 * accuracy}
 
     def classify(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes"]:
-        """Logits of normalised images; not compiled, so that any batch will do."""
+        """Return the logits of normalised images. No compiled code runs, so any batch size works.
+
+        A compiled encoder would be compiled again for each new batch size.
+        """
         return self.student.head(self.student.backbone.forward(images))

@@ -1,4 +1,4 @@
-"""AdamW and SOAP; `SOAP` is an optimizer of torch for any model."""
+"""Optimizers of pretraining. `SOAP` is a `torch.optim.Optimizer` for any model."""
 
 from pretrain.optimizers.soap import SOAP
 

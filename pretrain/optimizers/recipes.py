@@ -1,4 +1,4 @@
-"""Recipes that build an optimizer, the weight-decay groups, and clipping."""
+"""Configurations of AdamW and SOAP, parameter groups for weight decay, and gradient clipping."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,27 +21,29 @@ from ssl_bench.composition.fields import (
 from ssl_bench.errors import ConfigurationError
 
 _Betas = Annotated[Sequence[FractionBelowOne], ListLength(2, 2)]
-# [CLS], positions, Swin's too, registers and what stands for a hidden patch.
+# Parameters that are added to tokens or are tokens: [CLS], position embeddings, including those of
+# Swin, registers and mask tokens.
 _TOKENS = ("cls_token", "pos_embed", "relative_position_bias_table", "reg_token", "mask_token")
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
 class OptimizerRecipe:
-    """Hyperparameters from which the trainer builds an optimizer, as a frozen dataclass.
+    """Hyperparameters of an optimizer. A subclass is a frozen dataclass.
 
     Attributes:
-        lr: Learning rate at batch 256; the trainer scales it by batch / 256.
+        lr: Learning rate for batch size 256. The trainer multiplies it by batch size / 256.
     """
 
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return an optimizer of these parameter groups."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """AdamW of the DINO recipe, one fused kernel per step."""
+    """AdamW as in the recipe of DINO, with one fused kernel per step."""
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
@@ -57,18 +59,19 @@ class AdamW(OptimizerRecipe):
 
 @dataclass(frozen=True)
 class Soap(OptimizerRecipe):
-    """SOAP with its published betas and frequency; see `SOAP` for the fields.
+    """SOAP with the published decay rates and refresh frequency.
 
     Args:
-        lr: Learning rate at batch 256. No rate is published for DINO: AdamW's is the starting point
-            of a sweep over 0.25 to 2 times its value. The optimizer's own default, 3e-3, is for
-            language models.
-        shampoo_beta: Decay of the statistics; `betas[1]` if None.
-        precondition_frequency: Steps between two refreshes of a basis.
-        max_precond_dim: A longer axis keeps its own coordinates.
-        stagger: Spread the refreshes over the period; not if not said. Steps are alike then, and
-            slower on average: a GPU does a stack of matrices in little more than the time of one.
-        shard_refreshes: Share the decompositions out over the processes of a run.
+        lr: Learning rate for batch size 256. No rate is published for DINO, so the default is that
+            of AdamW. Try rates from 0.25 to 2 times the default. The class `SOAP` has the default
+            3e-3, which is meant for language models.
+        shampoo_beta: Decay rate of the statistics. The default is `betas[1]`.
+        precondition_frequency: Number of steps between two refreshes of a basis.
+        max_precond_dim: Longest axis of a parameter that has a basis.
+        stagger: Whether the refreshes are distributed over the steps between two refreshes. All
+            steps then take equally long, but the mean time of a step is longer. The reason is that
+            a GPU decomposes many matrices in little more time than one.
+        shard_refreshes: Whether the processes of a run share the decompositions.
     """
 
     lr: RateOrZero = 5e-4
@@ -93,33 +96,42 @@ def parameter_groups(
     layer_decay: float = 1.0,
     decay_tokens: bool = True,
 ) -> list[dict[str, Any]]:
-    """The decayed parameters, then those exempt from weight decay; frozen ones are left out.
+    """Return parameter groups with and without weight decay. Frozen parameters are left out.
 
-    Exempt are biases and vectors, and without `decay_tokens` class token, registers, mask token and
-    position embedding, as in timm and DeiT; official DINO decays them.
+    Biases and vectors have no weight decay. Official DINO decays class token, registers, mask token
+    and position embedding. timm and DeiT do not decay them (`decay_tokens=False`).
 
-    A `layer_decay` other than 1 gives such a pair for each layer, the embedding's first, then the
-    blocks', that of final norm and head last; `lr_scale` is layer_decay to the number of layers
-    above.
+    Args:
+        named_parameters: Names and parameters of a student.
+        layer_decay: Factor by which the learning rate decreases from each layer to the one below,
+            in (0, 1].
+        decay_tokens: Whether tokens and position embeddings have weight decay.
+
+    Returns:
+        A group with weight decay, and then a group without. If `layer_decay` is not 1, there is
+        such a pair for each layer: first the embedding, then each block, and finally the last norm
+        with the head. The key `lr_scale` of a group is `layer_decay` to the power of the number of
+        layers above it.
 
     Raises:
-        ConfigurationError: a `layer_decay` without a row of blocks.
+        ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
 
-    Source: `get_params_groups` of
-    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
-    for the tokens `no_weight_decay` of
-    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/models_v2.py
-    and, for the layers, BEiT, https://arxiv.org/abs/2106.08254, as in `param_groups_lrd` of
-    https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
+    Source:
+        groups: `get_params_groups` of
+            https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+        tokens: `no_weight_decay` of
+            https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/models_v2.py
+        layers: BEiT, https://arxiv.org/abs/2106.08254, as in `param_groups_lrd` of
+            https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
     """
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
     if layer_decay == 1.0:
-        return _decayed_and_exempt(named, decay_tokens=decay_tokens)
+        return _split_by_decay(named, decay_tokens=decay_tokens)
     layers = {name: int(block[1]) + 1 for name, _ in named if (block := _BLOCK.match(name))}
     if not layers:
         raise ConfigurationError(
-            "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
-            "none",
+            "train.layer_decay expects an encoder with one sequence of blocks, such as a ViT of "
+            "this suite, got another encoder",
             hint=("train.layer_decay=1",),
         )
     last = max(layers.values()) + 1
@@ -129,14 +141,15 @@ def parameter_groups(
         members[layers.get(name, 0 if is_embedding else last)].append((name, value))
     return [
         {**group, "lr_scale": layer_decay ** (last - layer)}
-        for layer, those in enumerate(members)
-        for group in _decayed_and_exempt(those, decay_tokens=decay_tokens)
+        for layer, layer_members in enumerate(members)
+        for group in _split_by_decay(layer_members, decay_tokens=decay_tokens)
     ]
 
 
-def _decayed_and_exempt(
+def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
+    """Return a group with weight decay and a group without."""
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS
@@ -149,16 +162,19 @@ def _decayed_and_exempt(
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, *, whole: bool = False
 ) -> Float[Tensor, " parameters"]:
-    """Scale each gradient to a norm of at most `max_norm`, in place.
+    """Limit the norm of each gradient, or of all gradients together, in place.
 
-    On its own, or as a part of the `whole`, whose norm is limited then.
+    Args:
+        parameters: Parameters, some of which may have no gradient.
+        max_norm: Largest allowed Euclidean norm.
+        whole: Whether `max_norm` limits the norm of all gradients together.
 
     Returns:
-        The norms before clipping, of the parameters that have a gradient. Nothing waits for them.
+        The norm of each gradient before clipping, as a tensor on the device. No value is copied to
+        CPU memory, so nothing waits for the device.
 
-    Source: `clip_gradients` of
-    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py,
-    and of the whole as `torch.nn.utils.clip_grad_norm_`.
+    Source: `torch.nn.utils.clip_grad_norm_` if `whole` is true. Otherwise `clip_gradients` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))

@@ -55,6 +55,8 @@ _WITHOUT_HYDRA = [
     f"~hydra/{group}"
     for group in ("help", "hydra_help", "hydra_logging", "job_logging", "launcher", "sweeper")
 ]
+# Addresses in older configurations of classes that are in another module now.
+_MOVED = {"pretrain.copying.objective.Copying": "pretrain.papers.copying.Copying"}
 _SETTING = re.compile(r"\$([a-z_]+)")
 
 
@@ -304,6 +306,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 def component_class(address: Any, key: str) -> type:
     """Import a dataclass of this repository, such as "probes.knn.KNN", or an entry point."""
+    address = _MOVED.get(str(address), address)
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
     if package in PACKAGES:
         kind = _import_attribute(str(address))

@@ -126,10 +126,10 @@ def operations() -> None:
             for _ in range(3):
                 basis = torch.linalg.qr(statistics @ basis).Q
             power = statistics @ basis
-            found, exact = soap._orthonormal(power, basis), torch.linalg.qr(power).Q
+            found, exact = soap._compute_q(power, basis), torch.linalg.qr(power).Q
             put(
                 f"SOAP basis {members} x {size}",
-                ms=ms(lambda p=power, b=basis: soap._orthonormal(p, b), 5),
+                ms=ms(lambda p=power, b=basis: soap._compute_q(p, b), 5),
                 qr_ms=ms(lambda p=power: torch.linalg.qr(p), 3, 1),
                 eigh_ms=ms(lambda s=statistics: torch.linalg.eigh(s), 1, 1),
                 error=float((found.mT @ found - torch.eye(size, device=DEVICE)).abs().max()),

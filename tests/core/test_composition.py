@@ -8,6 +8,7 @@ import yaml
 from pretrain.description import describe
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
+from pretrain.papers.copying import Copying
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.compose import (
     build,
@@ -126,6 +127,12 @@ def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
     assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
+
+
+def test_an_address_in_an_older_configuration_builds_the_class_that_was_moved():
+    older = {"_target_": "pretrain.copying.objective.Copying", "letters": 3}
+
+    assert instantiate(older, "objective") == Copying(letters=3)
 
 
 @pytest.mark.parametrize(

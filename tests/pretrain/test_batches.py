@@ -105,7 +105,7 @@ def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
     for view in (0, 1):
         ours, theirs = slice(4 * view + 2, 4 * view + 4), slice(2 * view, 2 * view + 2)
         assert torch.equal(large.pixels[ours], second_half.pixels[theirs])
-        assert torch.equal(large.looks.factors[ours], second_half.looks.factors[theirs])
+        assert torch.equal(large.params.factors[ours], second_half.params.factors[theirs])
     # An epoch shows every image once, in another order and other crops.
     first, second = epoch_order(50, 0, 0), epoch_order(50, 0, 1)
     assert sorted(first) == list(range(50))

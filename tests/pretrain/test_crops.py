@@ -1,4 +1,4 @@
-"""Crops and looks: what happens to images, in which order, drawn from what.
+"""Crops and augmentation: what happens to images, in which order, drawn from what.
 
 The operations of a batch are torchvision's; RandAugment's are timm's pixel by pixel, and what
 erasing and mixing leave, and how often, is what timm does.
@@ -32,7 +32,7 @@ from pretrain.crops.augmentation import (
     HUE,
     SATURATION,
     AugmentationParams,
-    apply_looks,
+    augment,
     normalise,
 )
 from pretrain.crops.multi import MultiCrop
@@ -41,8 +41,8 @@ from pretrain.crops.single import (
     OPERATIONS,
     Mixture,
     SingleCrop,
-    amount,
     apply_operations,
+    compute_argument,
     draw_rectangle,
     draw_square,
     erase,
@@ -88,27 +88,29 @@ GPU = [
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_a_batch_of_mixed_looks_equals_torchvision_image_by_image(device):
     pixels = (pictures(6) * 255).byte()
-    looks = draw(MultiCrop(hue=0.5, blur_sigma=(0.1, 2.0), grey_probability=0.4), images=1, views=6)
-    looks = replace(looks, solarize=torch.tensor([True, False] * 3))
+    params = draw(
+        MultiCrop(hue=0.5, blur_sigma=(0.1, 2.0), grey_probability=0.4), images=1, views=6
+    )
+    params = replace(params, solarize=torch.tensor([True, False] * 3))
 
-    ours = apply_looks(pixels.to(device), looks, solarize_threshold=0.5).cpu()
+    ours = augment(pixels.to(device), params, solarize_threshold=0.5).cpu()
 
-    assert 0 < looks.grey.sum() < 6 or 0 < looks.jitter.sum() < 6
+    assert 0 < params.grey.sum() < 6 or 0 < params.jitter.sum() < 6
     for view in range(6):
-        reference = one_by_one(pixels[view], looks, view)
+        reference = one_by_one(pixels[view], params, view)
         torch.testing.assert_close(ours[view], reference, atol=5e-5, rtol=0)
 
 
-def one_by_one(pixels, looks, view):
+def one_by_one(pixels, params, view):
     image = pixels.float() / 255
-    image = image.flip(-1) if looks.flip[view] else image
-    if looks.jitter[view]:
-        for kind in looks.order[view].tolist():
-            image = ADJUST[kind](image, looks.factors[view, kind].item())
-    image = tvf.rgb_to_grayscale(image, 3) if looks.grey[view] else image
-    if sigma := looks.blur_sigma[view].item():
+    image = image.flip(-1) if params.flip[view] else image
+    if params.jitter[view]:
+        for kind in params.order[view].tolist():
+            image = ADJUST[kind](image, params.factors[view, kind].item())
+    image = tvf.rgb_to_grayscale(image, 3) if params.grey[view] else image
+    if sigma := params.blur_sigma[view].item():
         image = tvf.gaussian_blur(image, [25, 25], [sigma, sigma])
-    image = tvf.solarize(image, 0.5) if looks.solarize[view] else image
+    image = tvf.solarize(image, 0.5) if params.solarize[view] else image
     return tvf.normalize(image, list(IMAGENET_MEAN), list(IMAGENET_STD))
 
 
@@ -116,9 +118,9 @@ def draw(crops, *, images, views=10):
     """AugmentationParams of many images, [images * views], image by image."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
-    _, looks = crops.draw(generators, np.full((images, 2), 99))
+    _, params = crops.draw(generators, np.full((images, 2), 99))
     by_view = {
-        f.name: getattr(looks, f.name).unflatten(0, (views, images))
+        f.name: getattr(params, f.name).unflatten(0, (views, images))
         for f in fields(AugmentationParams)
     }
     return AugmentationParams(
@@ -127,9 +129,9 @@ def draw(crops, *, images, views=10):
 
 
 def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
-    looks = draw(MultiCrop(), images=1500)
+    params = draw(MultiCrop(), images=1500)
     by_view = {
-        f.name: getattr(looks, f.name).float().unflatten(0, (1500, 10))
+        f.name: getattr(params, f.name).float().unflatten(0, (1500, 10))
         for f in fields(AugmentationParams)
     }
     shares = {name: values.mean(0) for name, values in by_view.items()}
@@ -140,20 +142,20 @@ def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
     assert shares["solarize"].tolist() == pytest.approx([0, 0.2, *[0] * 8], abs=0.04)
     blurred = (by_view["blur_sigma"] > 0).float().mean(0)
     assert blurred.tolist() == pytest.approx([1, 0.1, *[0.5] * 8], abs=0.05)
-    sigma = looks.blur_sigma[looks.blur_sigma > 0]
+    sigma = params.blur_sigma[params.blur_sigma > 0]
     assert (sigma.min() >= 0.1, sigma.max() <= 2.0) == (True, True)
     assert sigma.mean() == pytest.approx(1.05, abs=0.03)
 
 
 def test_jitter_strengths_are_uniform_and_every_order_is_as_likely():
-    looks = draw(MultiCrop(), images=1500)
+    params = draw(MultiCrop(), images=1500)
 
     spread = torch.tensor([0.8, 0.8, 0.4, 0.2]) / 12**0.5
-    torch.testing.assert_close(looks.factors.std(0), spread, rtol=0.03, atol=0)
+    torch.testing.assert_close(params.factors.std(0), spread, rtol=0.03, atol=0)
     torch.testing.assert_close(
-        looks.factors.mean(0), torch.tensor([1.0, 1.0, 1.0, 0.0]), rtol=0, atol=0.01
+        params.factors.mean(0), torch.tensor([1.0, 1.0, 1.0, 0.0]), rtol=0, atol=0.01
     )
-    ranks = looks.order @ torch.tensor([64, 16, 4, 1])
+    ranks = params.order @ torch.tensor([64, 16, 4, 1])
     counts = ranks.unique(return_counts=True)[1] / len(ranks)
     assert len(counts) == 24
     assert (counts - 1 / 24).abs().max() < 0.008
@@ -298,7 +300,7 @@ def test_strengths_of_colours_are_uniform_and_all_orders_equally_frequent():
 
 def test_cutout_hides_the_square_that_was_drawn():
     cutout, some = replace(PLAIN, cutout=3), samples(2)
-    part = replace(cut(cutout, some), hidden=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
+    part = replace(cut(cutout, some), cutout=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
 
     before, after = (crops.finish(part, CPU)[0] for crops in (PLAIN, cutout))
 
@@ -307,7 +309,7 @@ def test_cutout_hides_the_square_that_was_drawn():
     assert torch.equal((after == 0).all(1), hidden)
     kept = ~hidden[:, None].expand_as(after)
     assert torch.equal(after[kept], before[kept])
-    sides = cut(cutout, some).hidden.view(2, 2, 2).diff()
+    sides = cut(cutout, some).cutout.view(2, 2, 2).diff()
     assert (sides == 3).all()
 
 
@@ -513,7 +515,7 @@ def test_every_operation_leaves_the_pixels_that_timm_leaves(name, negated, monke
     # Without a bit left Pillow refuses to posterize for timm.
     largest = 9.99 if name == "PosterizeIncreasing" else 10.0
     for magnitude in (0.0, 0.3, 2.5, 5.0, 7.49, 9.0, 9.77, largest):
-        value = amount(name, magnitude / 10, negate=negated)
+        value = compute_argument(name, magnitude / 10, negate=negated)
         ours = apply_operations(picture(), [(name, value)])
 
         timms: Any = AugmentOp(name, prob=1.0, hparams=OPTIONS)
@@ -529,7 +531,7 @@ def test_operations_follow_one_another():
     assert torch.equal(both, 255 - moved)
     assert apply_operations(picture(), []).equal(picture())
     # Of which no bit is left.
-    nothing = amount("PosterizeIncreasing", 1.0, negate=False)
+    nothing = compute_argument("PosterizeIncreasing", 1.0, negate=False)
     assert not apply_operations(picture(), [("PosterizeIncreasing", nothing)]).any()
 
 

@@ -96,7 +96,7 @@ def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
 def test_a_gpu_leaves_sums_of_bfloat16_products_in_float32():
     tokens, weights = torch.randn(2, 3, 64).bfloat16(), torch.randn(5, 64).bfloat16()
 
-    logits = dino.logits_of(tokens.to("cuda"), weights.to("cuda")).cpu()
+    logits = dino.compute_logits(tokens.to("cuda"), weights.to("cuda")).cpu()
 
     exact = tokens.double() @ weights.double().T
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
@@ -137,7 +137,7 @@ def test_the_teacher_starts_as_the_student_and_follows_it_by_the_momentum():
     learner.loss(learner.student, views_of(), step=0)
     for parameter in learner.student.parameters():
         parameter.data.add_(1.0)
-    learner.update_teacher(step=0, lost=torch.tensor(False))
+    learner.update_teacher(step=0, found_inf=torch.tensor(False))
 
     for old, new in zip(start, learner.teacher.parameters(), strict=True):
         torch.testing.assert_close(new, old + 0.1)
@@ -153,7 +153,7 @@ def test_the_center_moves_after_the_loss_to_the_mean_over_all_parts():
     before, weights = learner.center.clone(), prototypes(learner.teacher)
     outputs = torch.cat([views[0] for views in parts])
     mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ weights.T).mean(0)
-    learner.update_teacher(step=0, lost=torch.tensor(False))
+    learner.update_teacher(step=0, found_inf=torch.tensor(False))
 
     assert not before.any()
     torch.testing.assert_close(learner.center, 0.25 * mean)
@@ -209,7 +209,7 @@ def test_the_teacher_sees_no_drop_path():
     ("loss", "entropy", "hint"),
     [
         (1.0, 0.999, r"ln\(out_dim\) = 3\.00"),
-        (0.004, 0.001, "sits at 0"),
+        (0.004, 0.001, "stays at 0"),
         (1.03, 0.8, None),
         (0.99, 1.0, None),
         (0.3, 0.001, None),

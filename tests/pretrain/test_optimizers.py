@@ -435,7 +435,7 @@ def test_statistics_on_which_float32_fails_are_decomposed_in_float64(monkeypatch
 
     matrices = torch.diag(torch.tensor([1.0, 3.0, 2.0]))[None]
     monkeypatch.setattr(torch.linalg, "eigh", picky)
-    vectors = soap.eigenvectors(matrices)
+    vectors = soap.compute_eigenvectors(matrices)
     assert vectors.dtype == torch.float32
     assert torch.equal(vectors.abs()[0], torch.eye(3)[:, [1, 2, 0]])
 

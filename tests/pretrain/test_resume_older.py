@@ -49,6 +49,8 @@ NEWER = (
         (NEWER, {}),
         # The former name of an option.
         (("model.mlp_mean",), {"model": {"init_options": {"mlp_mean": 0.5}}}),
+        # The former module of a class.
+        ((), {"objective": {"_target_": "pretrain.former.Dino"}}),
     ],
 )
 def test_a_state_of_an_older_version_goes_on_to_the_very_bits(root, tmp_path, forgotten, added):

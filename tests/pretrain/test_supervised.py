@@ -19,7 +19,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import load_encoder
 from tests.pretrain import plans
 from tests.pretrain.plans import state_of, stopped_after_a_step
-from tests.support.runs import assert_goes_on_to_the_bit, log_rows
+from tests.support.runs import log_rows
 
 TINY = replace(plans.TINY, drop_path=0.1)
 PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
@@ -100,10 +100,6 @@ def test_the_number_of_classes_is_that_of_the_images():
     with pytest.raises(ConfigurationError) as caught:
         learner_of(names=())
     assert "data.labels=true" in caught.value.hint
-
-
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(root, tmp_path):
-    assert_goes_on_to_the_bit(plan_of(root), tmp_path, workers=2)
 
 
 def test_a_run_shows_each_image_as_often_as_it_was_said(root, tmp_path, monkeypatch):

@@ -319,7 +319,7 @@ def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, objective)
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (MultiCrop, {"global_scale": (0.5, 0.4)}, "least <= largest"),
+        (MultiCrop, {"global_scale": (0.5, 0.4)}, "minimum <= maximum"),
         (MultiCrop, {"blur_probability": (1.0, 0.5)}, "a list of 3 items"),
         (MultiCrop, {"num_locals": -1}, "num_locals expects a whole number"),
         (SingleCrop, {"scale": (0.5, 0.4)}, r"crops\.scale"),

@@ -214,7 +214,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     group = "_group_tensors_by_device_and_dtype"
     yield torch._C, group, grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", _compile
-    yield augmentation, "_jitter_compiled", lambda: augmentation.jitter_all
+    yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
     yield threading.Thread, "run", running(threading.Thread.run)
     yield dist, "init_process_group", _joining(dist.init_process_group)
 

@@ -1,1 +1,0 @@
-"""Copying strings: the task on which state space models are trained and tested."""

@@ -1,0 +1,1 @@
+"""Objectives that only single papers need. The trainer finds them by name and imports none."""

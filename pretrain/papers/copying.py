@@ -1,0 +1,267 @@
+"""The copying task: a state space model reads a random string and then repeats it.
+
+Strings are drawn at random and never stored. A string of n letters gives the row of tokens
+`x_1 ... x_n | x_1 ... x_n .` with the delimiter `|` and the stop `.`, which is 2 n + 2 tokens.
+Letters have the numbers 0 to k - 1, the delimiter has the number k, and the stop k + 1. The model
+reads all tokens except the stop. The loss covers only the predictions after the delimiter.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from pretrain.crops.plain import Generators, Samples, ViewMaker
+from pretrain.objectives.objective import Generating, Learner, Measuring, Views
+from pretrain.schedules import Timeline
+from ssl_bench.composition.fields import Count, check_fields
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, build_encoder
+from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
+from ssl_bench.system.device import to_float64
+
+# Number of tokens besides the letters: `|` and `.`.
+NUM_MARKS = 2
+# Number of strings in an epoch. Each epoch has its own strings.
+STRINGS_PER_EPOCH = 32_000
+# Separates the random numbers of test strings from those of pretrain/batches.py.
+_TEST = 4
+# Number of rows that the model reads at once in a test.
+_BATCH = 32
+
+Letters = Int64[Tensor, "batch length"]
+Rows = Int64[Tensor, "batch row"]
+
+
+@dataclass(frozen=True)
+class Copying(Generating):
+    """Cross-entropy of the next token in the copy of a random string.
+
+    Attributes:
+        length: Number of letters in a training string.
+        letters: Number of different letters. `model.num_tokens` must be larger by two.
+        test_lengths: Numbers of letters in test strings. Each length is tested separately.
+        test_strings: Number of test strings of each length.
+        test_epochs: Number of epochs between two tests. There is also a test after the last step.
+
+    Source: equation 3.36 of Trockman's thesis (2025), which uses the pipeline of
+    https://arxiv.org/abs/2402.01032. In the pipeline, several strings with their own delimiters
+    fill a row of 220 tokens, and the model keeps its state between strings. In this suite, a
+    row contains one string.
+    """
+
+    length: Count = 50
+    letters: Count = 26
+    test_lengths: Sequence[Count] = (50, 100, 300)
+    test_strings: Count = 128
+    test_epochs: Count = 1
+    noun = "strings"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective")
+        # YAML files give lists. A tuple makes equal objectives compare as equal.
+        object.__setattr__(self, "test_lengths", tuple(self.test_lengths))
+
+    @property
+    def crops(self) -> "StringMaker":
+        return StringMaker(self.length, self.letters)
+
+    def images(self) -> "GeneratedStrings":
+        """Return an image set with the ids of the strings of an epoch."""
+        return GeneratedStrings()
+
+    def build(
+        self,
+        model: EncoderConfig,
+        timeline: Timeline,
+        *,
+        seed: int,
+        class_names: Sequence[str] = (),
+    ) -> "CopyingLearner":
+        """Return a learner with a state space model.
+
+        Raises:
+            ConfigurationError: The model is of another kind, or has another number of tokens.
+        """
+        del timeline, class_names
+        if not isinstance(model, StateSpaceConfig):
+            raise ConfigurationError(
+                "objective=copying expects a model that reads tokens, got a "
+                f"{type(model).__name__.removesuffix('Config')}",
+                hint=("model=mamba2", "or", "model=mamba1"),
+            )
+        if model.num_tokens != (num_tokens := self.letters + NUM_MARKS):
+            raise ConfigurationError(
+                f"objective.letters={self.letters} expects model.num_tokens={num_tokens}, got "
+                f"{model.num_tokens}",
+                hint=(f"model.num_tokens={num_tokens}",),
+            )
+        network = build_encoder(model, seed=seed)
+        # Optimizers recognise the blocks of the encoder by the name "backbone".
+        return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
+
+    def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
+        """Return the test of the model on fixed strings."""
+        return CopyingTest(self, learner.student.backbone, timeline)
+
+
+class CopyingLearner(Learner):
+    """A state space model and its loss."""
+
+    options: Copying
+
+    def compilable(self) -> Iterable[nn.Module]:
+        """Return no module, because a scan is a loop over tokens."""
+        return ()
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Compute the mean cross-entropy of the letters of the copy and of the stop.
+
+        Args:
+            network: The student, possibly wrapped for several devices.
+            views: One tensor of rows.
+            step: Ignored.
+
+        Returns:
+            The loss, and for the log the percentage of correct letters as `train_letters`.
+        """
+        del step
+        (rows,) = views
+        length = self.options.length
+        logits = network(rows[:, :-1]).float()[:, length:]
+        targets = rows[:, length + 1 :]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        is_correct = (logits.argmax(-1) == targets)[:, :-1]
+        return loss, {"train_letters": 100 * is_correct.float().mean()}
+
+
+@dataclass(frozen=True)
+class StringMaker(ViewMaker):
+    """Draws a random string for each sample, instead of cropping its image.
+
+    Attributes:
+        length: Number of letters in a string.
+        letters: Number of different letters, which are equally likely.
+    """
+
+    length: int
+    letters: int
+
+    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
+        """Return no size, because strings are not images."""
+        del image_size, patch_size
+        return ()
+
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
+        """Return a random string for each sample."""
+        del samples, sizes
+        strings = [generator.integers(self.letters, size=self.length) for generator in generators]
+        return torch.from_numpy(np.stack(strings))
+
+    def finish(
+        self,
+        groups: Letters,
+        device: torch.device,
+        mean_std: Normalization = IMAGENET_NORMALIZATION,
+    ) -> tuple[Rows]:
+        """Return one tensor of rows on the device."""
+        del mean_std
+        return (make_rows(groups.to(device, non_blocking=True), self.letters),)
+
+
+@dataclass(frozen=True)
+class GeneratedStrings:
+    """An image set with an id for each string of an epoch. Its images are empty."""
+
+    name = "copying"
+    split = "train"
+    class_names = tuple[str, ...]()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"string{number:05d}" for number in range(STRINGS_PER_EPOCH))
+
+    def __len__(self) -> int:
+        return STRINGS_PER_EPOCH
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
+
+    def fingerprint(self) -> str:
+        """Return a constant sha256, because the strings depend only on seed and options."""
+        return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
+
+
+class CopyingTest(Measuring):
+    """Tests every few epochs, and after the last step, how well a model copies fixed strings.
+
+    The model predicts each letter from the correct previous letters. Its answer is the most likely
+    token. The stop is not counted.
+    """
+
+    costs_by = "objective.test_lengths, .test_strings and .test_epochs"
+
+    def __init__(self, options: Copying, model: StateSpaceModel, timeline: Timeline) -> None:
+        self.options, self.model, self.timeline = options, model, timeline
+
+    def measures(self, step: int) -> Mapping[str, float]:
+        """Return the percentages of correct letters and strings if a test is due.
+
+        Args:
+            step: Number of optimizer steps taken so far.
+        """
+        options, percentages = self.options, {}
+        if self.timeline.is_due(options.test_epochs, step):
+            for length in options.test_lengths:
+                tests = draw_test_strings(length, options.letters, options.test_strings)
+                is_correct = find_correct_letters(self.model, tests, options.letters)
+                letters, strings = compute_accuracies(is_correct)
+                percentages |= {f"letters_{length}": letters, f"strings_{length}": strings}
+        return percentages
+
+
+def make_rows(strings: Letters, letters: int) -> Rows:
+    """Return rows with each string, the delimiter, the string again, and the stop.
+
+    Args:
+        strings: Letters as numbers from 0.
+        letters: Number of different letters, which is also the number of the delimiter.
+    """
+    delimiter = strings.new_full((len(strings), 1), letters)
+    return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
+
+
+def draw_test_strings(length: int, letters: int, count: int) -> Letters:
+    """Return test strings, which are the same in all runs, whatever their seed."""
+    generator = np.random.default_rng((_TEST, length, letters))
+    return torch.from_numpy(generator.integers(letters, size=(count, length)))
+
+
+@torch.no_grad()
+def find_correct_letters(
+    model: StateSpaceModel, strings: Letters, letters: int
+) -> Bool[Tensor, "batch length"]:
+    """Return whether the model predicts each letter of each copy correctly."""
+    device, length = model.embedding.weight.device, strings.shape[1]
+    is_correct = []
+    for batch in strings.split(_BATCH):
+        rows = make_rows(batch.to(device), letters)
+        predictions = model.forward(rows[:, :-1])[:, length:-1].argmax(-1)
+        is_correct.append(predictions == rows[:, length + 1 : -1])
+    return torch.cat(is_correct)
+
+
+def compute_accuracies(is_correct: Bool[Tensor, "batch length"]) -> tuple[float, float]:
+    """Return the percentages of correct letters, and of strings without a wrong letter."""
+    letters, strings = to_float64(is_correct).mean(), to_float64(is_correct.all(1)).mean()
+    return 100 * float(letters), 100 * float(strings)

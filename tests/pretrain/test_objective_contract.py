@@ -1,0 +1,265 @@
+"""What every objective must do, including the one that docs/extending.md adds.
+
+A new objective needs no entry here. Its configuration is reduced by the keys in `REDUCED`, as far
+as it has them. It meets a small encoder of every kind, and either trains it or refuses it.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+from itertools import combinations, pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.objectives.objective import Generating, Learner
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import TrainOptions
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from ssl_bench.composition.choices import config_names
+from ssl_bench.composition.compose import build, compose_config, list_keys
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig
+from ssl_bench.models.config import find_registered, registered_names
+from tests.pretrain.plans import CPU, album
+from tests.support.runs import assert_goes_on_to_the_bit, flat
+
+PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+PLUGIN = re.findall(r"^`[\w/]+/rotation\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.M)[0]
+REDUCED = {
+    "out_dim": 40, "hidden_dim": 32, "bottleneck_dim": 24, "decoder_dim": 24, "decoder_depth": 1,
+    "decoder_heads": 2, "length": 5, "letters": 30, "test_lengths": [4], "test_strings": 4,
+    "crops.num_locals": 2, "crops.color_jitter": 0.2, "crops.cutout": 3, "crops.mixup": 0.4,
+    "crops.cutmix": 1.0, "crops.erasing_probability": 0.5,
+}  # fmt: skip
+# A decoder of MAE is as large as this encoder, whose weights would come again.
+MODEL = {
+    "image_size": 16, "patch_size": 8, "dim": 24, "depth": 1, "num_heads": 2, "drop_path": 0.1,
+    "position_embedding": "sinusoidal", "num_states": 16, "head_width": 8, "num_tokens": 32,
+    "name": "vit_tiny_patch16_224", "widths": (24,), "depths": (1,), "heads": (2,),
+}  # fmt: skip
+NAMES = [*sorted(config_names("objective")), "rotation"]
+PAIRS = list(product(NAMES, registered_names("model")))
+CLASSES = [f"class{number}" for number in range(40)]
+TIMELINE = Timeline(20, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory) -> Iterator[None]:
+    """Install the objective of the documentation as a package of somebody else would be."""
+    folder = tmp_path_factory.mktemp("plugin")
+    information = folder / "rotation-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rotation\nVersion: 1.0\n")
+    points = "[ssl_bench.objective]\nrotation = rotation:Rotation\n"
+    (information / "entry_points.txt").write_text(points)
+    (folder / "rotation.py").write_text(PLUGIN)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+@cache
+def small_model(kind: str) -> EncoderConfig:
+    config_class = find_registered("model", kind)
+    names = [item.name for item in fields(config_class)]
+    return config_class(**{name: value for name, value in MODEL.items() if name in names})
+
+
+@cache
+def small_objective(name: str) -> Any:
+    keys = list_keys(compose_config("pretraining", [f"objective={name}"]))
+    words = [f"objective.{k}={v}" for k, v in REDUCED.items() if f"objective.{k}" in keys]
+    return build(compose_config("pretraining", [f"objective={name}", *words]), "objective")
+
+
+def plan_of(name: str, kind: str, **options: Any) -> Pretraining:
+    return Pretraining(model=small_model(kind), objective=small_objective(name), **options)
+
+
+def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
+    return plan.objective.build(plan.encoder, TIMELINE, seed=seed, class_names=CLASSES)
+
+
+@cache
+def refusals(name: str) -> dict[str, ConfigurationError | None]:
+    """The error with which an objective refuses each kind of encoder, or None if it trains it."""
+    errors = dict[str, ConfigurationError | None]()
+    for kind in registered_names("model"):
+        errors[kind] = None
+        try:
+            learner_of(plan_of(name, kind))
+        except ConfigurationError as error:
+            errors[kind] = error
+    return errors
+
+
+def first_kind(name: str) -> str:
+    return next(kind for kind, error in refusals(name).items() if error is None)
+
+
+def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
+    """The views of `count` samples, cut from a batch at once or in several chunks."""
+    crops, objective = plan.objective.crops, plan.objective
+    generators = [np.random.default_rng(number) for number in range(count)]
+    if isinstance(objective, Generating):
+        images = objective.images()
+        samples = [images[number] for number in range(count)]
+    else:
+        pixels = np.random.default_rng(0).integers(0, 256, (count, 20, 24, 3), dtype=np.uint8)
+        samples = [Sample(str(n), image, label=n % 3) for n, image in enumerate(pixels)]
+    sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+    edges = (0, *cuts, count)
+    chunks = [
+        crops.cut(samples[start:end], generators[start:end], sizes)
+        for start, end in pairwise(edges)
+    ]
+    return list(crops.finish(crops.join(chunks, CPU) if cuts else chunks[0], CPU))
+
+
+def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one step and its report, after the gradients were computed."""
+    torch.manual_seed(0)
+    loss, report = learner.loss(learner.student, views, 0)
+    loss.backward()
+    return loss, report
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_objective_trains_some_encoders_and_refuses_others_with_a_hint(name):
+    errors = [error for error in refusals(name).values() if error is not None]
+
+    assert 0 < len(errors) < len(refusals(name))
+    assert all(error.hint for error in errors)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_the_loss_is_finite_and_every_trained_weight_has_a_gradient(name, kind):
+    if refusals(name)[kind] is not None:
+        return
+    plan = plan_of(name, kind)
+    learner = learner_of(plan)
+
+    loss, report = step_of(learner, views_of(plan))
+
+    assert loss.shape == ()
+    assert loss.isfinite()
+    gradients = {n: p.grad for n, p in learner.student.named_parameters() if p.requires_grad}
+    # Several processes wait for the gradient of every parameter.
+    assert not [n for n, gradient in gradients.items() if gradient is None]
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert not [n for n, gradient in gradients.items() if not gradient.any()]
+    for value in report.values():
+        assert (value.shape, value.requires_grad) == ((), False)
+        assert value.isfinite()
+    symptom = learner.diagnose({"loss": float(loss), **{n: float(v) for n, v in report.items()}})
+    assert symptom is None or symptom.hint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encoders_and_compiled_parts_belong_to_the_learner(name):
+    learner = learner_of(plan_of(name, first_kind(name)))
+
+    modules = list(learner.modules())
+    for part in (learner.student, learner.encoder, *learner.encoders, *learner.compilable()):
+        assert any(part is module for module in modules)
+    assert any(learner.encoder is encoder for encoder in learner.encoders)
+    weights = [encoder.state_dict() for encoder in learner.encoders]
+    for name, value in weights[0].items():
+        assert all(torch.equal(value, other[name]) for other in weights)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_weights_depend_on_the_seed_alone(name, kind):
+    if refusals(name)[kind] is not None:
+        return
+    plan, state = plan_of(name, kind), torch.get_rng_state()
+
+    one, same, other = (learner_of(plan, seed=seed).state_dict() for seed in (3, 3, 4))
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, same[key]) for key, value in one.items())
+    assert any(not torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_no_two_weights_are_drawn_from_the_same_numbers(name, kind):
+    if refusals(name)[kind] is not None:
+        return
+    named = learner_of(plan_of(name, kind)).student.named_parameters()
+    # Smaller weights are alike by chance. The twelve blocks of a timm model are too many.
+    drawn = {key: value.detach() for key, value in named if len(value.unique()) > 500}
+    drawn = {key: drawn[key] for key in [*drawn][:12] + [*drawn][-2:]}
+
+    assert len(drawn) >= 3
+    found = {pair: spearman(drawn[pair[0]], drawn[pair[1]]) for pair in combinations(drawn, 2)}
+    # Independent ones reach .2. Normal numbers are .33 from the uniform ones they are made of.
+    assert {pair: value for pair, value in found.items() if value > 0.25} == {}
+
+
+def spearman(one: Tensor, other: Tensor) -> float:
+    """Largest correlation of ranks by magnitude, 600 of the shorter laid anywhere on the longer."""
+    short, long = sorted((one.flatten(), other.flatten()), key=len)
+    ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
+    short, long = ((values - values.mean()) / values.std() for values in ranks)
+    return float(F.conv1d(long[None], short[None, None]).abs().max()) / len(short)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_was_saved_gives_the_same_loss(name):
+    plan = plan_of(name, first_kind(name))
+    learner, fresh, views = learner_of(plan), learner_of(plan, seed=1), views_of(plan)
+    step_of(learner, views)
+    with torch.no_grad():
+        for parameter in learner.student.parameters():
+            parameter.sub_(0.1 * parameter.grad if parameter.grad is not None else 0.0)
+    learner.freeze_gradients(0)
+    learner.update_teacher(0, torch.tensor(False))
+
+    fresh.load_state_dict(learner.state_dict())
+
+    losses = [step_of(one, views)[0] for one in (learner, fresh)]
+    assert torch.equal(*losses)
+    states = [flat(one.state_dict()) for one in (learner, fresh)]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scheduled_values_are_finite_numbers_at_every_step(name):
+    learner = learner_of(plan_of(name, first_kind(name)))
+
+    for step in range(TIMELINE.total_steps):
+        for value in learner.values(step).values():
+            assert isinstance(value, float)
+            assert math.isfinite(value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_views_that_are_cut_in_chunks_are_those_that_are_cut_at_once(name):
+    plan = plan_of(name, first_kind(name))
+
+    whole, chunks = views_of(plan, 5), views_of(plan, 5, cuts=(2, 3))
+
+    assert all(map(torch.equal, whole, chunks))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(name, tmp_path):
+    options = {"batch_size": 4, "max_steps": 6, "accumulation": 2, "num_workers": 0, "seed": 3}
+    plan = plan_of(name, first_kind(name), optimizer=AdamW(lr=0.05))
+    if not isinstance(plan.objective, Generating):
+        data = replace(plan.data, root=str(album(tmp_path / "photos", 9)))
+        plan = replace(plan, data=data)
+    plan = replace(plan, train=TrainOptions(**options))
+
+    assert_goes_on_to_the_bit(plan, tmp_path, parts=7, workers=2)
