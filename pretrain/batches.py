@@ -39,7 +39,7 @@ _GIB = 2**30
 Samples = ImageSet | Sequence[Sample]
 
 
-def opened(images: Samples, index: int, *, skip: bool) -> Sample:
+def read_image(images: Samples, index: int, *, skip: bool) -> Sample:
     """An image; in place of one that cannot be read, where `skip` says so, the next that can."""
     if not skip:
         return images[index]
@@ -49,16 +49,16 @@ def opened(images: Samples, index: int, *, skip: bool) -> Sample:
     raise DataError(f"none of the {len(images)} images can be read; fetch them again")
 
 
-def in_memory(images: Samples, *, skip: bool = False) -> list[Sample]:
+def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
     """Decode everything once. Worker processes share the memory."""
-    decoded = (opened(images, index, skip=skip) for index in range(len(images)))
+    decoded = (read_image(images, index, skip=skip) for index in range(len(images)))
     try:
         return [replace(sample, mask=None, boxes=None) for sample in decoded]
     except UnreadableImage as error:
         raise suggest_skipping(error) from error
 
 
-class Remaining(NamedTuple):
+class ChunkWithReplacements(NamedTuple):
     """A piece in which others stand for images that were left out, given by their indices."""
 
     crops: Any
@@ -66,7 +66,7 @@ class Remaining(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batches(Dataset[Any]):
+class BatchChunks(Dataset[Any]):
     """Piece number -> the crops of that piece of a part of a batch.
 
     Step s has the parts s * num_parts onwards, part p the pieces p * pieces onwards. The views of
@@ -74,13 +74,13 @@ class Batches(Dataset[Any]):
 
     An image that cannot be read comes back as the `DataError` itself, since an exception would
     lose its one line on the way out of a worker process. Where another may stand for it, the piece
-    comes as `Remaining`.
+    comes as `ChunkWithReplacements`.
 
     Attributes:
         batch_size: Images in an optimizer step, over all processes and accumulations.
-        num_parts: Accumulated parts a step.
-        ids: Of the images, where the next may stand for one that cannot be read.
-        pieces: That each part is cut in, equally many images each, give or take one.
+        num_micro_batches: Accumulated parts a step.
+        image_ids: Of the images, where the next may stand for one that cannot be read.
+        num_chunks: That each part is cut in, equally many images each, give or take one.
         repeats: Times that each image of an epoch comes, one after the other, each time with
             randomness of its own. An epoch is as long as without, and so has as many times fewer
             images, drawn anew.
@@ -94,105 +94,113 @@ class Batches(Dataset[Any]):
     cut: Callable[[list[Sample], list[np.random.Generator]], Any]
     batch_size: int
     seed: int
-    num_parts: int = 1
+    num_micro_batches: int = 1
     rank: int = 0
     num_ranks: int = 1
     repeats: int = 1
-    pieces: int = 1
-    ids: Sequence[str] = ()
+    num_chunks: int = 1
+    image_ids: Sequence[str] = ()
 
     @property
-    def size(self) -> int:
+    def micro_batch_size(self) -> int:
         """Images of a part, which one process takes in one go."""
-        return self.batch_size // (self.num_parts * self.num_ranks)
+        return self.batch_size // (self.num_micro_batches * self.num_ranks)
 
     def __getitem__(self, index: int) -> Any:
         """A piece of a part."""
-        part, place = divmod(index, self.pieces)
-        first, end = (self.size * edge // self.pieces for edge in (place, place + 1))
-        keys, skip = self.keys(part)[first:end], bool(self.ids)
+        part, place = divmod(index, self.num_chunks)
+        first, end = (
+            self.micro_batch_size * edge // self.num_chunks for edge in (place, place + 1)
+        )
+        keys, skip = self.list_sample_keys(part)[first:end], bool(self.image_ids)
         indices = sorted({key[1] for key in keys})
         try:
-            found = {index: opened(self.images, index, skip=skip) for index in indices}
+            found = {index: read_image(self.images, index, skip=skip) for index in indices}
         except UnreadableImage as error:
             return suggest_skipping(error)
         except DataError as error:
             return error
         samples = [found[index] for _, index, _ in keys]
-        crops = self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
-        left_out = tuple(i for i in indices if skip and found[i].image_id != self.ids[i])
-        return Remaining(crops, left_out) if left_out else crops
+        crops = self.cut(samples, [make_sample_generator(self.seed, *key) for key in keys])
+        left_out = tuple(i for i in indices if skip and found[i].image_id != self.image_ids[i])
+        return ChunkWithReplacements(crops, left_out) if left_out else crops
 
-    def seen(self, steps: int) -> Bool[np.ndarray, " images"]:
+    def mark_used_images(self, steps: int) -> Bool[np.ndarray, " images"]:
         """Which images so many steps have, over all processes."""
         seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.batch_size
         for epoch in range(-(-steps // in_epoch)):
             taken = min(steps - epoch * in_epoch, in_epoch) * self.batch_size
-            order = epoch_order(len(self.images), self.seed, epoch)
+            order = draw_epoch_order(len(self.images), self.seed, epoch)
             seen[order[: -(-taken // self.repeats)]] = True
             if seen.all():
                 break
         return seen
 
-    def keys(self, part: int) -> list[tuple[int, int, int]]:
+    def list_sample_keys(self, part: int) -> list[tuple[int, int, int]]:
         """(epoch, index, repeat) of every image of a part."""
-        step, place = divmod(part, self.num_parts)
+        step, place = divmod(part, self.num_micro_batches)
         epoch, batch = divmod(step, len(self.images) // self.batch_size)
-        start = batch * self.batch_size + (place * self.num_ranks + self.rank) * self.size
-        order = epoch_order(len(self.images), self.seed, epoch)
-        numbers = (divmod(number, self.repeats) for number in range(start, start + self.size))
+        start = (
+            batch * self.batch_size + (place * self.num_ranks + self.rank) * self.micro_batch_size
+        )
+        order = draw_epoch_order(len(self.images), self.seed, epoch)
+        numbers = (
+            divmod(number, self.repeats) for number in range(start, start + self.micro_batch_size)
+        )
         return [(epoch, int(order[image]), repeat) for image, repeat in numbers]
 
 
 @lru_cache(maxsize=2)
-def epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
+def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Every image once, shuffled anew each epoch; what fills no whole batch waits for the next."""
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
 
-def sample_generator(seed: int, epoch: int, index: int, repeat: int = 0) -> np.random.Generator:
+def make_sample_generator(
+    seed: int, epoch: int, index: int, repeat: int = 0
+) -> np.random.Generator:
     """Randomness of one image in one epoch, whatever batch or process it lands in."""
     key = (_SAMPLE, seed, epoch, index)
     # The first one's is what it would be without repeats.
     return np.random.default_rng((*key, repeat) if repeat else key)
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
+def derive_step_seed(seed: int, step: int, rank: int) -> int:
     """Seed of PyTorch's own generators for one step of one process."""
     (state,) = np.random.SeedSequence((_STEP, seed, step, rank)).generate_state(1, np.uint64)
     return int(state)
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerPlan:
     """How the batches of one process come from its data workers.
 
     Attributes:
-        asked: Workers that this process would have.
-        count: Those that it has; with 0 it reads itself.
-        pieces: That each part of a batch comes in.
+        num_requested: Workers that this process would have.
+        num_workers: Those that it has; with 0 it reads itself.
+        num_chunks: That each part of a batch comes in.
         shared_bytes: What all processes of this machine hold in shared memory at most.
         free_bytes: Of shared memory, where they are what limits.
     """
 
-    asked: int = 0
-    count: int = 0
-    pieces: int = 1
+    num_requested: int = 0
+    num_workers: int = 0
+    num_chunks: int = 1
     shared_bytes: int = 0
     free_bytes: int | None = None
 
     def __str__(self) -> str:
         each = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
-        line = f"data workers: {self.count}{each}, up to {self.shared_bytes / _GIB:.2g} GiB"
+        line = f"data workers: {self.num_workers}{each}, up to {self.shared_bytes / _GIB:.2g} GiB"
         line += " of shared memory"
-        if self.pieces > 1:
-            line += f", batches in {self.pieces} pieces"
+        if self.num_chunks > 1:
+            line += f", batches in {self.num_chunks} pieces"
         if self.free_bytes is not None:
             line += f"; /dev/shm has {self.free_bytes / _GIB:.2g} GiB free"
         return line
 
 
-def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
+def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
     """As many workers as asked for, with pieces so small that they fit.
 
     What is free is halved, since other programs want some. Where not even pieces of one image fit,
@@ -200,12 +208,12 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
 
     Args:
         batches: Not cut into pieces yet.
-        asked: Workers of this process.
-        most_gib: Shared memory for all processes of this machine.
+        num_requested: Workers of this process.
+        max_gib: Shared memory for all processes of this machine.
     """
-    if not asked:
-        return Workers()
-    most, free = int(most_gib * _GIB), free_shared_memory()
+    if not num_requested:
+        return WorkerPlan()
+    most, free = int(max_gib * _GIB), free_shared_memory()
     if free is not None and free // 2 >= most:
         # Not what limits.
         free = None
@@ -214,15 +222,15 @@ def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
     blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
     tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
     image, edges = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
-    count = min(asked, (budget // (image + edges) - 1) // _PREFETCH)
+    count = min(num_requested, (budget // (image + edges) - 1) // _PREFETCH)
     if count < 1:
-        return Workers(asked, free_bytes=free)
-    held, size = count * _PREFETCH + 1, batches.size
+        return WorkerPlan(num_requested, free_bytes=free)
+    held, size = count * _PREFETCH + 1, batches.micro_batch_size
     most_images = min(size, (budget // held - edges) // image)
     pieces = -(-size // most_images)
     largest = -(-size // pieces)
     shared = local_world_size() * held * (largest * image + edges)
-    return Workers(asked, count, pieces, shared, free)
+    return WorkerPlan(num_requested, count, pieces, shared, free)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -235,25 +243,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def arriving(
-    batches: Batches, workers: Workers, parts: range, device: torch.device
+def load_chunks(
+    batches: BatchChunks, workers: WorkerPlan, parts: range, device: torch.device
 ) -> Generator[Any, None, None]:
     """The pieces of all those parts, in order; the last is an error if a data worker dies."""
     loader = DataLoader(
-        replace(batches, pieces=workers.pieces),
+        replace(batches, num_chunks=workers.num_chunks),
         batch_size=None,
-        sampler=range(parts.start * workers.pieces, parts.stop * workers.pieces),
-        num_workers=workers.count,
-        prefetch_factor=_PREFETCH if workers.count else None,
+        sampler=range(parts.start * workers.num_chunks, parts.stop * workers.num_chunks),
+        num_workers=workers.num_workers,
+        prefetch_factor=_PREFETCH if workers.num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=ignore_stop_signals,
         # It draws a number when iterated, which must not come out of the global generator.
         generator=torch.Generator(),
     )
     pieces, before = None, active_children()
     try:
         pieces = iter(loader)
-        with deaths_of_workers_wait():
+        with postpone_worker_deaths():
             yield from pieces
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
@@ -275,7 +283,7 @@ def arriving(
 
 
 @contextmanager
-def deaths_of_workers_wait() -> Generator[None]:
+def postpone_worker_deaths() -> Generator[None]:
     """Keep a data worker's death from raising wherever the main thread is, mid-step included.
 
     torch's own handler does so once a loader has workers. Without it the loader looks whether
@@ -292,7 +300,7 @@ def deaths_of_workers_wait() -> Generator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def leave_signals_to_the_parent(worker: int) -> None:
+def ignore_stop_signals(worker: int) -> None:
     """Keep a data worker alive when the whole process group is asked to stop.
 
     Only the first SIGTERM is passed over: with a second one the parent ends a worker that hangs.

@@ -30,7 +30,7 @@ class TrainingRanks:
     """Where this process stands among those that share every batch, each on a device of its own.
 
     What they give each other begins with the question whether one of them met an error, so that
-    an error anywhere within `together` ends all of them, and none waits for one that is gone.
+    an error anywhere within `fail_together` ends all of them, and none waits for one that is gone.
 
     Attributes:
         group: For what is not on a device; waits as long as it takes.
@@ -38,29 +38,29 @@ class TrainingRanks:
 
     device: torch.device
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
     group: "dist.ProcessGroup | None" = None
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the one that writes files and talks."""
         return self.rank == 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """A module whose gradients are averaged over the processes."""
-        if self.count == 1:
+        if self.world_size == 1:
             return module
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=devices, **_UNSENT_BUFFERS)
 
-    def mean(self, values: Tensor) -> Tensor:
+    def average(self, values: Tensor) -> Tensor:
         """Average a tensor over the processes, in place."""
-        if self.count > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
-            values /= self.count
+            values /= self.world_size
         return values
 
-    def agree(self, error: Exception | None = None) -> None:
+    def raise_on_all(self, error: Exception | None = None) -> None:
         """Raise in every process the error that one of them met.
 
         All processes must call this equally often, and between two calls they may meet as often as
@@ -70,9 +70,9 @@ class TrainingRanks:
         Raises:
             SslBenchError: its own in a process that met one, elsewhere that of the first that did.
         """
-        if self.count > 1 and not getattr(error, "is_raised_on_all_ranks", False):
+        if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
             failed = torch.tensor(int(error is not None))
-            met: list[SslBenchError | None] = [None] * self.count
+            met: list[SslBenchError | None] = [None] * self.world_size
             sent: Any = error
             if error is not None and not isinstance(error, SslBenchError):
                 sent = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
@@ -88,32 +88,32 @@ class TrainingRanks:
             raise error
 
     @contextmanager
-    def together(self) -> Generator[None]:
+    def fail_together(self) -> Generator[None]:
         """Leave with what one of the processes met, or go on in all of them."""
         try:
             yield
         except Exception as error:
-            self.agree(error)
+            self.raise_on_all(error)
         else:
-            self.agree()
+            self.raise_on_all()
 
-    def from_first(self, compute: Callable[[], T]) -> T:
+    def compute_on_main(self, compute: Callable[[], T]) -> T:
         """What the first process computes, for all of them, however long it takes."""
         box: list[T | None] = [None]
-        with self.together():
-            if self.is_first:
+        with self.fail_together():
+            if self.is_main:
                 box[0] = compute()
-        if self.count > 1:
+        if self.world_size > 1:
             with _meeting():
                 dist.broadcast_object_list(box, src=0, group=self.group)
         return cast(T, box[0])
 
-    def gathered(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """What each process gives, in their order; for what is small."""
-        if self.count == 1:
+        if self.world_size == 1:
             return [value]
-        self.agree()
-        values: list[T | None] = [None] * self.count
+        self.raise_on_all()
+        values: list[T | None] = [None] * self.world_size
         with _meeting():
             dist.all_gather_object(values, value, group=self.group)
         return cast(list[T], values)
@@ -133,7 +133,7 @@ def _meeting() -> Generator[None]:
 
 
 @contextmanager
-def training_together(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
+def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
     """Join the processes that torchrun's environment variables name, if there are others.
 
     Args:

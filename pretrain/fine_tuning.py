@@ -19,10 +19,10 @@ from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.files import expand_path, resolve_links
 
-START, SHA256 = "init_from", "init_from_sha256"
+INIT_FROM, INIT_FROM_SHA256 = "init_from", "init_from_sha256"
 
 
-def init_from(
+def load_initial_weights(
     address: str, encoders: Sequence[EncoderModule], colours: Normalization = IMAGENET_NORMALIZATION
 ) -> str:
     """Copy the weights of a checkpoint into all these encoders.
@@ -60,7 +60,7 @@ def init_from(
     return found.sha256
 
 
-def sha256_at_resume(address: str, before: Mapping[str, Any]) -> str:
+def find_initial_sha256(address: str, before: Mapping[str, Any]) -> str:
     """The sha256 behind the address now, or what the run knew, if the file is gone since.
 
     `before` describes the run as it was saved; the weights themselves are in its state.
@@ -71,12 +71,12 @@ def sha256_at_resume(address: str, before: Mapping[str, Any]) -> str:
     try:
         return identify_encoder(address).sha256
     except CheckpointError:
-        if before.get(START) != address or SHA256 not in before:
+        if before.get(INIT_FROM) != address or INIT_FROM_SHA256 not in before:
             raise
-        return before[SHA256]
+        return before[INIT_FROM_SHA256]
 
 
-def require_apart(address: str, out: Path) -> None:
+def require_other_folder(address: str, out: Path) -> None:
     """Refuse to begin in the very folder that the weights come from.
 
     Raises:

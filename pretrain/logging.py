@@ -33,16 +33,16 @@ _LONG = 3 * _HOUR
 _RUN_ID = "run-id.txt"
 
 
-class Journal:
+class LogFile:
     """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go.
 
-    `curves` are written and closed along.
+    `trackers` are written and closed along.
     """
 
     def __init__(
-        self, path: Path, *, last_step: int, curves: Sequence["Board | WandbRun"] = ()
+        self, path: Path, *, last_step: int, trackers: Sequence["TensorBoardLog | WandbLog"] = ()
     ) -> None:
-        self.path, self._curves, kept = path, curves, []
+        self.path, self._trackers, kept = path, trackers, []
         for line in path.read_bytes().split(b"\n") if path.is_file() else ():
             try:
                 row = json.loads(line.decode())
@@ -65,13 +65,13 @@ class Journal:
             self._file.write(json.dumps(plain) + "\n")
         except OSError as error:
             raise MachineError(f"cannot write {self.path}: {error.strerror}; free space") from error
-        for curves in self._curves:
-            curves.write(plain)
+        for tracker in self._trackers:
+            tracker.write(plain)
 
     def close(self) -> None:
         self._file.close()
-        for curves in self._curves:
-            curves.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class ProgressBar:
@@ -127,35 +127,35 @@ class Clock:
     """Where the time of a run goes: seconds of each step, and those spent waiting for data.
 
     Attributes:
-        started: When the run did, as `time.monotonic` has it.
-        saved: When its last checkpoint was taken.
-        begun: When the training began, or went on after a pause.
+        run_start: When the run did, as `time.monotonic` has it.
+        last_save: When its last checkpoint was taken.
+        training_start: When the training began, or went on after a pause.
     """
 
     def __init__(self) -> None:
-        self.started = self.saved = self.begun = self._lap = time.monotonic()
+        self.run_start = self.last_save = self.training_start = self._lap = time.monotonic()
         self._waited = 0.0
 
     @contextmanager
-    def waiting(self) -> Generator[None]:
+    def count_waiting(self) -> Generator[None]:
         """Count the time inside as waiting."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start
 
-    def lap(self) -> tuple[float, float]:
+    def end_step(self) -> tuple[float, float]:
         """Seconds since the last lap, and those of them that were spent waiting."""
         now = time.monotonic()
         seconds, waited = now - self._lap, self._waited
         self._lap, self._waited = now, 0.0
         return max(seconds, 1e-9), waited
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Start the first lap here; what came before was preparation, or a pause."""
-        self._lap = self.begun = time.monotonic()
+        self._lap = self.training_start = time.monotonic()
 
 
-class StepLog:
+class StepReporter:
     """From the numbers of a step, still on the device, to the log, the progress bar, and a stop.
 
     Rows are averaged over the processes. On a GPU a row is read one step late, so that the host
@@ -169,13 +169,13 @@ class StepLog:
         done: Steps taken before.
 
     Attributes:
-        stop: A process wants to stop; true in all processes after the same step.
-        save: A process wants to save; true in all processes after the same step.
+        should_stop: A process wants to stop; true in all processes after the same step.
+        should_save: A process wants to save; true in all processes after the same step.
     """
 
     def __init__(
         self,
-        journal: Journal | None,
+        journal: LogFile | None,
         options: TrainOptions,
         timeline: Timeline,
         ranks: TrainingRanks,
@@ -188,16 +188,16 @@ class StepLog:
         self._bar = ProgressBar(
             total=timeline.total_steps,
             done=done,
-            quiet=not ranks.is_first,
+            quiet=not ranks.is_main,
             minutes=options.max_minutes,
         )
         self._pending: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
         self._lag = 1 if ranks.device.type == "cuda" else 0
         self._non_finite = self._sick = 0
         self.say = self._bar.say
-        self.stop = self.save = False
+        self.should_stop = self.should_save = False
 
-    def note(
+    def add(
         self, row: Mapping[str, Any], values: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
         """Take in a step: what is known at once, and what the device still computes.
@@ -207,7 +207,7 @@ class StepLog:
         numbers = torch.stack([value.detach().float() for value in values.values()])
         # Filled on the device: copying them there would wait for it.
         wishes = [numbers.new_full((1,), float(wish)) for wish in (stop, save)]
-        numbers, arrived = self._ranks.mean(torch.cat([numbers, *wishes])), None
+        numbers, arrived = self._ranks.average(torch.cat([numbers, *wishes])), None
         if numbers.is_cuda:
             host = torch.empty(numbers.shape, pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
@@ -215,7 +215,7 @@ class StepLog:
             arrived.record()
         self._pending.append((dict(row), list(values), numbers, arrived))
 
-    def settle(self, *, everything: bool = False) -> None:
+    def write_rows(self, *, everything: bool = False) -> None:
         """Write down the rows that are ready, and note their wishes.
 
         Raises:
@@ -226,7 +226,10 @@ class StepLog:
             if arrived is not None:
                 arrived.synchronize()
             *values, stop, save = numbers.tolist()
-            self.stop, self.save = self.stop or stop > 0, self.save or save > 0
+            self.should_stop, self.should_save = (
+                self.should_stop or stop > 0,
+                self.should_save or save > 0,
+            )
             row |= dict(zip(names, values, strict=True))
             row = {name: row[name] for name in _FIRST} | row
             if self._journal is not None:
@@ -265,7 +268,7 @@ class StepLog:
             self._journal.close()
 
 
-class Board:
+class TensorBoardLog:
     """The rows as curves of TensorBoard; those after `last_step`, of lost work, are hidden."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
@@ -294,7 +297,7 @@ def require_tensorboard() -> type[Any]:
     return SummaryWriter
 
 
-class WandbRun:
+class WandbLog:
     """The rows as a run of Weights & Biases; a resumed pretraining goes on with the run it began.
 
     W&B takes no step twice: rows are drawn over their own "step", on which the repeated steps of

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import Images, normalise
-from pretrain.fine_tuning import SHA256
+from pretrain.fine_tuning import INIT_FROM_SHA256
 from pretrain.objectives.objective import Learner, Measuring
 from pretrain.objectives.supervised import SupervisedLearner
 from pretrain.options import DataOptions
@@ -99,9 +99,9 @@ class Monitor:
                 hint=("monitor.accuracy_epochs={number}",),
             )
 
-    def open(
+    def build_evaluator(
         self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
-    ) -> "Observer | None":
+    ) -> "Evaluator | None":
         """Find the images; none is decoded, and nothing happens where nothing is measured.
 
         Args:
@@ -125,7 +125,7 @@ class Monitor:
         layout = WebDataset if is_webdataset(root) else ClassFolders
         dataset = layout(root, self.train_split, self.val_split, self.known_only)
         try:
-            observer = Observer(self, dataset, learner, timeline, data.colours)
+            evaluator = Evaluator(self, dataset, learner, timeline, data.colours)
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(
@@ -135,27 +135,27 @@ class Monitor:
         # No image that is scored may be a file that something is fitted to.
         fitted = [images] if data.labels else []
         if self.knn_epochs is not None:
-            fitted.append(observer.train)
-        observer.fitted_and_scored = max(
-            (count_shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
+            fitted.append(evaluator.train)
+        evaluator.num_shared_files = max(
+            (count_shared_files(own, evaluator.val, allowed=data.allow_overlap) for own in fitted),
             default=0,
         )
         if self.accuracy_epochs is None:
-            return observer
+            return evaluator
         if not isinstance(learner, SupervisedLearner):
             raise ConfigurationError(
                 "monitor.accuracy_epochs needs a head that names classes",
                 hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
             )
-        if images.class_names != observer.val.class_names:
+        if images.class_names != evaluator.val.class_names:
             raise ConfigurationError(
                 f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the run "
-                f"in monitor.root, which has {len(observer.val.class_names)} or others"
+                f"in monitor.root, which has {len(evaluator.val.class_names)} or others"
             )
-        return observer
+        return evaluator
 
 
-class Observer(Measuring):
+class Evaluator(Measuring):
     """A monitor with its images and the learner it looks at.
 
     It draws no random number and leaves the learner as it was, so that a run is the same with it
@@ -175,9 +175,9 @@ class Observer(Measuring):
         self.options, self.learner, self.timeline = options, learner, timeline
         self.colours, self.all_val = colours, dataset.val()
         self.root = expand_path(dataset.root or Path()).absolute()
-        self.val = drawn(self.all_val, options.val_images)
-        self.train = drawn(dataset.train(), options.train_images)
-        self.fitted_and_scored = 0
+        self.val = draw_subset(self.all_val, options.val_images)
+        self.train = draw_subset(dataset.train(), options.train_images)
+        self.num_shared_files = 0
         most = len(self.train)
         if options.knn_epochs is not None and options.neighbours > most:
             raise ConfigurationError(
@@ -194,8 +194,8 @@ class Observer(Measuring):
         """
         options, timeline, found = self.options, self.timeline, {}
         if timeline.is_due(options.accuracy_epochs, step):
-            for most, right in self.hits().items():
-                found[f"val_top{most}"] = math.nan if right is None else percent(right)
+            for most, right in self.compute_hits().items():
+                found[f"val_top{most}"] = math.nan if right is None else compute_percentage(right)
         if timeline.is_due(options.knn_epochs, step):
             # Not called as a module: a compiled one would be compiled anew for these shapes.
             features = self.learner.encoder.forward
@@ -209,22 +209,25 @@ class Observer(Measuring):
                     neighbours=[options.neighbours],
                     temperature=options.temperature,
                 )
-                found[KNN] = percent(ranks == 0)
+                found[KNN] = compute_percentage(ranks == 0)
         return found
 
-    def hits(self) -> dict[int, Bool[Tensor, " images"] | None]:
+    def compute_hits(self) -> dict[int, Bool[Tensor, " images"] | None]:
         """Which images of `val` have their class first, and among the first five of six or more.
 
         By how many classes count; None for a head that diverged.
         """
         assert isinstance(self.learner, SupervisedLearner)
         found = self._outputs(self.val, self.learner.classify)
-        is_finite, ranks = found.features.isfinite(), class_ranks(found.features, found.labels)
+        is_finite, ranks = (
+            found.features.isfinite(),
+            rank_true_classes(found.features, found.labels),
+        )
         # The class is among the five likeliest of five whatever the head says.
         tops = (1, 5) if len(self.val.class_names) > 5 else (1,)
         return {most: ranks < most if is_finite.all() else None for most in tops}
 
-    def record(
+    def save_records(
         self,
         results: Path,
         weights: Path,
@@ -252,10 +255,10 @@ class Observer(Measuring):
         """
         start = time.monotonic()
         store, files = ResultStore(results), []
-        found = {most: right for most, right in self.hits().items() if right is not None}
+        found = {most: right for most, right in self.compute_hits().items() if right is not None}
         if not found:
             return []
-        encoder, count = identify_encoder(str(weights)), self.fitted_and_scored
+        encoder, count = identify_encoder(str(weights)), self.num_shared_files
         fingerprint = self.all_val.fingerprint()
         if len(self.val) < len(self.all_val):
             fingerprint = extend_fingerprint(fingerprint, self.val.ids)
@@ -289,7 +292,7 @@ class Observer(Measuring):
                 model=encoder.name,
                 per_image_kind="hits",
                 details={
-                    "training": recipe_of(description, self.timeline),
+                    "training": describe_recipe(description, self.timeline),
                     "configuration": {k: v for k, v in description.items() if k not in _PLACES},
                     **({"left_out": summarize_left_out(gone)} if left_out else {}),
                 },
@@ -326,13 +329,13 @@ class Observer(Measuring):
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
 
 
-def drawn(images: ImageSet, at_most: int) -> ImageSet:
+def draw_subset(images: ImageSet, at_most: int) -> ImageSet:
     """Some images of a set, the same in every run."""
     order = np.random.default_rng(0).permutation(len(images))
     return select_images(images, images.name, sorted(order[:at_most].tolist()))
 
 
-def class_ranks(
+def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
     """How many classes are likelier than that of the image; of equal ones the first counts."""
@@ -340,17 +343,21 @@ def class_ranks(
     return (order == labels[:, None]).int().argmax(1)
 
 
-def percent(right: Bool[Tensor, " images"]) -> float:
+def compute_percentage(right: Bool[Tensor, " images"]) -> float:
     """Share of those that are true."""
     return 100 * to_float64(right).mean().item()
 
 
-def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:
+def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
     """How the encoder was trained, in words that compare with a paper's."""
     train, optimizer = description["train"], description["optimizer"]
     epochs = timeline.total_steps / timeline.steps_per_epoch
     # Rates hold for a batch of 256, see pretrain/step.py.
     rate = optimizer["lr"] * train["batch_size"] / 256
     kind = optimizer["_target_"].rpartition(".")[2]
-    start = f", from weights {description[SHA256][:8]}" if SHA256 in description else ""
+    start = (
+        f", from weights {description[INIT_FROM_SHA256][:8]}"
+        if INIT_FROM_SHA256 in description
+        else ""
+    )
     return f"{epochs:g} epochs, batch {train['batch_size']}, {kind} at {rate:g}{start}"

@@ -34,18 +34,18 @@ class Timeline:
                 f"{self.steps_per_epoch} an epoch; see train.epochs and train.max_steps"
             )
 
-    def epoch(self, step: int) -> int:
+    def get_epoch(self, step: int) -> int:
         """Epoch, from 0, that the step belongs to."""
         return step // self.steps_per_epoch
 
-    def ends(self, epochs: int | None, steps: int) -> bool:
+    def is_interval_end(self, epochs: int | None, steps: int) -> bool:
         """Whether so many epochs, another time, are over after so many steps."""
         return epochs is not None and steps % (epochs * self.steps_per_epoch) == 0
 
     def is_due(self, epochs: int | None, steps: int) -> bool:
         """Whether what comes every so many epochs, and after the last step, comes now."""
         is_last = epochs is not None and steps == self.total_steps
-        return is_last or self.ends(epochs, steps)
+        return is_last or self.is_interval_end(epochs, steps)
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class Triangle:
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
     """
 
-    top: float
+    peak: float
     num_steps: int
 
     def __call__(self, step: int) -> float:
         done = (step + 1) / self.num_steps
         if done <= _PEAK:
-            return self.top * done / _PEAK
+            return self.peak * done / _PEAK
         if done <= _KNEE:
-            return self.top * (1 + (_KNEE_VALUE - 1) * (done - _PEAK) / (_KNEE - _PEAK))
-        return self.top * _KNEE_VALUE * (1 - done) / (1 - _KNEE)
+            return self.peak * (1 + (_KNEE_VALUE - 1) * (done - _PEAK) / (_KNEE - _PEAK))
+        return self.peak * _KNEE_VALUE * (1 - done) / (1 - _KNEE)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class WarmUp:
+class InitialPhase:
     """The first epochs of a recipe, in which something rises or waits.
 
     A length that was asked for is taken as it is. The default is counted in epochs of ImageNet, and
@@ -124,7 +124,7 @@ class WarmUp:
     epochs: float
     share: float
 
-    def steps(self, asked: float | None, timeline: Timeline) -> int:
+    def count_steps(self, asked: float | None, timeline: Timeline) -> int:
         """How long it is; `asked` in epochs, None for the default.
 
         Raises:
@@ -143,13 +143,13 @@ class WarmUp:
         return steps
 
 
-WARMUP = WarmUp("train.warmup_epochs", epochs=10.0, share=0.1)
-FREEZE = WarmUp("objective.freeze_last_layer_epochs", epochs=1.0, share=0.1)
-TEMPERATURE = WarmUp("objective.teacher_temperature_epochs", epochs=30.0, share=0.3)
-WARMUPS = (WARMUP, FREEZE, TEMPERATURE)
+LR_WARMUP = InitialPhase("train.warmup_epochs", epochs=10.0, share=0.1)
+LAST_LAYER_FREEZE = InitialPhase("objective.freeze_last_layer_epochs", epochs=1.0, share=0.1)
+TEMPERATURE_RISE = InitialPhase("objective.teacher_temperature_epochs", epochs=30.0, share=0.3)
+INITIAL_PHASES = (LR_WARMUP, LAST_LAYER_FREEZE, TEMPERATURE_RISE)
 
 
-def warmup_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
+def count_phase_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
     """What the warm-ups of a run come to, by the names of their options.
 
     Args:
@@ -160,8 +160,8 @@ def warmup_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str
         ConfigurationError: one is longer than the run.
     """
     found = {}
-    for warmup in WARMUPS:
+    for warmup in INITIAL_PHASES:
         part, name = warmup.key.split(".")
         if name in description.get(part, {}):
-            found[name] = warmup.steps(description[part][name], timeline)
+            found[name] = warmup.count_steps(description[part][name], timeline)
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.checkpoints import CONFIG
-from pretrain.fine_tuning import init_from
+from pretrain.fine_tuning import load_initial_weights
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
@@ -89,7 +89,7 @@ def test_other_sizes_of_images_get_the_positions_that_the_old_encoder_would_take
     start = saved(tmp_path / "start.safetensors")
     encoder = build_vit(replace(TINY, image_size=32, drop_path=0.1), seed=0).eval()
 
-    init_from(str(start), [encoder])
+    load_initial_weights(str(start), [encoder])
 
     images = torch.randn(2, 3, 32, 32)
     old = build_vit(TINY, seed=7).eval()
@@ -104,15 +104,15 @@ def test_fixed_positions_are_those_of_the_new_size_and_may_be_trained_from_now_o
     waves = larger.pos_embed.clone()
     trained = build_vit(TINY, seed=0)
 
-    init_from(str(start), [larger])
-    init_from(str(start), [trained])
+    load_initial_weights(str(start), [larger])
+    load_initial_weights(str(start), [trained])
 
     assert torch.equal(larger.pos_embed, waves)
     assert torch.equal(trained.pos_embed, build_vit(fixed, seed=0).pos_embed)
     assert trained.pos_embed.requires_grad
     learned = saved(tmp_path / "learned.safetensors")
     with pytest.raises(ConfigurationError, match=r"came model\.position_embedding=learned"):
-        init_from(str(learned), [larger])
+        load_initial_weights(str(learned), [larger])
 
 
 def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their_scale(tmp_path):
@@ -120,12 +120,12 @@ def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their
     start = saved(tmp_path / "start.safetensors", scaled)
     trained = build_vit(TINY, seed=0)
 
-    init_from(str(start), [trained])
+    load_initial_weights(str(start), [trained])
 
     assert torch.equal(trained.pos_embed, build_vit(scaled, seed=0).pos_embed)
     plain = build_vit(replace(scaled, position_scale=1.0), seed=0)
     with pytest.raises(ConfigurationError, match=r"=1\.0, came model\.position_scale=2\.0"):
-        init_from(str(start), [plain])
+        load_initial_weights(str(start), [plain])
 
 
 def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_path):
@@ -133,7 +133,7 @@ def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_
     other = replace(TINY, depth=3, skip_attention=False)
 
     with pytest.raises(ConfigurationError) as refusal:
-        init_from(str(start), [build_vit(other, seed=0)])
+        load_initial_weights(str(start), [build_vit(other, seed=0)])
 
     assert str(refusal.value) == (
         f"init_from={start} is of another architecture: expected model.depth=3 "
@@ -143,9 +143,9 @@ def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
     start = saved(tmp_path / "mixer.safetensors", config)
     with pytest.raises(ConfigurationError, match=r"expects a VisionTransformer.* got a ConvMixer"):
-        init_from(str(start), [build_vit(TINY, seed=0)])
+        load_initial_weights(str(start), [build_vit(TINY, seed=0)])
     encoder = build_encoder(config, seed=0)
-    init_from(str(start), [encoder])
+    load_initial_weights(str(start), [encoder])
     assert_equal_weights(build_encoder(config, seed=7).state_dict(), encoder.state_dict())
 
 

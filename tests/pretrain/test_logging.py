@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoints import BOARD, WANDB
-from pretrain.logging import Board, Journal, WandbRun
+from pretrain.logging import LogFile, TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.faults import fails, pretraining
@@ -33,9 +33,9 @@ def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_show
     package = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(package).EventAccumulator(str(tmp_path / "board"))
     for last_step, losses in ((0, [0.5, float("nan"), 2.5, 3.5]), (2, [0.25, 0.125])):
-        board = Board(tmp_path / "board", last_step=last_step)
-        sent = WandbRun("skips", tmp_path / "wandb", {}, last_step=last_step)
-        journal = Journal(tmp_path / "log.jsonl", last_step=last_step, curves=[board, sent])
+        board = TensorBoardLog(tmp_path / "board", last_step=last_step)
+        sent = WandbLog("skips", tmp_path / "wandb", {}, last_step=last_step)
+        journal = LogFile(tmp_path / "log.jsonl", last_step=last_step, trackers=[board, sent])
         for step, loss in enumerate(losses, start=last_step + 1):
             journal.write({"step": step, "epoch": step // 4, "loss": loss})
         journal.close()
@@ -103,7 +103,7 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
     sys.modules["wandb"].init = refuse  # pyrefly: ignore[missing-attribute]
 
     with pytest.raises(MachineError, match=r"no API key.*WANDB_MODE=offline"):
-        WandbRun("skips", tmp_path, {}, last_step=0)
+        WandbLog("skips", tmp_path, {}, last_step=0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from PIL import Image
 
 from pretrain.checkpoints import ENCODER, LOG
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, class_ranks, recipe_of
+from pretrain.monitor import Monitor, describe_recipe, rank_true_classes
 from pretrain.objectives.dino import DinoLearner
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
@@ -195,7 +195,7 @@ def test_a_class_has_the_rank_of_those_that_are_likelier_and_the_first_of_equals
     logits = torch.tensor([[0.0, 3, 1, 2], [5, 5, 5, 5], [5, 5, 5, 5], [1, 0, 0, 9]])
     labels = torch.tensor([0, 0, 2, 3])
 
-    ranks = class_ranks(logits, labels)
+    ranks = rank_true_classes(logits, labels)
 
     assert ranks.tolist() == [3, 0, 2, 0]
     assert torch.equal(ranks == 0, logits.argmax(1) == labels)
@@ -301,8 +301,8 @@ def test_the_recipe_names_what_was_trained_and_not_what_was_planned():
         "optimizer": {"_target_": "pretrain.optimizers.recipes.Soap", "lr": 0.005},
     }
 
-    assert recipe_of(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
-    tuned = recipe_of(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
+    assert describe_recipe(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
+    tuned = describe_recipe(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
     assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
 
 
