@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from pretrain.distributed import TrainingRanks
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
+from pretrain.trackers import Tracker
 from ssl_bench.errors import ConfigurationError, MachineError, join_alternatives
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.output import bar_class, escape_unprintable, format_duration
@@ -30,7 +30,6 @@ _SECONDS_BETWEEN_LINES = 20.0
 # The time left is known after so many steps; what makes it shorter is said of more than so long.
 _TOLD, _HOUR = 3, 3600.0
 _LONG = 3 * _HOUR
-_RUN_ID = "run-id.txt"
 
 
 class LogFile:
@@ -39,9 +38,7 @@ class LogFile:
     `trackers` are written and closed along.
     """
 
-    def __init__(
-        self, path: Path, *, last_step: int, trackers: Sequence["TensorBoardLog | WandbLog"] = ()
-    ) -> None:
+    def __init__(self, path: Path, *, last_step: int, trackers: Sequence[Tracker] = ()) -> None:
         self.path, self._trackers, kept = path, trackers, []
         for line in path.read_bytes().split(b"\n") if path.is_file() else ():
             try:
@@ -266,96 +263,3 @@ class StepReporter:
         self._bar.close()
         if self._journal is not None:
             self._journal.close()
-
-
-class TensorBoardLog:
-    """The rows as curves of TensorBoard; those after `last_step`, of lost work, are hidden."""
-
-    def __init__(self, folder: Path, *, last_step: int) -> None:
-        self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if value is not None and name != "step":
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def require_tensorboard() -> type[Any]:
-    """The class that writes a board."""
-    try:
-        # Not for everybody: the package is an extra, and slow to import.
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MachineError(
-            "train.tensorboard=true needs the package tensorboard, which is not installed; "
-            "pip install 'ssl-bench[track]', or leave it out",
-            hint=("train.tensorboard=false",),
-        ) from error
-    return SummaryWriter
-
-
-class WandbLog:
-    """The rows as a run of Weights & Biases; a resumed pretraining goes on with the run it began.
-
-    W&B takes no step twice: rows are drawn over their own "step", on which the repeated steps of
-    work that was lost lie beside the lost ones. Without a network `WANDB_MODE=offline` keeps all
-    of it in the folder.
-
-    Args:
-        project: Name of the project, made where there is none.
-        folder: What W&B keeps, and the id of the run.
-        config: What the run is.
-        last_step: Of the work that is not lost; 0 begins a run of its own.
-
-    Raises:
-        MachineError: wandb is not installed, or its service refuses.
-    """
-
-    def __init__(
-        self, project: str, folder: Path, config: Mapping[str, Any], *, last_step: int
-    ) -> None:
-        wandb = require_wandb()
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / _RUN_ID
-        if last_step == 0 or not file.is_file():
-            write_text_atomically(file, f"{uuid4().hex[:12]}\n")
-        try:
-            self._run = wandb.init(
-                project=project,
-                id=file.read_text().strip(),
-                name=folder.parent.name,
-                dir=str(folder),
-                config=dict(config),
-                resume="allow",
-            )
-        # Of what it raises for want of a network or a key, no class is promised.
-        except Exception as error:
-            raise MachineError(
-                f"Weights & Biases does not begin a run ({error}); log in with `wandb login`, set "
-                "WANDB_MODE=offline, or go without",
-                hint=("train.wandb=null",),
-            ) from error
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in row.items() if value is not None})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def require_wandb() -> Any:
-    """The package of Weights & Biases."""
-    try:
-        # Not for everybody, and no extra: it brings two dozen packages along.
-        import wandb
-    except ImportError as error:
-        raise MachineError(
-            "train.wandb=PROJECT needs the package wandb, which is not installed; "
-            "pip install wandb, or leave it out",
-            hint=("train.wandb=null",),
-        ) from error
-    return wandb

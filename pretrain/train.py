@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor
 from torch.utils.data import default_convert
 
-from pretrain import checkpoints, logging
+from pretrain import checkpoints, logging, trackers
 from pretrain.batches import (
     BatchChunks,
     ChunkWithReplacements,
@@ -208,9 +208,9 @@ class Pretraining:
                 Weights & Biases is asked for and missing.
         """
         if self.train.tensorboard:
-            logging.require_tensorboard()
+            trackers.require_tensorboard()
         if self.train.wandb is not None:
-            logging.require_wandb()
+            trackers.require_wandb()
         if self.init_from is not None:
             require_other_folder(self.init_from, out)
         with ExitStack() as stack:
@@ -528,14 +528,14 @@ class Run:
         total, options = self.timeline.total_steps, self.plan.train
         journal = None
         if self.ranks.is_main:
-            curves: list[logging.TensorBoardLog | logging.WandbLog] = []
+            curves: list[trackers.Tracker] = []
             if options.tensorboard:
                 curves.append(
-                    logging.TensorBoardLog(self.out / checkpoints.BOARD, last_step=self.step)
+                    trackers.TensorBoardLog(self.out / checkpoints.BOARD, last_step=self.step)
                 )
             if options.wandb:
                 folder, what = self.out / checkpoints.WANDB, self.description
-                run = logging.WandbLog(options.wandb, folder, what, last_step=self.step)
+                run = trackers.WandbLog(options.wandb, folder, what, last_step=self.step)
                 curves.append(run)
             log = self.out / checkpoints.LOG
             journal = logging.LogFile(log, last_step=self.step, trackers=curves)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoints import BOARD, WANDB
-from pretrain.logging import LogFile, TensorBoardLog, WandbLog
+from pretrain.logging import LogFile
+from pretrain.trackers import TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.faults import fails, pretraining
@@ -109,11 +110,11 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
 @pytest.mark.parametrize(
     ("package", "word", "remedy"),
     [
-        ("wandb", "train.wandb=skips", "pip install wandb, or leave it out"),
+        ("wandb", "train.wandb=skips", "Run pip install wandb,"),
         (
             "tensorboard",
             "train.tensorboard=true",
-            "pip install 'ssl-bench[track]', or leave it out",
+            "Run pip install 'ssl-bench[track]',",
         ),
     ],
 )
