@@ -138,21 +138,6 @@ class TrainingRanks:
 
 
 @contextmanager
-def _explain_lost_process() -> Generator[None]:
-    """Turn the error of torch about a lost connection into a MachineError."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        lost = MachineError(
-            f"another process of this command has ended ({reason}). Start the command again"
-        )
-        # The processes can no longer agree on an error.
-        lost.is_raised_on_all_ranks = True
-        raise lost from error
-
-
-@contextmanager
 def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
     """Connect the processes of torchrun inside a `with` block.
 
@@ -184,3 +169,18 @@ def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRa
         yield TrainingRanks(device, dist.get_rank(), world_size, group)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explain_lost_process() -> Generator[None]:
+    """Turn the error of torch about a lost connection into a MachineError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        lost = MachineError(
+            f"another process of this command has ended ({reason}). Start the command again"
+        )
+        # The processes can no longer agree on an error.
+        lost.is_raised_on_all_ranks = True
+        raise lost from error
