@@ -541,7 +541,13 @@ class Run:
             journal = logging.LogFile(log, last_step=self.step, trackers=curves)
         diagnose = self.trainer.learner.diagnose
         self.report = report = logging.StepReporter(
-            journal, options, self.timeline, self.ranks, diagnose, done=self.step
+            journal,
+            options,
+            self.timeline,
+            self.ranks,
+            diagnose,
+            done=self.step,
+            started=self.clock.run_start,
         )
         where = f"of {total}, saved in {self.out}"
         with ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pretrain import logging
 from pretrain.checkpoints import BOARD, WANDB
 from pretrain.logging import LogFile
 from pretrain.trackers import TensorBoardLog, WandbLog
@@ -26,6 +27,23 @@ def test_a_run_goes_on_whose_log_holds_other_things_than_rows(place):
     assert main([*run, "--resume"]) == 0
 
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_time_left_counts_from_the_start_of_the_command_and_is_never_negative(
+    place, monkeypatch, capsys
+):
+    class ClockAfterAnHour(logging.Clock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run_start -= 3600
+
+    monkeypatch.setattr(logging, "Clock", ClockAfterAnHour)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
+    words = ("train.max_minutes=0.5", "train.epochs=1000", "train.max_steps=2000")
+    assert main(pretraining(place / "photos", "run", *words)) == 0
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert line.endswith("  00:00 left")
 
 
 def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_shown_once(
