@@ -20,9 +20,9 @@ T = TypeVar("T")
 # Reading all images and writing the last checkpoint may take hours.
 _OBJECT_TIMEOUT = timedelta(days=1)
 # torch 2.15 renamed the option `broadcast_buffers`, and the old name prints a warning.
-_BUFFER_OPTION = "forward_sync_buffers"
-if _BUFFER_OPTION not in signature(DistributedDataParallel).parameters:
-    _BUFFER_OPTION = "broadcast_buffers"
+_NEW_OPTION, _OLD_OPTION = "forward_sync_buffers", "broadcast_buffers"
+_has_new_option = _NEW_OPTION in signature(DistributedDataParallel).parameters
+_BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def test_the_default_run_stays_below_two_gib():
     shared = 33 * (114 * image + 4096 * 2 * 8)
     assert (plan.num_workers, plan.num_chunks, plan.shared_bytes) == (16, 9, shared)
     assert plan.shared_bytes < 2 * GIB < 33 * 128 * image
-    assert str(plan) == ("data workers: 16, up to 1.8 GiB of shared memory, batches in 9 pieces")
+    assert str(plan) == ("data workers: 16, up to 1.8 GiB of shared memory, batches in 9 chunks")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
     assert alone == helped
     said = capsys.readouterr().err.splitlines()[2]
     assert said.startswith("data workers: 2, up to 0.0003")
-    assert said.endswith("GiB of shared memory, batches in 2 pieces")
+    assert said.endswith("GiB of shared memory, batches in 2 chunks")
 
 
 @pytest.mark.parametrize("workers", [FEW, {}], ids=["two workers", "none"])
