@@ -100,9 +100,7 @@ class BatchChunks(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         micro_batch, chunk = divmod(index, self.num_chunks)
-        first, end = (
-            self.micro_batch_size * number // self.num_chunks for number in (chunk, chunk + 1)
-        )
+        first, end = (self.micro_batch_size * n // self.num_chunks for n in (chunk, chunk + 1))
         keys = self.list_sample_keys(micro_batch)[first:end]
         indices, may_replace = sorted({key.index for key in keys}), bool(self.image_ids)
         try:
@@ -131,11 +129,9 @@ class BatchChunks(Dataset[Any]):
         order = draw_epoch_order(len(self.images), self.seed, epoch)
         start = batch * self.batch_size
         start += (number * self.num_ranks + self.rank) * self.micro_batch_size
-        keys = []
-        for position in range(start, start + self.micro_batch_size):
-            place, repeat = divmod(position, self.repeats)
-            keys.append(SampleKey(epoch, int(order[place]), repeat))
-        return keys
+        positions = range(start, start + self.micro_batch_size)
+        places = (divmod(position, self.repeats) for position in positions)
+        return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
         """Return which images the first `num_steps` steps of all processes train on."""

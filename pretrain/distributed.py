@@ -85,15 +85,13 @@ class TrainingRanks:
         if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
             has_failed = torch.tensor(int(error is not None))
             errors: list[SslBenchError | None] = [None] * self.world_size
-            own_error: Any = error
+            own: Any = error
             if error is not None and not isinstance(error, SslBenchError):
-                own_error = MachineError(
-                    f"process {self.rank} failed: {type(error).__name__}: {error}"
-                )
+                own = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
             with _explain_lost_process():
                 dist.all_reduce(has_failed, group=self.group)
                 if has_failed:
-                    dist.all_gather_object(errors, own_error, group=self.group)
+                    dist.all_gather_object(errors, own, group=self.group)
             if has_failed:
                 error = error or next(other for other in errors if other is not None)
             if isinstance(error, SslBenchError):
@@ -178,9 +176,7 @@ def _explain_lost_process() -> Generator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
-        lost = MachineError(
-            f"another process of this command has ended ({reason}). Start the command again"
-        )
+        lost = MachineError(f"another process of this command has ended ({reason}). Start again")
         # The processes can no longer agree on an error.
         lost.is_raised_on_all_ranks = True
         raise lost from error

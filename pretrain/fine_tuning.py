@@ -47,18 +47,16 @@ def load_initial_weights(
         CheckpointError: The checkpoint cannot be loaded.
         ConfigurationError: The checkpoint has another architecture or another normalisation.
     """
-    checkpoint = load_encoder(address)
-    if (checkpoint.mean, checkpoint.std) != normalization:
-        mean, std = (
-            f"[{','.join(map(repr, values))}]" for values in (checkpoint.mean, checkpoint.std)
-        )
+    source = load_encoder(address)
+    if (source.mean, source.std) != normalization:
+        mean, std = (f"[{','.join(map(repr, values))}]" for values in (source.mean, source.std))
         raise ConfigurationError(
             f"init_from={address} expects images with another mean and standard deviation than "
             "those of the run. Start from another checkpoint, or normalise as it expects",
             hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:
-        module = _require_same_architecture(checkpoint, encoder, address)
+        module = _require_same_architecture(source, encoder, address)
         weights = dict(module.state_dict())
         if isinstance(module, VisionTransformer) and isinstance(encoder, VisionTransformer):
             weights["pos_embed"] = (
@@ -69,7 +67,7 @@ def load_initial_weights(
                 )
             )
         encoder.load_state_dict(weights)
-    return checkpoint.sha256
+    return source.sha256
 
 
 def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
@@ -115,14 +113,14 @@ def require_other_folder(address: str, out: Path) -> None:
 
 
 def _require_same_architecture(
-    checkpoint: Encoder, encoder: EncoderModule, address: str
+    source: Encoder, encoder: EncoderModule, address: str
 ) -> EncoderModule:
-    """Return the module of a checkpoint if its weights can be used in `encoder`.
+    """Return the module of `source` if its weights can be used in `encoder`.
 
     Raises:
         ConfigurationError: The modules have different classes or different configurations.
     """
-    module, config = checkpoint.module, encoder.config
+    module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
             f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "

@@ -197,11 +197,10 @@ class LogFile:
         try:
             self._file.write(json.dumps(finite) + "\n")
         except OSError as error:
-            raise MachineError(
-                f"cannot write {self.path}: {error.strerror}. Free some space"
-            ) from error
+            raise MachineError(f"cannot write {self.path}: {error.strerror}. Free space") from error
+        numbers = {key: value for key, value in finite.items() if value is not None}
         for tracker in self._trackers:
-            tracker.write(finite)
+            tracker.write(numbers)
 
     def close(self) -> None:
         self._file.close()

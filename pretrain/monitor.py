@@ -224,9 +224,7 @@ class Evaluator(Measuring):
         metrics = {}
         if self.timeline.is_due(self.options.accuracy_epochs, step):
             for k, is_correct in self._classify().items():
-                metrics[f"val_top{k}"] = (
-                    math.nan if is_correct is None else _compute_percentage(is_correct)
-                )
+                metrics[f"val_top{k}"] = _compute_percentage(is_correct)
         if self.timeline.is_due(self.options.knn_epochs, step):
             metrics[KNN] = self._compute_knn_accuracy()
         return metrics
@@ -386,9 +384,9 @@ def rank_true_classes(
     return (order == labels[:, None]).int().argmax(1)
 
 
-def _compute_percentage(is_correct: Bool[Tensor, " images"]) -> float:
-    """Return the percentage of true values."""
-    return 100 * to_float64(is_correct).mean().item()
+def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
+    """Return the percentage of true values, or NaN for None."""
+    return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 
 def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:

@@ -164,11 +164,9 @@ class InitialPhase:
         return steps
 
 
-LR_WARMUP = InitialPhase("train.warmup_epochs", epochs=10.0, max_fraction=0.1)
-LAST_LAYER_FREEZE = InitialPhase("objective.freeze_last_layer_epochs", epochs=1.0, max_fraction=0.1)
-TEMPERATURE_RISE = InitialPhase(
-    "objective.teacher_temperature_epochs", epochs=30.0, max_fraction=0.3
-)
+LR_WARMUP = InitialPhase("train.warmup_epochs", 10.0, max_fraction=0.1)
+LAST_LAYER_FREEZE = InitialPhase("objective.freeze_last_layer_epochs", 1.0, max_fraction=0.1)
+TEMPERATURE_RISE = InitialPhase("objective.teacher_temperature_epochs", 30.0, max_fraction=0.3)
 INITIAL_PHASES = (LR_WARMUP, LAST_LAYER_FREEZE, TEMPERATURE_RISE)
 
 

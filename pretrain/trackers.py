@@ -1,6 +1,5 @@
 """Send the rows of a run's log to TensorBoard and Weights & Biases."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,7 @@ from ssl_bench.system.files import write_text_atomically
 _RUN_ID_FILE = "run-id.txt"
 
 
-class Tracker(ABC):
-    """Base class of the programs that draw the metrics of a run as curves."""
-
-    @abstractmethod
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Send the numbers of one optimizer step. A metric whose value is None is left out."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send the remaining rows and end the connection or close the files."""
-
-
-class TensorBoardLog(Tracker):
+class TensorBoardLog:
     """Write event files for TensorBoard.
 
     Args:
@@ -36,16 +23,17 @@ class TensorBoardLog(Tracker):
     def __init__(self, folder: Path, *, last_step: int) -> None:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, float]) -> None:
+        """Add the numbers of one step to the curves."""
         for name, value in row.items():
-            if value is not None and name != "step":
+            if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         self._writer.close()
 
 
-class WandbLog(Tracker):
+class WandbLog:
     """Send rows to a run of Weights & Biases.
 
     A resumed pretraining run continues its run of Weights & Biases, which rejects a step number
@@ -90,11 +78,16 @@ class WandbLog(Tracker):
             ) from error
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in row.items() if value is not None})
+    def write(self, row: Mapping[str, float]) -> None:
+        """Send the numbers of one step."""
+        self._run.log(dict(row))
 
     def close(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoardLog | WandbLog
+"""A class that draws the metrics of a run as curves."""
 
 
 def require_tensorboard() -> type[Any]:
