@@ -32,7 +32,7 @@ from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.endings import STOP_SIGNALS
 from ssl_bench.system.process import free_shared_memory, local_world_size
 
-# First number of each seed. It makes the random numbers of the three purposes independent.
+# First number of each seed, so that the random numbers for order, crops and steps are independent.
 _ORDER, _SAMPLE, _STEP = range(3)
 # Number of chunks that a data worker prepares in advance.
 _PREFETCH = 2
@@ -121,8 +121,9 @@ class BatchChunks(Dataset[Any]):
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
         """Return the images of a micro-batch of this process.
 
-        A batch consists of the first micro-batches of all ranks, then of the second ones, and so
-        on. With other numbers of ranks and micro-batches, a batch has the same images.
+        A batch holds the first micro-batch of every rank, then the second micro-batch of every
+        rank, and so on. The images of a batch do not depend on the numbers of ranks and
+        micro-batches.
         """
         step, number = divmod(micro_batch, self.num_micro_batches)
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -134,7 +135,7 @@ class BatchChunks(Dataset[Any]):
         return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
-        """Return which images the first `num_steps` steps of all processes train on."""
+        """Return a mask of the images that the first `num_steps` steps of all processes use."""
         is_used = np.zeros(len(self.images), bool)
         for epoch in range(-(-num_steps // self.steps_per_epoch)):
             steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
@@ -155,7 +156,7 @@ class SampleKey(NamedTuple):
 
 
 class ChunkWithReplacements(NamedTuple):
-    """Crops of a chunk in which other images replace unreadable ones.
+    """Crops of a chunk in which other images replace unreadable images.
 
     Attributes:
         crops: Return value of `cut`.
@@ -180,7 +181,7 @@ def make_sample_generator(
 ) -> np.random.Generator:
     """Return the random generator for the crops of one use of an image.
 
-    It does not depend on the batch, the process or the data worker of the image.
+    The generator does not depend on the batch, the process or the data worker of the image.
     """
     key = (_SAMPLE, seed, epoch, index)
     # The first repeat has the same crops as in a run without repeats.
@@ -254,9 +255,9 @@ class WorkerPlan:
 def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
     """Choose a number of data workers and a size of chunks that fit into shared memory.
 
-    Each data worker prepares two chunks in advance, and the training process reads one more. All
-    of these chunks are in shared memory. Chunks are as large as the limit allows. There are fewer
-    data workers than requested only if chunks of a single image would exceed the limit.
+    Each data worker keeps two chunks in shared memory in advance, and the training process reads
+    one more chunk. Chunks are as large as the limit allows. There are fewer data workers than
+    requested only if chunks of a single image would exceed the limit.
 
     At most half of the free shared memory is used, because other programs may need the rest.
 

@@ -27,17 +27,17 @@ _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """Rank of this process among the processes that share every batch, and their communication.
+    """Connect this process to the other processes that share every batch.
 
     Each process has a device of its own. An error inside `fail_together` ends all processes, so
-    that no process waits for one that has already ended.
+    that no process waits for a process that has already ended.
 
     Attributes:
         device: Device of this process.
         rank: Rank of this process, from 0.
         world_size: Number of processes.
-        group: Process group for values on the CPU. It has a timeout of one day. None for a single
-            process.
+        group: Process group for values on the CPU, with a timeout of one day. It is None in a run
+            of one process.
     """
 
     device: torch.device

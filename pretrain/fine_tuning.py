@@ -37,8 +37,7 @@ def load_initial_weights(
     Args:
         address: Address of the checkpoint, as `load_encoder` accepts it.
         encoders: Encoders of the run, such as those of a student and a teacher.
-        normalization: Mean and standard deviation that the run subtracts from its images and
-            divides them by.
+        normalization: Mean and standard deviation with which the run normalises its images.
 
     Returns:
         The sha256 of the checkpoint.

@@ -34,8 +34,8 @@ _LONG = 3 * _HOUR
 class StepReporter:
     """Write the metrics of each step to the log and the progress bar, and stop failing runs.
 
-    Metrics are averaged over the processes. On a GPU, a row is read one step later, so that the
-    CPU never waits for a step that it has just launched.
+    Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the
+    next step was launched, so that the CPU never waits for a step that it has just launched.
 
     Args:
         log: Log of the run in the process of rank 0. None in the other processes.
@@ -84,7 +84,7 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Take the metrics of a step. They are written by `write_rows`.
+        """Take the metrics of a step, which `write_rows` writes later.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.

@@ -48,7 +48,7 @@ from ssl_bench.system.process import count_usable_cores, provenance_fields
 
 KNN = "knn_top1"
 _MAX_THREADS = 16
-# Groups of settings that say where files lie and how the run is monitored, not how it trains.
+# Groups of settings that a record leaves out, because they name folders and files.
 _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 
@@ -64,13 +64,13 @@ class Monitor:
             `val`.
         known_only: Leave out validation images of classes that the training split lacks. Otherwise
             such images are an error.
-        knn_epochs: Number of epochs between two k-NN evaluations, `knn_top1` in percent. A
-            validation image is assigned the class for which its nearest training images vote. The
+        knn_epochs: Number of epochs between two k-NN evaluations, which log `knn_top1` in percent.
+            A validation image is assigned the class for which its nearest training images vote. The
             encoder is also evaluated after the last step.
         accuracy_epochs: Number of epochs between two evaluations of the head of a supervised run,
-            `val_top1` in percent. With at least six classes, `val_top5` is the percentage of images
-            whose class is among the five most likely ones. The head is also evaluated after the
-            last step.
+            which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
+            of images whose class is among the five most likely classes. The head is also evaluated
+            after the last step.
         results: Folder of results that receives the last `val_top1` and `val_top5` as records.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: The vote of a neighbour is exp(cosine similarity / temperature).
@@ -163,8 +163,8 @@ class Monitor:
             if images.class_names != val.class_names:
                 raise ConfigurationError(
                     f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the "
-                    f"run in monitor.root, got {len(val.class_names)} classes or other "
-                    "names"
+                    f"run in monitor.root, got {len(val.class_names)} classes, or classes with "
+                    "other names"
                 )
         return Evaluator(
             self,

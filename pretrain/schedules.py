@@ -48,8 +48,8 @@ class Timeline:
     def is_due(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether a measurement that repeats every `epochs` epochs is due.
 
-        A measurement is also due after the last step of the run. It is never due if `epochs` is
-        None.
+        A measurement is also due after the last step of the run. No measurement is due if `epochs`
+        is None.
 
         Args:
             epochs: Number of epochs between two measurements.
@@ -108,8 +108,8 @@ class Triangle:
 class Linear:
     """Change linearly from `start` at step 0 to `end` at step `num_steps` - 1, then stay at `end`.
 
-    Official DINO changes the teacher temperature once an epoch. With one step an epoch, its
-    schedule has the same values.
+    Official DINO changes the teacher temperature only once an epoch. For runs with one step an
+    epoch, the official schedule has the same values.
     """
 
     start: float

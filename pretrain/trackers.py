@@ -36,9 +36,9 @@ class TensorBoardLog:
 class WandbLog:
     """Send rows to a run of Weights & Biases.
 
-    A resumed pretraining run continues its run of Weights & Biases, which rejects a step number
-    that it has received before. Curves are therefore drawn over the metric `step`. If training
-    repeats steps after a crash, the curves show the points of both attempts. With
+    A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects
+    a step number that it has received before, so curves are drawn over the metric `step`. If
+    training repeats steps after a crash, the curves show the points of both attempts. With
     `WANDB_MODE=offline`, Weights & Biases stores everything in `folder` and needs no network.
 
     Args:

@@ -1,7 +1,4 @@
-"""Which images a step sees, and how they come: without rest, repeated where asked, in pieces.
-
-Free of worker state, and in no more memory than is said.
-"""
+"""Which images a step uses, and how data workers pass their crops in limited shared memory."""
 
 import time
 from contextlib import closing
