@@ -30,7 +30,11 @@ from ssl_bench.composition.fields import (
     Temperature,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    dataset_with_read_options,
+    extend_fingerprint,
+)
 from ssl_bench.data.files.readable import count_shared_files, select_images, summarize_left_out
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
@@ -115,7 +119,7 @@ class Monitor:
         Args:
             learner: Learner of the run.
             timeline: Planned length of the run.
-            data: Data options of the run.
+            data: Data options of the run. Images are read with its `fingerprint` and `bits`.
             images: Images that the run trains on.
 
         Raises:
@@ -133,7 +137,10 @@ class Monitor:
                 hint=("monitor.root={folder}",),
             )
         layout = WebDataset if is_webdataset(root) else ClassFolders
-        dataset = layout(root, self.train_split, self.val_split, self.known_only)
+        dataset = dataset_with_read_options(
+            layout(root, self.train_split, self.val_split, self.known_only),
+            ReadOptions(data.fingerprint, data.bits),
+        )
         try:
             all_val, all_train = dataset.val(), dataset.train()
         except DataError as error:
