@@ -1,8 +1,13 @@
-"""Which images a step sees, in crops, and how they come from data workers.
+"""Choose the images of each optimizer step, crop them, and load the crops with data workers.
 
-What a step sees is a pure function of the step: no worker holds any state. Workers hand over what
-they have cut in shared memory. Every worker has a few pieces of a batch in work or ready, and one
-more is being read. A piece is as large as that lets it be: a whole part of a batch, or less.
+An optimizer step trains on one batch. The processes of torchrun share the batch equally. Each
+process divides its share into `train.accumulation` micro-batches, whose gradients are summed.
+
+A data worker crops one chunk of a micro-batch at a time and passes the chunk to the training
+process in shared memory. A chunk is a whole micro-batch if shared memory is large enough.
+
+The images and crops of a step depend only on the seed and the step. Data workers have no state that
+a resumed run would have to restore.
 """
 
 import signal
@@ -27,283 +32,359 @@ from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.endings import STOP_SIGNALS
 from ssl_bench.system.process import free_shared_memory, local_world_size
 
-# Keeps the streams of one seed apart.
+# First number of each seed, so that the random numbers for order, crops and steps are independent.
 _ORDER, _SAMPLE, _STEP = range(3)
-# Pieces that a worker has in work or ready.
+# Number of chunks that a data worker prepares in advance.
 _PREFETCH = 2
-# Each tensor begins a page of its own.
+# In shared memory, each tensor starts at a multiple of this number of bytes.
 _PAGE = 4096
 _GIB = 2**30
-
 
 Samples = ImageSet | Sequence[Sample]
 
 
-def opened(images: Samples, index: int, *, skip: bool) -> Sample:
-    """An image; in place of one that cannot be read, where `skip` says so, the next that can."""
-    if not skip:
-        return images[index]
-    for further in range(len(images)):
-        with suppress(UnreadableImage):
-            return images[(index + further) % len(images)]
-    raise DataError(f"none of the {len(images)} images can be read; fetch them again")
-
-
-def in_memory(images: Samples, *, skip: bool = False) -> list[Sample]:
-    """Decode everything once. Worker processes share the memory."""
-    decoded = (opened(images, index, skip=skip) for index in range(len(images)))
-    try:
-        return [replace(sample, mask=None, boxes=None) for sample in decoded]
-    except UnreadableImage as error:
-        raise suggest_skipping(error) from error
-
-
-class Remaining(NamedTuple):
-    """A piece in which others stand for images that were left out, given by their indices."""
-
-    crops: Any
-    left_out: tuple[int, ...]
-
-
 @dataclass(frozen=True)
-class Batches(Dataset[Any]):
-    """Piece number -> the crops of that piece of a part of a batch.
+class BatchChunks(Dataset[Any]):
+    """Map the number of a chunk to the crops of its images.
 
-    Step s has the parts s * num_parts onwards, part p the pieces p * pieces onwards. The views of
-    an image are the same in pieces of any size.
+    Chunks are numbered in the order in which this process trains on them. Step s has the
+    micro-batches from s * `num_micro_batches` onwards. Micro-batch m has the chunks from
+    m * `num_chunks` onwards. The crops of an image do not depend on the sizes of batches,
+    micro-batches and chunks.
 
-    An image that cannot be read comes back as the `DataError` itself, since an exception would
-    lose its one line on the way out of a worker process. Where another may stand for it, the piece
-    comes as `Remaining`.
+    An item is the return value of `cut`, or a `ChunkWithReplacements`. If an image cannot be read
+    and may not be replaced, the item is a `DataError`. The error is returned instead of raised,
+    because an exception that leaves a data worker would lose its one-line message.
+
+    Source of repeated augmentation: https://arxiv.org/abs/1901.09335, and `RASampler` of
+    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
+    `RASampler` gives the repeats of an image to different processes. Here one process gets them.
 
     Attributes:
-        batch_size: Images in an optimizer step, over all processes and accumulations.
-        num_parts: Accumulated parts a step.
-        ids: Of the images, where the next may stand for one that cannot be read.
-        pieces: That each part is cut in, equally many images each, give or take one.
-        repeats: Times that each image of an epoch comes, one after the other, each time with
-            randomness of its own. An epoch is as long as without, and so has as many times fewer
-            images, drawn anew.
-
-    Source: repeated augmentation, https://arxiv.org/abs/1901.09335, as `RASampler` of
-    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    has it; there the repeats of an image go to different processes, here to the same one.
+        images: Training images.
+        cut: Function from images and their random generators to crops.
+        batch_size: Number of images in an optimizer step, over all processes. An image that occurs
+            several times counts each time.
+        seed: Seed of the run.
+        num_micro_batches: Number of micro-batches of each process in a step.
+        rank: Rank of this process.
+        num_ranks: Number of processes that share a batch.
+        repeats: Number of consecutive times that an image occurs in an epoch, each time with other
+            crops. The length of an epoch does not change, so an epoch has only 1 / `repeats` of the
+            images, which are drawn again in each epoch.
+        num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
+        image_ids: Ids of the images. If they are given, the next readable image replaces an image
+            that cannot be read.
     """
 
     images: Samples
     cut: Callable[[list[Sample], list[np.random.Generator]], Any]
     batch_size: int
     seed: int
-    num_parts: int = 1
+    num_micro_batches: int = 1
     rank: int = 0
     num_ranks: int = 1
     repeats: int = 1
-    pieces: int = 1
-    ids: Sequence[str] = ()
+    num_chunks: int = 1
+    image_ids: Sequence[str] = ()
 
     @property
-    def size(self) -> int:
-        """Images of a part, which one process takes in one go."""
-        return self.batch_size // (self.num_parts * self.num_ranks)
+    def micro_batch_size(self) -> int:
+        """Number of images in a micro-batch of one process."""
+        return self.batch_size // (self.num_micro_batches * self.num_ranks)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of whole batches in the training images."""
+        return len(self.images) // self.batch_size
 
     def __getitem__(self, index: int) -> Any:
-        """A piece of a part."""
-        part, place = divmod(index, self.pieces)
-        first, end = (self.size * edge // self.pieces for edge in (place, place + 1))
-        keys, skip = self.keys(part)[first:end], bool(self.ids)
-        indices = sorted({key[1] for key in keys})
+        micro_batch, chunk = divmod(index, self.num_chunks)
+        first, end = (self.micro_batch_size * n // self.num_chunks for n in (chunk, chunk + 1))
+        keys = self.list_sample_keys(micro_batch)[first:end]
+        indices, may_replace = sorted({key.index for key in keys}), bool(self.image_ids)
         try:
-            found = {index: opened(self.images, index, skip=skip) for index in indices}
+            samples = {i: _read_image(self.images, i, may_replace=may_replace) for i in indices}
         except UnreadableImage as error:
             return suggest_skipping(error)
         except DataError as error:
             return error
-        samples = [found[index] for _, index, _ in keys]
-        crops = self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
-        left_out = tuple(i for i in indices if skip and found[i].image_id != self.ids[i])
-        return Remaining(crops, left_out) if left_out else crops
+        crops = self.cut(
+            [samples[key.index] for key in keys],
+            [make_sample_generator(self.seed, *key) for key in keys],
+        )
+        if not may_replace:
+            return crops
+        left_out = tuple(i for i in indices if samples[i].image_id != self.image_ids[i])
+        return ChunkWithReplacements(crops, left_out) if left_out else crops
 
-    def seen(self, steps: int) -> Bool[np.ndarray, " images"]:
-        """Which images so many steps have, over all processes."""
-        seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.batch_size
-        for epoch in range(-(-steps // in_epoch)):
-            taken = min(steps - epoch * in_epoch, in_epoch) * self.batch_size
-            order = epoch_order(len(self.images), self.seed, epoch)
-            seen[order[: -(-taken // self.repeats)]] = True
-            if seen.all():
+    def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
+        """Return the images of a micro-batch of this process.
+
+        A batch holds the first micro-batch of every rank, then the second micro-batch of every
+        rank, and so on. The images of a batch do not depend on the numbers of ranks and
+        micro-batches.
+        """
+        step, number = divmod(micro_batch, self.num_micro_batches)
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        order = draw_epoch_order(len(self.images), self.seed, epoch)
+        start = batch * self.batch_size
+        start += (number * self.num_ranks + self.rank) * self.micro_batch_size
+        positions = range(start, start + self.micro_batch_size)
+        places = (divmod(position, self.repeats) for position in positions)
+        return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
+
+    def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
+        """Return a mask of the images that the first `num_steps` steps of all processes use."""
+        is_used = np.zeros(len(self.images), bool)
+        for epoch in range(-(-num_steps // self.steps_per_epoch)):
+            steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
+            num_crops = steps * self.batch_size
+            order = draw_epoch_order(len(self.images), self.seed, epoch)
+            is_used[order[: -(-num_crops // self.repeats)]] = True
+            if is_used.all():
                 break
-        return seen
+        return is_used
 
-    def keys(self, part: int) -> list[tuple[int, int, int]]:
-        """(epoch, index, repeat) of every image of a part."""
-        step, place = divmod(part, self.num_parts)
-        epoch, batch = divmod(step, len(self.images) // self.batch_size)
-        start = batch * self.batch_size + (place * self.num_ranks + self.rank) * self.size
-        order = epoch_order(len(self.images), self.seed, epoch)
-        numbers = (divmod(number, self.repeats) for number in range(start, start + self.size))
-        return [(epoch, int(order[image]), repeat) for image, repeat in numbers]
+
+class SampleKey(NamedTuple):
+    """Identify one use of an image: the epoch, the index of the image, and the repeat, from 0."""
+
+    epoch: int
+    index: int
+    repeat: int
+
+
+class ChunkWithReplacements(NamedTuple):
+    """Crops of a chunk in which other images replace unreadable images.
+
+    Attributes:
+        crops: Return value of `cut`.
+        left_out: Indices of the unreadable images.
+    """
+
+    crops: Any
+    left_out: tuple[int, ...]
 
 
 @lru_cache(maxsize=2)
-def epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
-    """Every image once, shuffled anew each epoch; what fills no whole batch waits for the next."""
+def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
+    """Return the indices of all images in the random order of an epoch.
+
+    The images after the last whole batch are not used in the epoch.
+    """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
 
-def sample_generator(seed: int, epoch: int, index: int, repeat: int = 0) -> np.random.Generator:
-    """Randomness of one image in one epoch, whatever batch or process it lands in."""
+def make_sample_generator(
+    seed: int, epoch: int, index: int, repeat: int = 0
+) -> np.random.Generator:
+    """Return the random generator for the crops of one use of an image.
+
+    The generator does not depend on the batch, the process or the data worker of the image.
+    """
     key = (_SAMPLE, seed, epoch, index)
-    # The first one's is what it would be without repeats.
+    # The first repeat has the same crops as in a run without repeats.
     return np.random.default_rng((*key, repeat) if repeat else key)
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of PyTorch's own generators for one step of one process."""
+def derive_step_seed(seed: int, step: int, rank: int) -> int:
+    """Return the seed of PyTorch's random generators for one step of one process."""
     (state,) = np.random.SeedSequence((_STEP, seed, step, rank)).generate_state(1, np.uint64)
     return int(state)
 
 
+def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
+    """Decode all images once. Data workers share the memory of the result.
+
+    Args:
+        images: Training images.
+        skip: Replace an image that cannot be read by the next readable image.
+
+    Raises:
+        DataError: An image cannot be read, or no image can be read if `skip` is set.
+    """
+    try:
+        samples = (_read_image(images, index, may_replace=skip) for index in range(len(images)))
+        return [replace(sample, mask=None, boxes=None) for sample in samples]
+    except UnreadableImage as error:
+        raise suggest_skipping(error) from error
+
+
+def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
+    """Return an image, or the next readable image if it cannot be read and may be replaced."""
+    if not may_replace:
+        return images[index]
+    for offset in range(len(images)):
+        with suppress(UnreadableImage):
+            return images[(index + offset) % len(images)]
+    raise DataError(f"none of the {len(images)} images can be read. Fetch them again")
+
+
 @dataclass(frozen=True)
-class Workers:
-    """How the batches of one process come from its data workers.
+class WorkerPlan:
+    """Number of data workers of a process, and their use of shared memory.
 
     Attributes:
-        asked: Workers that this process would have.
-        count: Those that it has; with 0 it reads itself.
-        pieces: That each part of a batch comes in.
-        shared_bytes: What all processes of this machine hold in shared memory at most.
-        free_bytes: Of shared memory, where they are what limits.
+        num_requested: Number of data workers that `train.num_workers` requests.
+        num_workers: Number of data workers that shared memory suffices for. With 0, the training
+            process reads images itself.
+        num_chunks: Number of chunks in each micro-batch.
+        shared_bytes: Largest use of shared memory by all processes of this machine.
+        free_bytes: Free shared memory. None if it does not limit the plan.
     """
 
-    asked: int = 0
-    count: int = 0
-    pieces: int = 1
+    num_requested: int = 0
+    num_workers: int = 0
+    num_chunks: int = 1
     shared_bytes: int = 0
     free_bytes: int | None = None
 
     def __str__(self) -> str:
-        each = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
-        line = f"data workers: {self.count}{each}, up to {self.shared_bytes / _GIB:.2g} GiB"
-        line += " of shared memory"
-        if self.pieces > 1:
-            line += f", batches in {self.pieces} pieces"
+        """Return one line for the user."""
+        processes = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
+        line = f"data workers: {self.num_workers}{processes}, up to "
+        line += f"{self.shared_bytes / _GIB:.2g} GiB of shared memory"
+        if self.num_chunks > 1:
+            line += f", batches in {self.num_chunks} chunks"
         if self.free_bytes is not None:
-            line += f"; /dev/shm has {self.free_bytes / _GIB:.2g} GiB free"
+            line += f", because /dev/shm has {self.free_bytes / _GIB:.2g} GiB free"
         return line
 
 
-def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
-    """As many workers as asked for, with pieces so small that they fit.
+def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
+    """Choose a number of data workers and a size of chunks that fit into shared memory.
 
-    What is free is halved, since other programs want some. Where not even pieces of one image fit,
-    there are fewer workers.
+    Each data worker keeps two chunks in shared memory in advance, and the training process reads
+    one more chunk. Chunks are as large as the limit allows. There are fewer data workers than
+    requested only if chunks of a single image would exceed the limit.
+
+    At most half of the free shared memory is used, because other programs may need the rest.
 
     Args:
-        batches: Not cut into pieces yet.
-        asked: Workers of this process.
-        most_gib: Shared memory for all processes of this machine.
+        batches: Dataset with one chunk in each micro-batch.
+        num_requested: Number of data workers that this process requests.
+        max_gib: Limit of shared memory in GiB, for all processes of this machine together.
     """
-    if not asked:
-        return Workers()
-    most, free = int(most_gib * _GIB), free_shared_memory()
-    if free is not None and free // 2 >= most:
-        # Not what limits.
+    if not num_requested:
+        return WorkerPlan()
+    max_bytes, free = int(max_gib * _GIB), free_shared_memory()
+    if free is not None and free // 2 < max_bytes:
+        max_bytes = free // 2
+    else:
         free = None
-    budget = (most if free is None else free // 2) // local_world_size()
-    # Bytes of what is cut from one image, and what a piece of any size has beside them.
+    budget = max_bytes // local_world_size()
+    # The crops of a blank image have the sizes of all crops.
     blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
-    tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
-    image, edges = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
-    count = min(asked, (budget // (image + edges) - 1) // _PREFETCH)
-    if count < 1:
-        return Workers(asked, free_bytes=free)
-    held, size = count * _PREFETCH + 1, batches.size
-    most_images = min(size, (budget // held - edges) // image)
-    pieces = -(-size // most_images)
-    largest = -(-size // pieces)
-    shared = local_world_size() * held * (largest * image + edges)
-    return Workers(asked, count, pieces, shared, free)
+    tensors = list(_iterate_tensors(batches.cut([blank], [np.random.default_rng(0)])))
+    image_bytes, padding = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
+
+    max_chunks = budget // (image_bytes + padding)
+    num_workers = min(num_requested, (max_chunks - 1) // _PREFETCH)
+    if num_workers < 1:
+        return WorkerPlan(num_requested, free_bytes=free)
+    chunks_in_memory = num_workers * _PREFETCH + 1
+    max_images = (budget // chunks_in_memory - padding) // image_bytes
+    num_chunks = -(-batches.micro_batch_size // min(batches.micro_batch_size, max_images))
+    largest_chunk = -(-batches.micro_batch_size // num_chunks)
+    shared = local_world_size() * chunks_in_memory * (largest_chunk * image_bytes + padding)
+    return WorkerPlan(num_requested, num_workers, num_chunks, shared, free)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
-        value = [getattr(value, item.name) for item in fields(value)]
-    if isinstance(value, (tuple, list)):
+        for item in fields(value):
+            yield from _iterate_tensors(getattr(value, item.name))
+    elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
-def arriving(
-    batches: Batches, workers: Workers, parts: range, device: torch.device
+def load_chunks(
+    batches: BatchChunks, workers: WorkerPlan, micro_batches: range, device: torch.device
 ) -> Generator[Any, None, None]:
-    """The pieces of all those parts, in order; the last is an error if a data worker dies."""
+    """Yield the items of `BatchChunks` for a range of micro-batches, in order.
+
+    If a data worker dies, the last item is a `MachineError`. Closing the generator ends all data
+    workers.
+
+    Args:
+        batches: Dataset with one chunk in each micro-batch.
+        workers: Number of data workers, and number of chunks in each micro-batch.
+        micro_batches: Numbers of the micro-batches.
+        device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
+    """
+    num_chunks = workers.num_chunks
     loader = DataLoader(
-        replace(batches, pieces=workers.pieces),
+        replace(batches, num_chunks=num_chunks),
         batch_size=None,
-        sampler=range(parts.start * workers.pieces, parts.stop * workers.pieces),
-        num_workers=workers.count,
-        prefetch_factor=_PREFETCH if workers.count else None,
+        sampler=range(micro_batches.start * num_chunks, micro_batches.stop * num_chunks),
+        num_workers=workers.num_workers,
+        prefetch_factor=_PREFETCH if workers.num_workers else None,
         pin_memory=device.type == "cuda",
-        worker_init_fn=leave_signals_to_the_parent,
-        # It draws a number when iterated, which must not come out of the global generator.
+        worker_init_fn=_ignore_stop_signals,
+        # Without a generator of its own, DataLoader would advance PyTorch's global generator.
         generator=torch.Generator(),
     )
-    pieces, before = None, active_children()
+    chunks, children_before = None, active_children()
     try:
-        pieces = iter(loader)
-        with deaths_of_workers_wait():
-            yield from pieces
+        chunks = iter(loader)
+        with _postpone_worker_deaths():
+            yield from chunks
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         yield MachineError(
-            f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
-            "small",
+            f"a data worker died ({str(error).splitlines()[0]}). Main memory or /dev/shm may be "
+            "too small",
             hint=("train.shared_memory_gib={number}", "or", "train.num_workers=0"),
         )
     finally:
-        # A traceback may keep this frame alive, and with it the workers.
-        del pieces
-        # torch forgets those of a loader that could not begin. They pass over the one SIGTERM that
-        # comes when this process ends, which would wait for them for ever.
-        for worker in active_children():
-            if worker not in before:
-                worker.kill()
-                worker.join()
+        # A traceback may keep this frame and its variables alive, and with them the data workers.
+        del chunks
+        # If a loader fails to start, torch does not end the data workers that it has already
+        # started. They ignore the first SIGTERM, so the training process would wait for them.
+        for child in active_children():
+            if child not in children_before:
+                child.kill()
+                child.join()
 
 
 @contextmanager
-def deaths_of_workers_wait() -> Generator[None]:
-    """Keep a data worker's death from raising wherever the main thread is, mid-step included.
+def _postpone_worker_deaths() -> Generator[None]:
+    """Report the death of a data worker only while the training process waits for a chunk.
 
-    torch's own handler does so once a loader has workers. Without it the loader looks whether
-    its workers live while it waits for them, every five seconds, and raises there.
+    The signal handler of torch raises an error as soon as a data worker dies, even in the middle of
+    an optimizer step. Without this handler, the loader checks its data workers every five seconds
+    while it waits.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "SIGCHLD"):
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or not hasattr(signal, "SIGCHLD"):
         yield
         return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, previous)
 
 
-def leave_signals_to_the_parent(worker: int) -> None:
-    """Keep a data worker alive when the whole process group is asked to stop.
+def _ignore_stop_signals(worker: int) -> None:
+    """Keep a data worker alive if a signal stops the whole process group.
 
-    Only the first SIGTERM is passed over: with a second one the parent ends a worker that hangs.
+    A data worker ignores only the first SIGTERM. The training process ends a data worker that hangs
+    with a second SIGTERM.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _obey_the_next)
+    signal.signal(signal.SIGTERM, _restore_default_handler)
 
 
-def _obey_the_next(number: int, frame: FrameType | None) -> None:
+def _restore_default_handler(number: int, frame: FrameType | None) -> None:
     del frame
     signal.signal(number, signal.SIG_DFL)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from pretrain.schedules import WARMUPS
+from pretrain.schedules import INITIAL_PHASES
 from ssl_bench.composition.compose import get_default
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
@@ -30,7 +30,7 @@ _FREE = (
     "train.timeout_minutes",
     "train.non_finite_patience",
     "train.collapse_patience",
-    *(warmup.key for warmup in WARMUPS),  # what they come to, the state says in steps
+    *(warmup.key for warmup in INITIAL_PHASES),  # what they come to, the state says in steps
 )
 # What a run may be given more of.
 LENGTH = ("train.epochs", "train.max_steps")

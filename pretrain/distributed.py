@@ -1,4 +1,4 @@
-"""The processes that train one model together: a single one, or those that `torchrun` starts."""
+"""Connect the processes that train one model together, as `torchrun` starts them."""
 
 import os
 from collections.abc import Callable, Generator
@@ -17,135 +17,138 @@ from ssl_bench.errors import MachineError, SslBenchError
 from ssl_bench.system.process import get_process_info
 
 T = TypeVar("T")
-_PATIENCE = timedelta(days=1)
-_known = signature(DistributedDataParallel).parameters
-# The older name warns since torch 2.15.
-_UNSENT_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _known else "broadcast_buffers": False
-}
+# Reading all images and writing the last checkpoint may take hours.
+_OBJECT_TIMEOUT = timedelta(days=1)
+# torch 2.15 renamed the option `broadcast_buffers`, and the old name prints a warning.
+_NEW_OPTION, _OLD_OPTION = "forward_sync_buffers", "broadcast_buffers"
+_has_new_option = _NEW_OPTION in signature(DistributedDataParallel).parameters
+_BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """Where this process stands among those that share every batch, each on a device of its own.
+    """Connect this process to the other processes that share every batch.
 
-    What they give each other begins with the question whether one of them met an error, so that
-    an error anywhere within `together` ends all of them, and none waits for one that is gone.
+    Each process has a device of its own. An error inside `fail_together` ends all processes, so
+    that no process waits for a process that has already ended.
 
     Attributes:
-        group: For what is not on a device; waits as long as it takes.
+        device: Device of this process.
+        rank: Rank of this process, from 0.
+        world_size: Number of processes.
+        group: Process group for values on the CPU, with a timeout of one day. It is None in a run
+            of one process.
     """
 
     device: torch.device
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
     group: "dist.ProcessGroup | None" = None
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the one that writes files and talks."""
+    def is_main(self) -> bool:
+        """Return whether this process has rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """A module whose gradients are averaged over the processes."""
-        if self.count == 1:
+        """Return a module whose gradients are averaged over all processes.
+
+        Buffers, such as batch statistics, are not synchronised.
+        """
+        if self.world_size == 1:
             return module
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices, **_UNSENT_BUFFERS)
+        no_buffers: dict[str, Any] = {_BUFFER_OPTION: False}
+        return DistributedDataParallel(module, device_ids=devices, **no_buffers)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Average a tensor over the processes, in place."""
-        if self.count > 1:
+    def average(self, values: Tensor) -> Tensor:
+        """Average a tensor over all processes in place, and return the tensor."""
+        if self.world_size > 1:
             dist.all_reduce(values)
-            values /= self.count
+            values /= self.world_size
         return values
 
-    def agree(self, error: Exception | None = None) -> None:
-        """Raise in every process the error that one of them met.
+    def raise_on_all(self, error: Exception | None = None) -> None:
+        """Raise an error in all processes if any process passes one.
 
-        All processes must call this equally often, and between two calls they may meet as often as
-        they like for other reasons. An error raised here is raised on every rank and marked as
-        `is_raised_on_all_ranks`.
+        All processes must call this method the same number of times. An error that is already
+        marked as `is_raised_on_all_ranks` is raised at once, without communication. In a run of
+        several processes, the raised error is marked in this way.
+
+        Args:
+            error: Error of this process, or None.
 
         Raises:
-            SslBenchError: its own in a process that met one, elsewhere that of the first that did.
+            Exception: `error` itself in a process that passed one. Other processes raise the error
+                of the first rank that passed one, as an `SslBenchError`.
         """
-        if self.count > 1 and not getattr(error, "is_raised_on_all_ranks", False):
-            failed = torch.tensor(int(error is not None))
-            met: list[SslBenchError | None] = [None] * self.count
-            sent: Any = error
+        if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
+            has_failed = torch.tensor(int(error is not None))
+            errors: list[SslBenchError | None] = [None] * self.world_size
+            own: Any = error
             if error is not None and not isinstance(error, SslBenchError):
-                sent = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
-            with _meeting():
-                dist.all_reduce(failed, group=self.group)
-                if failed:
-                    dist.all_gather_object(met, sent, group=self.group)
-            if failed:
-                error = error or next(found for found in met if found is not None)
+                own = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
+            with _explain_lost_process():
+                dist.all_reduce(has_failed, group=self.group)
+                if has_failed:
+                    dist.all_gather_object(errors, own, group=self.group)
+            if has_failed:
+                error = error or next(other for other in errors if other is not None)
             if isinstance(error, SslBenchError):
                 error.is_raised_on_all_ranks = True
         if error is not None:
             raise error
 
     @contextmanager
-    def together(self) -> Generator[None]:
-        """Leave with what one of the processes met, or go on in all of them."""
+    def fail_together(self) -> Generator[None]:
+        """Raise an error of any process in all processes at the end of a `with` block."""
         try:
             yield
         except Exception as error:
-            self.agree(error)
+            self.raise_on_all(error)
         else:
-            self.agree()
+            self.raise_on_all()
 
-    def from_first(self, compute: Callable[[], T]) -> T:
-        """What the first process computes, for all of them, however long it takes."""
-        box: list[T | None] = [None]
-        with self.together():
-            if self.is_first:
-                box[0] = compute()
-        if self.count > 1:
-            with _meeting():
-                dist.broadcast_object_list(box, src=0, group=self.group)
-        return cast(T, box[0])
+    def compute_on_main(self, compute: Callable[[], T]) -> T:
+        """Call a function in the process of rank 0, and return its result in all processes.
 
-    def gathered(self, value: T) -> list[T]:
-        """What each process gives, in their order; for what is small."""
-        if self.count == 1:
+        The other processes wait for up to one day. An error of the function is raised in all
+        processes.
+        """
+        results: list[T | None] = [None]
+        with self.fail_together():
+            if self.is_main:
+                results[0] = compute()
+        if self.world_size > 1:
+            with _explain_lost_process():
+                dist.broadcast_object_list(results, src=0, group=self.group)
+        return cast(T, results[0])
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes, ordered by rank. The values should be small."""
+        if self.world_size == 1:
             return [value]
-        self.agree()
-        values: list[T | None] = [None] * self.count
-        with _meeting():
+        self.raise_on_all()
+        values: list[T | None] = [None] * self.world_size
+        with _explain_lost_process():
             dist.all_gather_object(values, value, group=self.group)
         return cast(list[T], values)
 
 
 @contextmanager
-def _meeting() -> Generator[None]:
-    """What the library says where another process is gone, in words."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        gone = MachineError(f"another process of this command has ended ({reason}); start again")
-        # There is nobody left to ask.
-        gone.is_raised_on_all_ranks = True
-        raise gone from error
-
-
-@contextmanager
-def training_together(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
-    """Join the processes that torchrun's environment variables name, if there are others.
+def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
+    """Connect the processes of torchrun inside a `with` block.
 
     Args:
-        device: Of this process; between GPUs tensors are exchanged directly.
-        timeout: How long one waits for another's part of a step before it gives up.
+        device: Device of this process. CUDA devices exchange tensors through NCCL.
+        timeout: Longest wait for the tensors of another process within a step.
 
     Raises:
-        ConfigurationError: as `get_process_info`.
-        MachineError: they cannot meet.
+        ConfigurationError: An environment variable of torchrun is missing or invalid.
+        MachineError: The processes cannot connect.
     """
-    count = get_process_info().world_size
-    if count == 1:
+    world_size = get_process_info().world_size
+    if world_size == 1:
         yield TrainingRanks(device)
         return
     try:
@@ -154,13 +157,26 @@ def training_together(device: torch.device, timeout: timedelta) -> Generator[Tra
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise MachineError(
-            f"the {count} processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
-            f"MASTER_PORT={os.environ['MASTER_PORT']} ({reason}); start them with torchrun"
+            f"the {world_size} processes cannot connect at "
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
+            f"({reason}). Start them with torchrun"
         ) from error
     try:
-        # Reading all images takes as long as it takes, and so does writing at the end.
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = dist.new_group(backend="gloo", timeout=_OBJECT_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
-        yield TrainingRanks(device, dist.get_rank(), count, group)
+        yield TrainingRanks(device, dist.get_rank(), world_size, group)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explain_lost_process() -> Generator[None]:
+    """Turn the error of torch about a lost connection into a MachineError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        lost = MachineError(f"another process of this command has ended ({reason}). Start again")
+        # The processes can no longer agree on an error.
+        lost.is_raised_on_all_ranks = True
+        raise lost from error

@@ -1,6 +1,7 @@
-"""Fine-tuning: an encoder that was trained before takes the place of random weights."""
+"""Start a run with the weights of a trained encoder instead of random weights."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,34 +20,42 @@ from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.files import expand_path, resolve_links
 
-START, SHA256 = "init_from", "init_from_sha256"
+INIT_FROM, INIT_FROM_SHA256 = "init_from", "init_from_sha256"
+"""Keys of the address of the checkpoint and of its sha256, in the description of a run."""
 
 
-def init_from(
-    address: str, encoders: Sequence[EncoderModule], colours: Normalization = IMAGENET_NORMALIZATION
+def load_initial_weights(
+    address: str,
+    encoders: Sequence[EncoderModule],
+    normalization: Normalization = IMAGENET_NORMALIZATION,
 ) -> str:
-    """Copy the weights of a checkpoint into all these encoders.
+    """Copy the weights of a checkpoint into the encoders of a new run.
 
-    Learned positions are resized where the image size is another; fixed ones stay as they are.
-    `colours` are mean and deviation of the run's images.
+    Learned position embeddings are resized if the image size differs. Fixed position embeddings
+    are not copied.
+
+    Args:
+        address: Address of the checkpoint, as `load_encoder` accepts it.
+        encoders: Encoders of the run, such as those of a student and a teacher.
+        normalization: Mean and standard deviation with which the run normalises its images.
 
     Returns:
-        The checkpoint's sha256.
+        The sha256 of the checkpoint.
 
     Raises:
-        CheckpointError: as `load_encoder`, which takes the address.
-        ConfigurationError: it is of another architecture, or of images in other colours.
+        CheckpointError: The checkpoint cannot be loaded.
+        ConfigurationError: The checkpoint has another architecture or another normalisation.
     """
-    found = load_encoder(address)
-    if (found.mean, found.std) != colours:
-        mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
+    source = load_encoder(address)
+    if (source.mean, source.std) != normalization:
+        mean, std = (f"[{','.join(map(repr, values))}]" for values in (source.mean, source.std))
         raise ConfigurationError(
-            f"init_from={address} expects images of another scale than those of the run; start "
-            "from another checkpoint, or take its scale",
+            f"init_from={address} expects images with another mean and standard deviation than "
+            "those of the run. Start from another checkpoint, or normalise as it expects",
             hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:
-        module = _require_fit(found, encoder, address)
+        module = _require_same_architecture(source, encoder, address)
         weights = dict(module.state_dict())
         if isinstance(module, VisionTransformer) and isinstance(encoder, VisionTransformer):
             weights["pos_embed"] = (
@@ -57,66 +66,84 @@ def init_from(
                 )
             )
         encoder.load_state_dict(weights)
-    return found.sha256
+    return source.sha256
 
 
-def sha256_at_resume(address: str, before: Mapping[str, Any]) -> str:
-    """The sha256 behind the address now, or what the run knew, if the file is gone since.
+def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
+    """Return the sha256 of the checkpoint that a resumed run started from.
 
-    `before` describes the run as it was saved; the weights themselves are in its state.
+    If the checkpoint no longer exists, the sha256 in the state of the run is returned. The weights
+    themselves are not needed, because the state contains the trained weights.
+
+    Args:
+        address: Address of the checkpoint in the current command.
+        saved: Description of the run in its state.
 
     Raises:
-        CheckpointError: the address is another than before, and nothing is there.
+        CheckpointError: There is no checkpoint at the address, and the state names another address.
     """
     try:
         return identify_encoder(address).sha256
     except CheckpointError:
-        if before.get(START) != address or SHA256 not in before:
+        if saved.get(INIT_FROM) != address or INIT_FROM_SHA256 not in saved:
             raise
-        return before[SHA256]
+        return saved[INIT_FROM_SHA256]
 
 
-def require_apart(address: str, out: Path) -> None:
-    """Refuse to begin in the very folder that the weights come from.
+def require_other_folder(address: str, out: Path) -> None:
+    """Raise an error if the checkpoint lies in the folder that the run writes to.
+
+    Args:
+        address: Address of the checkpoint: a file, a run folder, or a run folder with "@EPOCH".
+        out: Folder of the run.
 
     Raises:
-        ConfigurationError: the checkpoint lies in `out`.
+        ConfigurationError: The checkpoint lies in `out`.
     """
-    path = resolve_links(expand_path(address))
-    if resolve_links(out) in (path, path.parent):
+    # The file of RUN@EPOCH lies in RUN.
+    names = (address, re.sub(r"@\d{1,9}$", "", address))
+    paths = [resolve_links(expand_path(name)) for name in names]
+    if any(resolve_links(out) in (path, path.parent) for path in paths):
         raise ConfigurationError(
-            f"init_from={address} lies in the run folder {out}, which would replace it",
+            f"init_from={address} lies in the run folder {out}, so the run would replace the "
+            "checkpoint that it starts from",
             hint=("--out", "{folder}"),
         )
 
 
-def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> EncoderModule:
-    """The module of `found`, of which every weight means what it means in `encoder`."""
-    module, config = found.module, encoder.config
+def _require_same_architecture(
+    source: Encoder, encoder: EncoderModule, address: str
+) -> EncoderModule:
+    """Return the module of `source` if its weights can be used in `encoder`.
+
+    Raises:
+        ConfigurationError: The modules have different classes or different configurations.
+    """
+    module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
             f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
-            f"{type(module).__name__}; give its weights as a file, or take another model"
+            f"{type(module).__name__}. Give its weights as a file, or select another model"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
-        # Fixed positions are not copied from the checkpoint.
+        # The scale changes fixed positions, which are not copied from the checkpoint.
         may_differ.remove("position_scale")
     names = [item.name for item in fields(config) if item.name not in may_differ]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
-    # Positions that were fixed may be trained from now on, but not the other way round.
-    freed = ("position_embedding", "sinusoidal")
-    wrong = [pair for pair in pairs if pair[1] != pair[2] and (pair[0], pair[2]) != freed]
+    # Fixed positions of a checkpoint may become learned positions, but not the reverse.
+    allowed = ("position_embedding", "sinusoidal")
+    wrong = [pair for pair in pairs if pair[1] != pair[2] and (pair[0], pair[2]) != allowed]
     if wrong:
-        expected = " ".join(f"model.{name}={_typed(here)}" for name, here, _ in wrong)
-        came = " ".join(f"model.{name}={_typed(there)}" for name, _, there in wrong)
+        expected = " ".join(f"model.{name}={_format_value(ours)}" for name, ours, _ in wrong)
+        actual = " ".join(f"model.{name}={_format_value(theirs)}" for name, _, theirs in wrong)
         raise ConfigurationError(
-            f"init_from={address} is of another architecture: expected {expected}, came {came}; "
-            "type the latter, or start from another checkpoint"
+            f"init_from={address} has another architecture: expected {expected}, got {actual}. "
+            "Set the values of the checkpoint, or start from another checkpoint"
         )
     return module
 
 
-def _typed(value: Any) -> str:
-    """A value of a configuration as it is typed on a command line."""
+def _format_value(value: Any) -> str:
+    """Return a value of a configuration as a user types it on the command line."""
     return str(value) if isinstance(value, str | bool) else json.dumps(value, separators=(",", ":"))

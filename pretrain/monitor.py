@@ -1,6 +1,6 @@
-"""How good the encoder is by now: measured on labelled images every few epochs of a run.
+"""Evaluate the encoder on labelled images every few epochs of a run.
 
-And the accuracy of a finished supervised run as a record, beside those of the probes.
+The accuracy of a finished supervised run can also be stored among the records of the probes.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pretrain.crops.augmentation import Images, normalise
-from pretrain.fine_tuning import SHA256
+from pretrain.fine_tuning import INIT_FROM_SHA256
 from pretrain.objectives.objective import Learner, Measuring
 from pretrain.objectives.supervised import SupervisedLearner
 from pretrain.options import DataOptions
@@ -31,7 +31,11 @@ from ssl_bench.composition.fields import (
     Temperature,
     check_fields,
 )
-from ssl_bench.data.files.fingerprints import extend_fingerprint
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    dataset_with_read_options,
+    extend_fingerprint,
+)
 from ssl_bench.data.files.readable import count_shared_files, select_images, summarize_left_out
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.webdataset import WebDataset, is_webdataset
@@ -48,35 +52,39 @@ from ssl_bench.system.files import expand_path, resolve_links
 from ssl_bench.system.process import count_usable_cores, provenance_fields
 
 KNN = "knn_top1"
-_MOST_THREADS = 16
-# Parts of a description that only say where files lie.
-_PLACES = frozenset({"data", "monitor", "init_from"})
+_MAX_THREADS = 16
+# Groups of settings that a record leaves out, because they name folders and files.
+_LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """What is measured, how often and on which images. Nothing by default.
+    """Options of the evaluation during a run. By default nothing is evaluated.
 
     Attributes:
-        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, of `CLASS/PICTURE`, or of
-            `train/*.tar` and `val/*.tar`. The default is `data.root`.
-        train_split: Without it `train`.
-        val_split: Without it `val`, else `test`.
-        known_only: Leave out validation images of classes that the training split lacks, where
-            they are an error otherwise.
-        knn_epochs: Every so many epochs, and after the last step, the images of the validation
-            split take the class that the nearest training images vote for: `knn_top1`, percent.
-        accuracy_epochs: Every so many epochs, and after the last step, the head of a supervised run
-            names the class of the validation images: `val_top1`, percent, and of six classes or
-            more how often it is among the five likeliest: `val_top5`. `val_loss` is the
-            cross-entropy without label smoothing.
-        results: Folder of results in which the finished run leaves the last of them as records.
-        neighbours: How many training images vote.
-        temperature: A neighbour's vote is exp(cosine similarity / temperature).
-        train_images: At most so many vote, drawn once.
-        val_images: At most so many are asked about, drawn once.
-        crop_share: Side of the central square that is looked at, relative to the shorter side.
-        batch_size: Images that pass the encoder together.
+        root: Folder with `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, with `CLASS/PICTURE`, or
+            with `train/*.tar` and `val/*.tar`. The default is `data.root`.
+        train_split: Split of the training images. The default is `train`.
+        val_split: Split of the validation images. The default is `val`, or `test` if there is no
+            `val`.
+        known_only: Leave out validation images of classes that the training split lacks. Otherwise
+            such images are an error.
+        knn_epochs: Number of epochs between two k-NN evaluations, which log `knn_top1` in percent.
+            A validation image is assigned the class for which its nearest training images vote. The
+            encoder is also evaluated after the last step.
+        accuracy_epochs: Number of epochs between two evaluations of the head of a supervised run,
+            which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
+            of images whose class is among the five most likely classes. `val_loss` is the
+            cross-entropy without label smoothing. The head is also evaluated after the last step.
+        results: Folder of results that receives the last `val_top1` and `val_top5` as records.
+        neighbours: Number of training images that vote for the class of a validation image.
+        temperature: The vote of a neighbour is exp(cosine similarity / temperature).
+        train_images: Largest number of training images that vote. The same random subset is used in
+            all evaluations.
+        val_images: Largest number of validation images. The same random subset is used in all
+            evaluations.
+        crop_share: Side of the central square crop, relative to the shorter side of the image.
+        batch_size: Number of images in a forward pass of the encoder.
     """
 
     root: FilePath | None = None
@@ -97,143 +105,141 @@ class Monitor:
         check_fields(self, "monitor")
         if self.results is not None and self.accuracy_epochs is None:
             raise ConfigurationError(
-                "records go to monitor.results only where accuracy is measured",
+                "monitor.results stores the accuracy of the head, which needs "
+                "monitor.accuracy_epochs",
                 hint=("monitor.accuracy_epochs={number}",),
             )
 
-    def open(
+    def build_evaluator(
         self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
-    ) -> "Observer | None":
-        """Find the images; none is decoded, and nothing happens where nothing is measured.
+    ) -> "Evaluator | None":
+        """Find the labelled images, and return the evaluator of a run.
+
+        No image is decoded. The result is None if nothing is evaluated.
 
         Args:
-            learner: What will be looked at.
-            timeline: Of the run.
-            data: Of the run: its root is that of the monitor unless `root` says so.
-            images: That the run learns from.
+            learner: Learner of the run.
+            timeline: Planned length of the run.
+            data: Data options of the run. Images are read with its `fingerprint` and `bits`.
+            images: Images that the run trains on.
 
         Raises:
-            ConfigurationError: there is no folder of images, the learner has no head to validate,
-                its classes are others, or more neighbours are asked for than there are images.
-            DataError: the images are not there, or are files that something is fitted to.
+            ConfigurationError: There is no folder of images, the learner has no classification
+                head, the run has other classes, or there are fewer training images than neighbours.
+            DataError: The images are missing, or the head or the k-NN classifier is fitted to
+                images that it is evaluated on.
         """
         if self.knn_epochs is None and self.accuracy_epochs is None:
             return None
         root = self.root or data.root
         if root is None:
             raise ConfigurationError(
-                "expected a folder with train/CLASS/PICTURE in it", hint=("monitor.root={folder}",)
+                "the monitor expects a folder with train/CLASS/PICTURE",
+                hint=("monitor.root={folder}",),
             )
         layout = WebDataset if is_webdataset(root) else ClassFolders
-        dataset = layout(root, self.train_split, self.val_split, self.known_only)
+        dataset = dataset_with_read_options(
+            layout(root, self.train_split, self.val_split, self.known_only),
+            ReadOptions(data.fingerprint, data.bits),
+        )
         try:
-            observer = Observer(self, dataset, learner, timeline, data.colours)
+            all_val, all_train = dataset.val(), dataset.train()
         except DataError as error:
-            # Its keys are the dataset's, under another name.
+            # The error names the keys of a dataset. The monitor has keys of the same names.
             raise DataError(
                 str(error).replace("dataset.", "monitor."),
                 hint=[word.replace("dataset.", "monitor.") for word in error.hint],
             ) from error
-        # No image that is scored may be a file that something is fitted to.
+        train = _draw_subset(all_train, self.train_images)
+        val = _draw_subset(all_val, self.val_images)
+        if self.knn_epochs is not None and self.neighbours > len(train):
+            raise ConfigurationError(
+                f"monitor.neighbours must be at most the {len(train)} training images, got "
+                f"{self.neighbours}",
+                hint=(f"monitor.neighbours={len(train)}",),
+            )
         fitted = [images] if data.labels else []
         if self.knn_epochs is not None:
-            fitted.append(observer.train)
-        observer.fitted_and_scored = max(
-            (count_shared_files(own, observer.val, allowed=data.allow_overlap) for own in fitted),
-            default=0,
+            fitted.append(train)
+        num_shared = [count_shared_files(some, val, allowed=data.allow_overlap) for some in fitted]
+        if self.accuracy_epochs is not None:
+            if not isinstance(learner, SupervisedLearner):
+                raise ConfigurationError(
+                    "monitor.accuracy_epochs needs a classification head",
+                    hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
+                )
+            if images.class_names != val.class_names:
+                raise ConfigurationError(
+                    f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the "
+                    f"run in monitor.root, got {len(val.class_names)} classes, or classes with "
+                    "other names"
+                )
+        return Evaluator(
+            self,
+            learner,
+            timeline,
+            data.colours,
+            train=train,
+            val=val,
+            all_val=all_val,
+            root=expand_path(root).absolute(),
+            num_shared_files=max(num_shared, default=0),
         )
-        if self.accuracy_epochs is None:
-            return observer
-        if not isinstance(learner, SupervisedLearner):
-            raise ConfigurationError(
-                "monitor.accuracy_epochs needs a head that names classes",
-                hint=("objective=supervised", "or", "monitor.knn_epochs={number}"),
-            )
-        if images.class_names != observer.val.class_names:
-            raise ConfigurationError(
-                f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the run "
-                f"in monitor.root, which has {len(observer.val.class_names)} or others"
-            )
-        return observer
 
 
-class Observer(Measuring):
-    """A monitor with its images and the learner it looks at.
+@dataclass(frozen=True, eq=False)
+class Evaluator(Measuring):
+    """Evaluate a learner on the images of a monitor.
 
-    It draws no random number and leaves the learner as it was, so that a run is the same with it
-    and without.
+    No random number is drawn and the learner is not changed, so a run gives the same weights with
+    and without a monitor.
+
+    Attributes:
+        options: Options of the monitor.
+        learner: Learner of the run.
+        timeline: Planned length of the run.
+        normalization: Mean and standard deviation of the training images.
+        train: Training images of the k-NN classifier.
+        val: Validation images.
+        all_val: All images of the validation split, of which `val` is a subset.
+        root: Folder of the images.
+        num_shared_files: Number of validation images that are also training images.
     """
 
-    costs_by = "monitor.train_images, .val_images and its epochs"
+    costs_by: ClassVar[str] = "monitor.train_images, .val_images and its epochs"
 
-    def __init__(
-        self,
-        options: Monitor,
-        dataset: ClassFolders | WebDataset,
-        learner: Learner,
-        timeline: Timeline,
-        colours: Normalization,
-    ) -> None:
-        self.options, self.learner, self.timeline = options, learner, timeline
-        self.colours, self.all_val = colours, dataset.val()
-        self.root = expand_path(dataset.root or Path()).absolute()
-        self.val = drawn(self.all_val, options.val_images)
-        self.train = drawn(dataset.train(), options.train_images)
-        self.fitted_and_scored = 0
-        most = len(self.train)
-        if options.knn_epochs is not None and options.neighbours > most:
-            raise ConfigurationError(
-                f"monitor.neighbours must be at most the {most} training images, got "
-                f"{options.neighbours}",
-                hint=(f"monitor.neighbours={most}",),
-            )
+    options: Monitor
+    learner: Learner
+    timeline: Timeline
+    normalization: Normalization
+    train: ImageSet
+    val: ImageSet
+    all_val: ImageSet
+    root: Path
+    num_shared_files: int
 
     def measures(self, step: int) -> dict[str, float]:
-        """What is due after the step of this number, counted from 1; NaN if diverged.
+        """Return the metrics that are due after a step, with accuracies in percent.
 
-        Accuracies are in percent.
+        A metric is NaN if the encoder or the head gives values that are not finite.
+
+        Args:
+            step: Number of steps that the run has completed.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: An image cannot be read.
         """
-        options, timeline, found = self.options, self.timeline, {}
-        if timeline.is_due(options.accuracy_epochs, step):
-            outputs = self.class_outputs()
-            found["val_loss"] = cross_entropy(outputs.features, outputs.labels).item()
-            for most, right in self.hits(outputs).items():
-                found[f"val_top{most}"] = math.nan if right is None else percent(right)
-        if timeline.is_due(options.knn_epochs, step):
-            # Not called as a module: a compiled one would be compiled anew for these shapes.
-            features = self.learner.encoder.forward
-            bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
-            found[KNN] = math.nan
-            if bank.features.isfinite().all() and queries.features.isfinite().all():
-                (ranks,) = knn_ranks(
-                    queries,
-                    bank,
-                    num_classes=len(self.val.class_names),
-                    neighbours=[options.neighbours],
-                    temperature=options.temperature,
-                )
-                found[KNN] = percent(ranks == 0)
-        return found
+        metrics = {}
+        if self.timeline.is_due(self.options.accuracy_epochs, step):
+            logits = self._compute_logits()
+            metrics["val_loss"] = cross_entropy(logits.features, logits.labels).item()
+            for k, is_correct in self._classify(logits).items():
+                metrics[f"val_top{k}"] = _compute_percentage(is_correct)
+        if self.timeline.is_due(self.options.knn_epochs, step):
+            metrics[KNN] = self._compute_knn_accuracy()
+        return metrics
 
-    def class_outputs(self) -> LabelledFeatures:
-        """Return the logits of the images of `val`, and their classes."""
-        assert isinstance(self.learner, SupervisedLearner)
-        return self._outputs(self.val, self.learner.classify)
-
-    def hits(self, found: LabelledFeatures) -> dict[int, Bool[Tensor, " images"] | None]:
-        """Which images of `val` have their class first, and among the first five of six or more.
-
-        By how many classes count; None for a head that diverged. `found` are their logits.
-        """
-        is_finite, ranks = found.features.isfinite(), class_ranks(found.features, found.labels)
-        # The class is among the five likeliest of five whatever the head says.
-        tops = (1, 5) if len(self.val.class_names) > 5 else (1,)
-        return {most: ranks < most if is_finite.all() else None for most in tops}
-
-    def record(
+    def save_records(
         self,
         results: Path,
         weights: Path,
@@ -241,37 +247,36 @@ class Observer(Measuring):
         trained_on: TrainingImages,
         left_out: list[str],
     ) -> list[Path]:
-        """Measure how often the head is right, and write it down with the images it was on.
+        """Evaluate the head, and store its accuracy as records.
 
-        The dataset has the name of its folder, so that of a paper's needs a folder of that name.
+        The record gets the name of the image folder as its dataset. To compare it with the value of
+        a paper, name the folder after the dataset of the paper.
 
         Args:
-            results: Folder of a `ResultStore`, where several runs may stand.
-            weights: File of the encoder below the head.
-            description: Of the run, as in its state.
-            trained_on: What it has learned from.
-            left_out: Ids of the images that it could not read.
+            results: Folder of a `ResultStore`. Several runs may share it.
+            weights: Weights file of the encoder.
+            description: Description of the run, as in its state.
+            trained_on: Images that the run was trained on.
+            left_out: Ids of the training images that could not be read.
 
         Returns:
-            Files of the records, that of top-1 first; none for a head that diverged.
+            Paths of the records of top-1 and top-5 accuracy. The list is empty if the head gives
+            values that are not finite.
 
         Raises:
-            DataError: an image cannot be read.
-            MachineError: the folder cannot be written.
+            DataError: An image cannot be read.
+            MachineError: The folder cannot be written.
         """
         start = time.monotonic()
-        store, files = ResultStore(results), []
-        hits = self.hits(self.class_outputs())
-        found = {most: right for most, right in hits.items() if right is not None}
-        if not found:
-            return []
-        encoder, count = identify_encoder(str(weights)), self.fitted_and_scored
+        store, paths = ResultStore(results), []
+        encoder = identify_encoder(str(weights))
         fingerprint = self.all_val.fingerprint()
         if len(self.val) < len(self.all_val):
             fingerprint = extend_fingerprint(fingerprint, self.val.ids)
-        gone = {trained_on.split: left_out}
-        for most, right in found.items():
-            hits = right.cpu().numpy()
+        for k, is_correct in self._classify(self._compute_logits()).items():
+            if is_correct is None:
+                continue
+            hits, num_shared = is_correct.cpu().numpy(), self.num_shared_files
             key = ResultKey(
                 task=SUPERVISED,
                 dataset=re.sub(r"\W+", "_", resolve_links(self.root).name).lower() or "images",
@@ -279,7 +284,7 @@ class Observer(Measuring):
                 layer=encoder.depth - 1,
                 facet="head",
                 protocol="central_square",
-                metric=f"top{most}",
+                metric=f"top{k}",
                 **encoder.identity(),
                 dataset_fingerprint=fingerprint,
                 seed=description["train"]["seed"],
@@ -287,10 +292,11 @@ class Observer(Measuring):
                     "image_size": self.learner.encoder.config.image_size,
                     "crop_share": self.options.crop_share,
                     TRAINED_ON: asdict(trained_on),
-                    **({"fitted_and_scored": count} if count else {}),
+                    **({"fitted_and_scored": num_shared} if num_shared else {}),
                 },
             )
-            seconds = time.monotonic() - start
+            unreadable = summarize_left_out({trained_on.split: left_out}) if left_out else None
+            device = describe_device(next(self.learner.parameters()).device)
             record = key.record(
                 depth=encoder.depth,
                 value=Share(hits).value,
@@ -299,68 +305,118 @@ class Observer(Measuring):
                 model=encoder.name,
                 per_image_kind="hits",
                 details={
-                    "training": recipe_of(description, self.timeline),
-                    "configuration": {k: v for k, v in description.items() if k not in _PLACES},
-                    **({"left_out": summarize_left_out(gone)} if left_out else {}),
+                    "training": describe_recipe(description, self.timeline),
+                    "configuration": {
+                        name: value for name, value in description.items() if name not in _LOCATIONS
+                    },
+                    **({"left_out": unreadable} if unreadable else {}),
                 },
-                **provenance_fields(
-                    describe_device(next(self.learner.parameters()).device), seconds
-                ),
+                **provenance_fields(device, time.monotonic() - start),
             )
             store.save_image_ids(record.dataset_fingerprint, self.val.ids)
-            files.append(store.save(record, hits))
-        return files
+            paths.append(store.save(record, hits))
+        return paths
+
+    def _compute_logits(self) -> LabelledFeatures:
+        """Return the logits of the head of a supervised run for the validation images."""
+        assert isinstance(self.learner, SupervisedLearner)
+        return self._compute_outputs(self.val, self.learner.classify)
+
+    def _classify(self, logits: LabelledFeatures) -> dict[int, Bool[Tensor, " images"] | None]:
+        """Classify the validation images by their logits.
+
+        Returns:
+            For k = 1, and for k = 5 with at least six classes: whether the class of each image is
+            among the k most likely classes. None if the head gives values that are not finite.
+        """
+        is_finite = bool(logits.features.isfinite().all())
+        ranks = rank_true_classes(logits.features, logits.labels)
+        # With five classes or fewer, top-5 accuracy is always 100 %.
+        top_k = (1, 5) if len(self.val.class_names) > 5 else (1,)
+        return {k: ranks < k if is_finite else None for k in top_k}
+
+    def _compute_knn_accuracy(self) -> float:
+        """Return the top-1 accuracy of the k-NN classifier in percent, or NaN."""
+        # `forward` is called directly, because torch.compile would compile the module again for the
+        # shapes of these images.
+        compute = self.learner.encoder.forward
+        train, val = (self._compute_outputs(images, compute) for images in (self.train, self.val))
+        if not (train.features.isfinite().all() and val.features.isfinite().all()):
+            return math.nan
+        (ranks,) = knn_ranks(
+            val,
+            train,
+            num_classes=len(self.val.class_names),
+            neighbours=[self.options.neighbours],
+            temperature=self.options.temperature,
+        )
+        return _compute_percentage(ranks == 0)
 
     @torch.no_grad()
-    def _outputs(self, images: ImageSet, compute: Callable[[Images], Tensor]) -> LabelledFeatures:
-        """What a network gives for each image, and the classes."""
+    def _compute_outputs(
+        self, images: ImageSet, compute: Callable[[Images], Tensor]
+    ) -> LabelledFeatures:
+        """Return the output of `compute` for the central crop of each image, and the labels."""
         device = next(self.learner.parameters()).device
-        size, share = self.learner.encoder.config.image_size, self.options.crop_share
+        size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
 
-        def view(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
+        def crop(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
             sample = images[index]
             assert sample.label is not None
-            return central_square(sample.image, size, share=share), sample.label
+            return central_square(sample.image, size, share=crop_share), sample.label
 
         outputs, labels = [], []
         with (
             evaluation_mode(self.learner),
-            ThreadPoolExecutor(min(_MOST_THREADS, count_usable_cores())) as pool,
+            ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores())) as pool,
         ):
             for start in range(0, len(images), self.options.batch_size):
                 end = min(start + self.options.batch_size, len(images))
-                views = list(pool.map(view, range(start, end)))
-                pixels = torch.stack([pixels for pixels, _ in views]).to(device)
-                outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
-                labels += [label for _, label in views]
+                crops = list(pool.map(crop, range(start, end)))
+                pixels = torch.stack([pixels for pixels, _ in crops]).to(device)
+                normalized = normalise(pixels.float() / 255, self.normalization)
+                outputs.append(compute(normalized).float())
+                labels += [label for _, label in crops]
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
 
 
-def drawn(images: ImageSet, at_most: int) -> ImageSet:
-    """Some images of a set, the same in every run."""
+def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
+    """Return a random subset of the images, which is the same in every run."""
     order = np.random.default_rng(0).permutation(len(images))
-    return select_images(images, images.name, sorted(order[:at_most].tolist()))
+    return select_images(images, images.name, sorted(order[:max_images].tolist()))
 
 
-def class_ranks(
+def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
-    """How many classes are likelier than that of the image; of equal ones the first counts."""
+    """Return how many classes the classifier ranks before the true class of each image.
+
+    Of classes with equal logits, the class with the lower index comes first.
+    """
     order = logits.argsort(dim=1, descending=True, stable=True)
     return (order == labels[:, None]).int().argmax(1)
 
 
-def percent(right: Bool[Tensor, " images"]) -> float:
-    """Share of those that are true."""
-    return 100 * to_float64(right).mean().item()
+def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
+    """Return the percentage of true values, or NaN for None."""
+    return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 
-def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:
-    """How the encoder was trained, in words that compare with a paper's."""
+def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
+    """Return a short description of the training, to compare it with that of a paper.
+
+    An example is "100 epochs, batch 512, AdamW at 0.001".
+
+    Args:
+        description: Description of the run, as in its state.
+        timeline: Planned length of the run.
+    """
     train, optimizer = description["train"], description["optimizer"]
     epochs = timeline.total_steps / timeline.steps_per_epoch
-    # Rates hold for a batch of 256, see pretrain/step.py.
+    # `optimizer.lr` is the learning rate for a batch of 256 images. See pretrain/step.py.
     rate = optimizer["lr"] * train["batch_size"] / 256
     kind = optimizer["_target_"].rpartition(".")[2]
-    start = f", from weights {description[SHA256][:8]}" if SHA256 in description else ""
+    start = ""
+    if INIT_FROM_SHA256 in description:
+        start = f", from weights {description[INIT_FROM_SHA256][:8]}"
     return f"{epochs:g} epochs, batch {train['batch_size']}, {kind} at {rate:g}{start}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from pretrain.schedules import WARMUP, Cosine, Schedule, Timeline, Triangle
+from pretrain.schedules import LR_WARMUP, Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Bits,
     Bounds,
@@ -250,7 +250,7 @@ class TrainOptions:
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 
     def warmup_steps(self, timeline: Timeline) -> int:
-        return WARMUP.steps(self.warmup_epochs, timeline)
+        return LR_WARMUP.count_steps(self.warmup_epochs, timeline)
 
     def rate(self, top: float, timeline: Timeline) -> Schedule:
         """The learning rate of every step, which is `top` at its highest."""

@@ -1,4 +1,4 @@
-"""Values that change from step to step, as pure functions of the step; lengths of warm-ups."""
+"""Define learning-rate and other schedules as functions of the optimizer step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,21 +7,21 @@ from typing import Any
 
 from ssl_bench.errors import ConfigurationError
 
-# Of a triangle: shares of the run, and share of the top.
-_PEAK, _KNEE, _KNEE_VALUE = 0.4, 0.8, 0.05
+# Corners of the triangular schedule: fractions of the run, and a fraction of the peak value.
+_PEAK_AT, _KNEE_AT, _KNEE_VALUE = 0.4, 0.8, 0.05
 
 
 Schedule = Callable[[int], float]
-"""From a step, from 0, to a value."""
+"""Function from the index of an optimizer step, counted from 0, to a value."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The planned length of a run.
+    """Planned length of a run.
 
     Attributes:
-        total_steps: Optimizer steps; every schedule ends with the last one.
-        steps_per_epoch: Whole batches in the training images.
+        total_steps: Number of optimizer steps. Every schedule ends with the last step.
+        steps_per_epoch: Number of whole batches in the training images.
     """
 
     total_steps: int
@@ -30,30 +30,43 @@ class Timeline:
     def __post_init__(self) -> None:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
-                f"a run needs at least one step, got {self.total_steps} steps of "
-                f"{self.steps_per_epoch} an epoch; see train.epochs and train.max_steps"
+                f"a run needs at least one step, got {self.total_steps} steps with "
+                f"{self.steps_per_epoch} steps an epoch. See train.epochs and train.max_steps"
             )
 
-    def epoch(self, step: int) -> int:
-        """Epoch, from 0, that the step belongs to."""
+    def get_epoch(self, step: int) -> int:
+        """Return the epoch of a step. Epochs and steps are counted from 0."""
         return step // self.steps_per_epoch
 
-    def ends(self, epochs: int | None, steps: int) -> bool:
-        """Whether so many epochs, another time, are over after so many steps."""
-        return epochs is not None and steps % (epochs * self.steps_per_epoch) == 0
+    def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
+        """Return whether `num_steps` steps are a multiple of `epochs` epochs.
 
-    def is_due(self, epochs: int | None, steps: int) -> bool:
-        """Whether what comes every so many epochs, and after the last step, comes now."""
-        is_last = epochs is not None and steps == self.total_steps
-        return is_last or self.ends(epochs, steps)
+        The result is False if `epochs` is None.
+        """
+        return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
+
+    def is_due(self, epochs: int | None, num_steps: int) -> bool:
+        """Return whether a measurement that repeats every `epochs` epochs is due.
+
+        A measurement is also due after the last step of the run. No measurement is due if `epochs`
+        is None.
+
+        Args:
+            epochs: Number of epochs between two measurements.
+            num_steps: Number of steps that the run has completed.
+        """
+        is_last = epochs is not None and num_steps == self.total_steps
+        return is_last or self.is_interval_end(epochs, num_steps)
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear from 0 to `start` over the warm-up, then half a cosine towards `end`.
+    """Rise linearly from 0 to `start` during the warm-up, then follow half a cosine to `end`.
 
-    Source: `cosine_scheduler` of facebookresearch/dino, utils.py: the last step of the warm-up and
-    the first after it both give `start`; `end` would be reached one step after the last.
+    The last warm-up step and the first step after the warm-up both have the value `start`. The
+    cosine would reach `end` one step after the last step of the run.
+
+    Source: `cosine_scheduler` in utils.py of facebookresearch/dino.
     """
 
     start: float
@@ -70,31 +83,33 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Triangle:
-    """From 0 to `top` over two fifths, down to a twentieth of it by four fifths, then to 0.
+    """Rise linearly from 0 to `peak`, then fall linearly to 0 in two stages.
 
-    Step i of n has the value at the end of its stretch, (i + 1) / n.
+    The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last
+    step. Step i of n, counted from 0, has the value at the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
     """
 
-    top: float
+    peak: float
     num_steps: int
 
     def __call__(self, step: int) -> float:
         done = (step + 1) / self.num_steps
-        if done <= _PEAK:
-            return self.top * done / _PEAK
-        if done <= _KNEE:
-            return self.top * (1 + (_KNEE_VALUE - 1) * (done - _PEAK) / (_KNEE - _PEAK))
-        return self.top * _KNEE_VALUE * (1 - done) / (1 - _KNEE)
+        if done <= _PEAK_AT:
+            return self.peak * done / _PEAK_AT
+        if done <= _KNEE_AT:
+            return self.peak * (1 + (_KNEE_VALUE - 1) * (done - _PEAK_AT) / (_KNEE_AT - _PEAK_AT))
+        return self.peak * _KNEE_VALUE * (1 - done) / (1 - _KNEE_AT)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Straight from `start` at step 0 to `end` at step `num_steps` - 1, then constant.
+    """Change linearly from `start` at step 0 to `end` at step `num_steps` - 1, then stay at `end`.
 
-    Official DINO climbs in stairs of one epoch; with one epoch a step the two agree.
+    Official DINO changes the teacher temperature only once an epoch. For runs with one step an
+    epoch, the official schedule has the same values.
     """
 
     start: float
@@ -108,60 +123,70 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """The first epochs of a recipe, in which something rises or waits.
+class InitialPhase:
+    """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    A length that was asked for is taken as it is. The default is counted in epochs of ImageNet, and
-    a short run on few images would end before it does: it takes no more than a share of the run.
+    A length that the user sets is used unchanged. The default length is a number of epochs that
+    suits ImageNet. In a short run the default is limited to a fraction of the run, because the
+    phase could otherwise last longer than the run.
 
     Attributes:
-        key: Of the option that sets its length in epochs, such as "train.warmup_epochs".
-        epochs: Length where nothing is asked for.
-        share: Of the run, that this takes at most, in (0, 1].
+        key: Config key of the length in epochs, such as "train.warmup_epochs".
+        epochs: Default length in epochs.
+        max_fraction: Largest fraction of the run that the default length takes, in (0, 1].
     """
 
     key: str
     epochs: float
-    share: float
+    max_fraction: float
 
-    def steps(self, asked: float | None, timeline: Timeline) -> int:
-        """How long it is; `asked` in epochs, None for the default.
+    def count_steps(self, epochs: float | None, timeline: Timeline) -> int:
+        """Return the length of the phase in optimizer steps.
+
+        Args:
+            epochs: Length that the user sets, in epochs. None selects the default length.
+            timeline: Planned length of the run.
 
         Raises:
-            ConfigurationError: what was asked for is longer than the run.
+            ConfigurationError: The length that the user sets exceeds the run.
         """
-        if asked is None:
-            most = math.ceil(self.share * timeline.total_steps)
-            return min(round(self.epochs * timeline.steps_per_epoch), most)
-        steps = round(asked * timeline.steps_per_epoch)
+        if epochs is None:
+            max_steps = math.ceil(self.max_fraction * timeline.total_steps)
+            return min(round(self.epochs * timeline.steps_per_epoch), max_steps)
+        steps = round(epochs * timeline.steps_per_epoch)
         if steps > timeline.total_steps:
             raise ConfigurationError(
-                f"{self.key}={asked:g} are {steps} steps and the run has {timeline.total_steps}; "
-                f"take fewer epochs, or {self.epochs:g}, at most {100 * self.share:g} % of the run",
+                f"{self.key}={epochs:g} are {steps} steps, but the run has only "
+                f"{timeline.total_steps} steps. Set fewer epochs, or use the default of "
+                f"{self.epochs:g} epochs and at most {100 * self.max_fraction:g} % of the run",
                 hint=(f"{self.key}=null",),
             )
         return steps
 
 
-WARMUP = WarmUp("train.warmup_epochs", epochs=10.0, share=0.1)
-FREEZE = WarmUp("objective.freeze_last_layer_epochs", epochs=1.0, share=0.1)
-TEMPERATURE = WarmUp("objective.teacher_temperature_epochs", epochs=30.0, share=0.3)
-WARMUPS = (WARMUP, FREEZE, TEMPERATURE)
+LR_WARMUP = InitialPhase("train.warmup_epochs", 10.0, max_fraction=0.1)
+LAST_LAYER_FREEZE = InitialPhase("objective.freeze_last_layer_epochs", 1.0, max_fraction=0.1)
+TEMPERATURE_RISE = InitialPhase("objective.teacher_temperature_epochs", 30.0, max_fraction=0.3)
+INITIAL_PHASES = (LR_WARMUP, LAST_LAYER_FREEZE, TEMPERATURE_RISE)
 
 
-def warmup_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
-    """What the warm-ups of a run come to, by the names of their options.
+def count_phase_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
+    """Return the length in steps of each initial phase of a run.
 
     Args:
-        description: What `pretrain.description.describe` makes of the run.
-        timeline: Of the run.
+        description: Settings of the run, as `pretrain.description.describe` returns them.
+        timeline: Planned length of the run.
+
+    Returns:
+        Lengths in optimizer steps. A key is the last part of the config key, such as
+        "warmup_epochs".
 
     Raises:
-        ConfigurationError: one is longer than the run.
+        ConfigurationError: A phase is longer than the run.
     """
-    found = {}
-    for warmup in WARMUPS:
-        part, name = warmup.key.split(".")
-        if name in description.get(part, {}):
-            found[name] = warmup.steps(description[part][name], timeline)
-    return found
+    lengths = {}
+    for phase in INITIAL_PHASES:
+        group, name = phase.key.split(".")
+        if name in description.get(group, {}):
+            lengths[name] = phase.count_steps(description[group][name], timeline)
+    return lengths

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from pretrain.batches import step_seed
+from pretrain.batches import derive_step_seed
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.objective import Learner, Views
 from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
@@ -65,7 +65,7 @@ class Trainer:
         statistics stay as they are. Nothing here waits for the device: what is reported are
         tensors on it.
         """
-        torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
+        torch.manual_seed(derive_step_seed(self.options.seed, step, self.ranks.rank))
         groups = self.optimizer.param_groups
         for group in groups:
             group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
@@ -134,7 +134,7 @@ class Trainer:
                 part = training_flops(self.learner, views, step)
                 self.flops = self.options.accumulation * part
             # Gradients are averaged over processes only once, with the last part.
-            waits = self.ranks.count > 1 and number < self.options.accumulation
+            waits = self.ranks.world_size > 1 and number < self.options.accumulation
             network: Any = self.network
             with network.no_sync() if waits else nullcontext():
                 with autocast(self.ranks.device, self._dtype):

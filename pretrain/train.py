@@ -24,20 +24,31 @@ import yaml
 from torch import Tensor
 from torch.utils.data import default_convert
 
-from pretrain import checkpoints, logging
-from pretrain.batches import Batches, Remaining, arriving, in_memory, plan_workers
+from pretrain import checkpoints, logging, trackers
+from pretrain.batches import (
+    BatchChunks,
+    ChunkWithReplacements,
+    decode_images,
+    load_chunks,
+    plan_workers,
+)
 from pretrain.description import LENGTH, describe, differences, in_full
-from pretrain.distributed import TrainingRanks, training_together
-from pretrain.fine_tuning import SHA256, init_from, require_apart, sha256_at_resume
+from pretrain.distributed import TrainingRanks, join_ranks
+from pretrain.fine_tuning import (
+    INIT_FROM_SHA256,
+    find_initial_sha256,
+    load_initial_weights,
+    require_other_folder,
+)
 from pretrain.lock import Hold, held
-from pretrain.monitor import Monitor, Observer
+from pretrain.monitor import Evaluator, Monitor
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Generating, Learner, Measuring, Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.resources import Needs, fitted_batch, flops_and_kept_bytes, kept_bytes
-from pretrain.schedules import warmup_steps
+from pretrain.schedules import count_phase_steps
 from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.files.fingerprints import file_hashes
@@ -197,24 +208,24 @@ class Pretraining:
                 Weights & Biases is asked for and missing.
         """
         if self.train.tensorboard:
-            logging.require_tensorboard()
+            trackers.require_tensorboard()
         if self.train.wandb is not None:
-            logging.require_wandb()
+            trackers.require_wandb()
         if self.init_from is not None:
-            require_apart(self.init_from, out)
+            require_other_folder(self.init_from, out)
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
             timeout = timedelta(minutes=self.train.timeout_minutes)
             ranks = stack.enter_context(
-                training_together(choose_device(None if device is None else str(device)), timeout)
+                join_ranks(choose_device(None if device is None else str(device)), timeout)
             )
             stack.enter_context(deterministic(self.train.deterministic))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))
             hold = None
             goes_on = resume or must_resume or extend
-            with ranks.together():
-                if ranks.is_first:
+            with ranks.fail_together():
+                if ranks.is_main:
                     hold = stack.enter_context(held(out))
                     if (must_resume or extend) and not checkpoints.has_state(out):
                         raise ConfigurationError(
@@ -222,7 +233,7 @@ class Pretraining:
                             hint=("--out", "{run}"),
                         )
                     checkpoints.claim(out, resume=goes_on, overwrite=overwrite)
-            with ranks.together():
+            with ranks.fail_together():
                 found = None
                 if goes_on and checkpoints.has_state(out):
                     found = checkpoints.load_state(out, ranks.device)
@@ -238,7 +249,7 @@ class Pretraining:
                     run.begin(instead=goes_on)
                 # As large as the run itself.
                 del found
-                if ranks.is_first:
+                if ranks.is_main:
                     run.write_config(config or describe(self))
                     say(f"run folder {out}")
             run.go()
@@ -270,10 +281,10 @@ class Pretraining:
                 self.encoder, timeline, seed=train.seed, class_names=images.class_names
             )
             needs, parts = self.needs(learner), train.accumulation
-            batch = fitted_batch(count, needs, ranks.device, ranks=ranks.count, parts=parts)
+            batch = fitted_batch(count, needs, ranks.device, ranks=ranks.world_size, parts=parts)
             return *batch, needs
 
-        batch, why, needs = ranks.from_first(fitted)
+        batch, why, needs = ranks.compute_on_main(fitted)
         return replace(self, train=replace(train, batch_size=batch)), why, needs
 
     def needs(self, learner: Learner) -> Needs:
@@ -368,7 +379,7 @@ class Run:
         plan, self._why, needs = plan.with_batch(images, ranks)
         self.plan = plan
         self.timeline = plan.train.timeline(len(images))
-        self.trained_on = ranks.from_first(
+        self.trained_on = ranks.compute_on_main(
             request.at_once()(partial(describe_training_images, images))
         )
         # Which images these are, wherever they lie, and what is in them.
@@ -376,9 +387,9 @@ class Run:
         which = hashlib.sha256(os.fsencode(names)).hexdigest()
         self.description = describe(plan)
         self.description |= {"images": which, _FILES: self.trained_on.fingerprint}
-        self.description[_WARMUPS] = warmup_steps(self.description, self.timeline)
+        self.description[_WARMUPS] = count_phase_steps(self.description, self.timeline)
         options, crops = plan.train, plan.objective.crops
-        parts = options.accumulation * ranks.count
+        parts = options.accumulation * ranks.world_size
         if options.batch % parts:
             raise ConfigurationError(
                 f"train.batch_size must be a multiple of {parts} (train.accumulation x processes), "
@@ -386,16 +397,16 @@ class Run:
             )
         skip = plan.data.on_bad_image == "skip"
         sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
-        self.batches = Batches(
-            images=in_memory(images, skip=skip) if plan.data.in_memory else images,
+        self.batches = BatchChunks(
+            images=decode_images(images, skip=skip) if plan.data.in_memory else images,
             cut=partial(crops.cut, sizes=sizes),
             batch_size=options.batch,
             seed=options.seed,
-            num_parts=options.accumulation,
+            num_micro_batches=options.accumulation,
             rank=ranks.rank,
-            num_ranks=ranks.count,
+            num_ranks=ranks.world_size,
             repeats=options.repeats,
-            ids=images.ids if skip else (),
+            image_ids=images.ids if skip else (),
         )
         asked = options.workers(ranks.device)
         self.workers = plan_workers(self.batches, asked, options.shared_memory_gib)
@@ -407,14 +418,14 @@ class Run:
         if isinstance(plan.objective, Generating):
             self.observer = plan.objective.observer(learner, self.timeline)
         else:
-            self.observer = plan.monitor.open(learner, self.timeline, plan.data, images)
+            self.observer = plan.monitor.build_evaluator(learner, self.timeline, plan.data, images)
         self.trainer = Trainer(learner, plan.optimizer, options, self.timeline, ranks)
-        self.trainer.flops = self.needs.flops * options.batch / ranks.count
+        self.trainer.flops = self.needs.flops * options.batch / ranks.world_size
         self.step = 0
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
-        self._news = [plan.data.unreadable(images)] if ranks.is_first else []
+        self._news = [plan.data.unreadable(images)] if ranks.is_main else []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:
@@ -424,7 +435,9 @@ class Run:
         if self.plan.init_from is not None:
             encoders = self.trainer.learner.encoders
             colours = self.plan.data.colours
-            self.description[SHA256] = init_from(self.plan.init_from, encoders, colours)
+            self.description[INIT_FROM_SHA256] = load_initial_weights(
+                self.plan.init_from, encoders, colours
+            )
 
     def restore(self, state: Mapping[str, Any], path: Path, *, extend: bool = False) -> None:
         """Go back to a state that was saved in a file, to go on for longer if `extend` says so.
@@ -435,7 +448,7 @@ class Run:
         """
         older = state["configuration"]
         if self.plan.init_from is not None:
-            self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
+            self.description[INIT_FROM_SHA256] = find_initial_sha256(self.plan.init_from, older)
         before = in_full(older, self.plan)
         # Epochs that are kept may be of the longer run alone.
         lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
@@ -447,7 +460,7 @@ class Run:
             changed = [change for change in changed if change not in longer]
         if [change.startswith(f"{_FILES}:") for change in changed] == [True]:
             learned = partial(self._learned, state["step"], state[_UNLEARNED])
-            if self.ranks.from_first(learned) == state[_LEARNED]:
+            if self.ranks.compute_on_main(learned) == state[_LEARNED]:
                 changed = []
                 news = "images that this run has not learned from are others than before"
                 self._news.append(news)
@@ -472,7 +485,7 @@ class Run:
                     found.add(index)
             return found
 
-        unreadable = self.ranks.from_first(unreadable_now)
+        unreadable = self.ranks.compute_on_main(unreadable_now)
         self.left_out, self._unlearned = unreadable, unreadable & {*state[_UNLEARNED]}
         self.extensions = state["extensions"]
         news = f"going on after step {state['step']} of {new}"
@@ -497,7 +510,7 @@ class Run:
 
     def _learned(self, step: int, unlearned: Collection[int]) -> str:
         """Sha256 over what those images hold that so many steps have learned from."""
-        learned = self.batches.seen(step)
+        learned = self.batches.mark_used_images(step)
         learned[[*unlearned]] = False
         return hashlib.sha256(file_hashes(self.images)[learned].tobytes()).hexdigest()
 
@@ -514,19 +527,27 @@ class Run:
         """Train from the current step to the last, or until something asks to stop."""
         total, options = self.timeline.total_steps, self.plan.train
         journal = None
-        if self.ranks.is_first:
-            curves: list[logging.Board | logging.WandbRun] = []
+        if self.ranks.is_main:
+            curves: list[trackers.Tracker] = []
             if options.tensorboard:
-                curves.append(logging.Board(self.out / checkpoints.BOARD, last_step=self.step))
+                curves.append(
+                    trackers.TensorBoardLog(self.out / checkpoints.BOARD, last_step=self.step)
+                )
             if options.wandb:
                 folder, what = self.out / checkpoints.WANDB, self.description
-                run = logging.WandbRun(options.wandb, folder, what, last_step=self.step)
+                run = trackers.WandbLog(options.wandb, folder, what, last_step=self.step)
                 curves.append(run)
             log = self.out / checkpoints.LOG
-            journal = logging.Journal(log, last_step=self.step, curves=curves)
+            journal = logging.LogFile(log, last_step=self.step, trackers=curves)
         diagnose = self.trainer.learner.diagnose
-        self.report = report = logging.StepLog(
-            journal, options, self.timeline, self.ranks, diagnose, done=self.step
+        self.report = report = logging.StepReporter(
+            journal,
+            options,
+            self.timeline,
+            self.ranks,
+            diagnose,
+            done=self.step,
+            started=self.clock.run_start,
         )
         where = f"of {total}, saved in {self.out}"
         with ExitStack() as stack:
@@ -537,16 +558,16 @@ class Run:
                 report.say(line)
             try:
                 with closing(self._parts()) as parts:
-                    while self.step < total and not report.stop:
+                    while self.step < total and not report.should_stop:
                         self._take_step(parts)
-                self.ranks.agree(self._fault)
+                self.ranks.raise_on_all(self._fault)
             except (DataError, MachineError):
                 # Nobody leaves before it is done: torchrun ends those that are left.
-                with self.ranks.together():
+                with self.ranks.fail_together():
                     self._save(wait=True)
                 report.say(f"after step {self.step} {where}; go on with --resume")
                 raise
-            with self.ranks.together():
+            with self.ranks.fail_together():
                 self._save(wait=True)
             if self.step == total:
                 if self.saver is not None:
@@ -560,7 +581,7 @@ class Run:
                 report.say(f"time is up {where}; go on with --resume")
                 return
             error = Preempted(f"asked to stop {where}; start the command again", hint=("--resume",))
-            error.is_raised_on_all_ranks = self.ranks.count > 1
+            error.is_raised_on_all_ranks = self.ranks.world_size > 1
             raise error
 
     def _outlook(self) -> Iterator[str]:
@@ -568,42 +589,42 @@ class Run:
         if rise := self.trainer.rise():
             yield rise
         options = self.plan.train
-        at_once = options.batch // (options.accumulation * self.ranks.count)
+        at_once = options.batch // (options.accumulation * self.ranks.world_size)
         line = f"{len(self.images):,} {self.plan.objective.noun}, {self.timeline.total_steps:,} "
         line += f"steps of {options.batch:,}, "
         line += f"about {max(self.needs.gib(at_once), 0.1):.1f} GiB of memory"
         yield f"{line}; train.batch_size={options.batch} fits: {self._why}" if self._why else line
-        if self.workers.asked:
+        if self.workers.num_requested:
             yield str(self.workers)
 
     def _parts(self) -> Generator[Any, None, None]:
         """Crops of all parts that are still to come; closing it ends the data workers."""
         num_parts, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.step * num_parts, self.timeline.total_steps * num_parts)
-        self.clock.begin()
-        with closing(arriving(self.batches, self.workers, remaining, device)) as pieces:
+        self.clock.restart()
+        with closing(load_chunks(self.batches, self.workers, remaining, device)) as pieces:
             for _ in remaining:
                 part, error = None, None
                 try:
                     # Each piece is taken as soon as it is there.
-                    coming = (self._next_piece(pieces) for _ in range(self.workers.pieces))
-                    if self.workers.pieces == 1:
+                    coming = (self._next_piece(pieces) for _ in range(self.workers.num_chunks))
+                    if self.workers.num_chunks == 1:
                         part = next(coming)
                     else:
                         part = self.plan.objective.crops.join(coming, device)
                 except SslBenchError as met:
                     error = met
-                self.ranks.agree(error or self._fault)
+                self.ranks.raise_on_all(error or self._fault)
                 yield part
 
     def _next_piece(self, pieces: Iterator[Any]) -> Any:
-        with self.clock.waiting():
+        with self.clock.count_waiting():
             piece = next(pieces)
         if isinstance(piece, SslBenchError):
             raise piece
-        if isinstance(piece, Remaining):
+        if isinstance(piece, ChunkWithReplacements):
             new = set(piece.left_out) - self.left_out
-            self._unlearned |= {i for i in new if not self.batches.seen(self.step)[i]}
+            self._unlearned |= {i for i in new if not self.batches.mark_used_images(self.step)[i]}
             self.left_out |= new
             return piece.crops
         return piece
@@ -614,10 +635,10 @@ class Run:
         cut = islice(parts, plan.train.accumulation)
         views = (plan.objective.crops.finish(group, device, plan.data.colours) for group in cut)
         values = self.trainer.take_step(self.step, views)
-        seconds, waited = self.clock.lap()
+        seconds, waited = self.clock.end_step()
         row = {
             "step": self.step + 1,
-            "epoch": timeline.epoch(self.step),
+            "epoch": timeline.get_epoch(self.step),
             **self.trainer.values(self.step),
             "images_per_second": plan.train.batch / seconds,
             "data_wait": 100 * waited / seconds,
@@ -628,30 +649,30 @@ class Run:
             row |= self._measures()
         except Exception as error:
             self._fault = error
-        is_late = time.monotonic() - self.clock.saved >= 60 * plan.train.checkpoint_minutes
-        saves = is_late or timeline.ends(plan.train.checkpoint_epochs, self.step)
+        is_late = time.monotonic() - self.clock.last_save >= 60 * plan.train.checkpoint_minutes
+        saves = is_late or timeline.is_interval_end(plan.train.checkpoint_epochs, self.step)
         wants_to_stop = self.request.received is not None or self._time_is_up()
         # What could not be measured must not cost the row of a step that was taken.
-        report.note(row, values, stop=wants_to_stop, save=saves)
+        report.add(row, values, stop=wants_to_stop, save=saves)
         try:
-            report.settle()
+            report.write_rows()
             if self.saver is not None:
                 self.saver.check()
                 epoch, steps_more = divmod(self.step, timeline.steps_per_epoch)
                 if steps_more == 0 and plan.train.keeps(epoch):
-                    report.settle(everything=True)
+                    report.write_rows(everything=True)
                     self.saver.keep(epoch, *self._encoder(), report.say)
-            if report.save and not report.stop and self.step < timeline.total_steps:
+            if report.should_save and not report.should_stop and self.step < timeline.total_steps:
                 self._save()
         except Exception as error:
             self._fault = self._fault or error
 
     def _measures(self) -> Mapping[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
-        if self.observer is None or not self.ranks.is_first:
+        if self.observer is None or not self.ranks.is_main:
             return {}
         start = time.monotonic()
-        trained, measures = start - self.clock.begun, self.observer.measures(self.step)
+        trained, measures = start - self.clock.training_start, self.observer.measures(self.step)
         if measures:
             found = "  ".join(
                 f"{name} {value:.3f}" if name.endswith("loss") else f"{name} {value:.1f} %"
@@ -665,12 +686,12 @@ class Run:
                     f"{self.observer.costs_by} say how long"
                 )
             # The time it took is not that of the next step.
-            self.clock.begin()
+            self.clock.restart()
         return measures
 
     def _time_is_up(self) -> bool:
         minutes = self.plan.train.max_minutes
-        return minutes is not None and time.monotonic() - self.clock.started >= 60 * minutes
+        return minutes is not None and time.monotonic() - self.clock.run_start >= 60 * minutes
 
     def _save(self, *, wait: bool = False) -> None:
         """Leave training state and encoder, once all steps so far are known to be sound.
@@ -679,8 +700,8 @@ class Run:
         told.
         """
         report = self.report
-        report.settle(everything=True)
-        found = self.ranks.gathered((self.left_out, self._unlearned))
+        report.write_rows(everything=True)
+        found = self.ranks.gather((self.left_out, self._unlearned))
         self.left_out, self._unlearned = (
             set[int]().union(*sets) for sets in zip(*found, strict=True)
         )
@@ -706,8 +727,8 @@ class Run:
             self.saver.save(state, *self._encoder(), report.say)
             if wait:
                 self.saver.wait()
-        self.clock.saved = time.monotonic()
-        report.save = False
+        self.clock.last_save = time.monotonic()
+        report.should_save = False
 
     def _encoder(self) -> tuple[EncoderModule, dict[str, str]]:
         """A copy of the encoder worth keeping, and what its file says of it."""
@@ -721,9 +742,9 @@ class Run:
     def _finish(self) -> None:
         checkpoints.remove_previous(self.out)
         results = self.plan.monitor.results
-        if results is not None and isinstance(self.observer, Observer):
+        if results is not None and isinstance(self.observer, Evaluator):
             encoder, left_out = self.out / checkpoints.ENCODER, self._names(self.left_out)
-            for path in self.observer.record(
+            for path in self.observer.save_records(
                 Path(results), encoder, self.description, self.trained_on, left_out
             ):
                 self.report.say(f"accuracy recorded in {path}")

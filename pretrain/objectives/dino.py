@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.objective import Learner, Objective, Views, derive_seed, require_vit
-from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
+from pretrain.schedules import LAST_LAYER_FREEZE, TEMPERATURE_RISE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import Fraction, PositiveOrZero, Temperature, Width, check_fields
 from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
@@ -101,9 +101,11 @@ class DinoLearner(Learner):
         self.teacher_temperature = Linear(
             options.teacher_temperature_start,
             options.teacher_temperature,
-            TEMPERATURE.steps(options.teacher_temperature_epochs, timeline),
+            TEMPERATURE_RISE.count_steps(options.teacher_temperature_epochs, timeline),
         )
-        self.frozen_steps = FREEZE.steps(options.freeze_last_layer_epochs, timeline)
+        self.frozen_steps = LAST_LAYER_FREEZE.count_steps(
+            options.freeze_last_layer_epochs, timeline
+        )
         # Mean output of the teacher for each part of the current batch.
         self._teacher_means: list[Tensor] = []
 

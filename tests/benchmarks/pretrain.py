@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.batches import sample_generator
+from pretrain.batches import make_sample_generator
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
@@ -73,7 +73,7 @@ class Setting:
             Sample(str(i), picture.repeat(32, axis=0).repeat(32, axis=1))
             for i, picture in enumerate(pictures)
         ]
-        generators = [sample_generator(0, 0, index) for index in range(self.batch)]
+        generators = [make_sample_generator(0, 0, index) for index in range(self.batch)]
         sizes = crops.sizes(self.model.image_size, self.model.patch_size)
         groups = crops.cut(samples, generators, sizes)
         return [g.pin_memory() for g in groups] if self.device.type == "cuda" else groups

@@ -153,7 +153,7 @@ EXPRESSIONS = {
     "near_flags[0]": "overwrite",
     "block_list": "10,11",
     "command": "probe",
-    "most": "3",
+    "len(train)": "3",
     "name": "graying_layers",
     "names[0]": "knn",
     "near": "9",

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
-from pretrain.schedules import WARMUPS, Timeline, warmup_steps
+from pretrain.schedules import INITIAL_PHASES, Timeline, count_phase_steps
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
@@ -42,7 +42,7 @@ from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
 
 PARSER = build_parser()
-LENGTHS = [warmup.key for warmup in WARMUPS]
+LENGTHS = [warmup.key for warmup in INITIAL_PHASES]
 TWO_ARMS = ["--row", "skip, adamw", "--row", "skipless, adamw"]
 SMALL = (
     "model.image_size=16", "model.patch_size=8", "model.dim=24", "model.num_heads=2",
@@ -129,7 +129,7 @@ def test_whatever_recipes_count_in_epochs_fits_a_short_run(asked):
             compose_config("pretraining", [f"experiment={run.name}", *words]) for words in ([], own)
         )
 
-        warmup_steps(short, timeline)
+        count_phase_steps(short, timeline)
         long = {key for key in LENGTHS if (flatten_config(whole).get(key) or 0) > 0}
         if "train.max_steps" in asked:
             assert {word.partition("=")[0] for word in own} == long, name

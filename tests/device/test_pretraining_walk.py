@@ -88,7 +88,7 @@ def test_batches_that_come_in_pieces_are_those_that_come_whole(photos, objective
     cut = ("train.num_workers=1", f"train.shared_memory_gib={kib / 2**20:.8f}")
     pieces = trained(photos, "pieces", objective, *cut)
 
-    assert "batches in 2 pieces" in capsys.readouterr().err
+    assert "batches in 2 chunks" in capsys.readouterr().err
     assert pieces == whole
 
 

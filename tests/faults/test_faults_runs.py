@@ -262,7 +262,7 @@ def test_fault_90_what_is_advised_for_another_architecture_works(place, capsys):
 
     said = fails(capsys, second, 2)
 
-    advised = said.partition("came ")[2].partition(";")[0].split()
+    advised = said.partition("got ")[2].partition(". ")[0].split()
     assert {*other} <= {*advised}
     assert main([*second, *advised]) == 0
 

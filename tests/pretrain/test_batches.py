@@ -1,7 +1,4 @@
-"""Which images a step sees, and how they come: without rest, repeated where asked, in pieces.
-
-Free of worker state, and in no more memory than is said.
-"""
+"""Which images a step uses, and how data workers pass their crops in limited shared memory."""
 
 import time
 from contextlib import closing
@@ -18,12 +15,12 @@ from torch.utils.data import DataLoader
 
 import pretrain.batches
 from pretrain.batches import (
-    Batches,
-    arriving,
-    epoch_order,
+    BatchChunks,
+    derive_step_seed,
+    draw_epoch_order,
+    load_chunks,
+    make_sample_generator,
     plan_workers,
-    sample_generator,
-    step_seed,
 )
 from pretrain.checkpoints import ENCODER
 from pretrain.crops.multi import MultiCrop
@@ -53,8 +50,8 @@ MAKERS = {
 }
 
 
-def batches(images, size=4, crops=MAKERS["multi"], **more) -> Batches:
-    return Batches(images, partial(crops.cut, sizes=crops.sizes(16, 8)), size, seed=3, **more)
+def batches(images, size=4, crops=MAKERS["multi"], **more) -> BatchChunks:
+    return BatchChunks(images, partial(crops.cut, sizes=crops.sizes(16, 8)), size, seed=3, **more)
 
 
 def leaves(value) -> list:
@@ -78,7 +75,7 @@ def test_views_are_grouped_by_size_and_ordered_view_by_view():
 
     large, small = batches(images)[0]
 
-    order = [images[index].image[0, 0, 0] for _, index, _ in batches(images).keys(0)]
+    order = [images[index].image[0, 0, 0] for _, index, _ in batches(images).list_sample_keys(0)]
     assert large.pixels[:, 0, 0, 0].tolist() == order * 2
     assert small.pixels[:, 0, 0, 0].tolist() == order * 3
 
@@ -107,28 +104,28 @@ def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
         assert torch.equal(large.pixels[ours], second_half.pixels[theirs])
         assert torch.equal(large.params.factors[ours], second_half.params.factors[theirs])
     # An epoch shows every image once, in another order and other crops.
-    first, second = epoch_order(50, 0, 0), epoch_order(50, 0, 1)
+    first, second = draw_epoch_order(50, 0, 0), draw_epoch_order(50, 0, 1)
     assert sorted(first) == list(range(50))
     assert not np.array_equal(first, second)
-    assert sample_generator(3, 0, 1).random() != sample_generator(3, 1, 1).random()
+    assert make_sample_generator(3, 0, 1).random() != make_sample_generator(3, 1, 1).random()
 
 
 def test_every_seed_step_and_process_has_randomness_of_its_own():
     places = list(product((0, 1), repeat=3))
-    assert len({step_seed(seed, step, rank) for seed, step, rank in places}) == len(places)
+    assert len({derive_step_seed(seed, step, rank) for seed, step, rank in places}) == len(places)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_parts_and_ranks_share_a_batch_without_rest_or_overlap(repeats):
-    whole = batches(ALBUM[:8], 8, repeats=repeats).keys(1)
+    whole = batches(ALBUM[:8], 8, repeats=repeats).list_sample_keys(1)
 
     shared = [
         key
         for part in (2, 3)
         for rank in (0, 1)
-        for key in batches(ALBUM[:8], 8, repeats=repeats, num_parts=2, num_ranks=2, rank=rank).keys(
-            part
-        )
+        for key in batches(
+            ALBUM[:8], 8, repeats=repeats, num_micro_batches=2, num_ranks=2, rank=rank
+        ).list_sample_keys(part)
     ]
 
     assert shared == whole
@@ -137,10 +134,10 @@ def test_parts_and_ranks_share_a_batch_without_rest_or_overlap(repeats):
 def test_an_epoch_of_repeats_is_as_long_and_has_fewer_images():
     source = batches(ALBUM[:9], repeats=3)
 
-    keys = [key for part in range(3) for key in source.keys(part)]
+    keys = [key for part in range(3) for key in source.list_sample_keys(part)]
 
     # Two batches of four an epoch: three images, of the last of which there is no third.
-    first, second = (epoch_order(9, 3, epoch).tolist() for epoch in (0, 1))
+    first, second = (draw_epoch_order(9, 3, epoch).tolist() for epoch in (0, 1))
     ends = [(0, first[2], 0), (0, first[2], 1)]
     whole = [(0, first[image], repeat) for image in (0, 1) for repeat in range(3)]
     assert keys[:8] == whole + ends
@@ -152,8 +149,8 @@ def test_the_images_that_steps_have_seen_are_those_of_their_batches(repeats):
     source = batches(ALBUM[:9], repeats=repeats)
 
     for steps in range(6):
-        expected = {index for step in range(steps) for _, index, _ in source.keys(step)}
-        assert {*np.flatnonzero(source.seen(steps))} == expected
+        expected = {index for step in range(steps) for _, index, _ in source.list_sample_keys(step)}
+        assert {*np.flatnonzero(source.mark_used_images(steps))} == expected
 
 
 def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
@@ -167,7 +164,11 @@ def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
     assert len(cuts) == 3
     # As in runs before there were others.
     of_then = np.random.default_rng((1, 3, 5, 2)).random()
-    assert sample_generator(3, 5, 2, 0).random() == of_then != sample_generator(3, 5, 2, 1).random()
+    assert (
+        make_sample_generator(3, 5, 2, 0).random()
+        == of_then
+        != make_sample_generator(3, 5, 2, 1).random()
+    )
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -176,7 +177,7 @@ def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
 def test_pieces_are_joined_to_the_bits_of_the_whole(name, pieces, repeats):
     crops = MAKERS[name]
     whole = batches(ALBUM, 11, crops, repeats=repeats)
-    cut = replace(whole, pieces=pieces)
+    cut = replace(whole, num_chunks=pieces)
 
     joined = crops.join((cut[number] for number in range(pieces)), CPU)
 
@@ -185,14 +186,14 @@ def test_pieces_are_joined_to_the_bits_of_the_whole(name, pieces, repeats):
 
 
 def test_the_second_part_has_the_pieces_after_those_of_the_first():
-    whole = batches(ALBUM, 10, num_parts=2)
-    cut = replace(whole, pieces=3)
+    whole = batches(ALBUM, 10, num_micro_batches=2)
+    cut = replace(whole, num_chunks=3)
 
     assert same(MAKERS["multi"].join([cut[number] for number in (3, 4, 5)], CPU), whole[1])
 
 
-def of_dino(**more) -> Batches:
-    return Batches(ALBUM, partial(MultiCrop().cut, sizes=(224, 96)), 1024, seed=0, **more)
+def of_dino(**more) -> BatchChunks:
+    return BatchChunks(ALBUM, partial(MultiCrop().cut, sizes=(224, 96)), 1024, seed=0, **more)
 
 
 def test_the_default_run_stays_below_two_gib():
@@ -202,9 +203,9 @@ def test_the_default_run_stays_below_two_gib():
     image = 3 * (2 * 224**2 + 8 * 96**2) + 10 * (4 + 4 * 8 + 4 * 4 + 4)
     # 33 pieces of up to 114 images, with eight tensors for each of the two sizes.
     shared = 33 * (114 * image + 4096 * 2 * 8)
-    assert (plan.count, plan.pieces, plan.shared_bytes) == (16, 9, shared)
+    assert (plan.num_workers, plan.num_chunks, plan.shared_bytes) == (16, 9, shared)
     assert plan.shared_bytes < 2 * GIB < 33 * 128 * image
-    assert str(plan) == ("data workers: 16, up to 1.8 GiB of shared memory, batches in 9 pieces")
+    assert str(plan) == ("data workers: 16, up to 1.8 GiB of shared memory, batches in 9 chunks")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, fr
 
     plan = plan_workers(of_dino(), 16, 2.0)
 
-    assert (plan.count, plan.free_bytes) == (count, free_bytes)
+    assert (plan.num_workers, plan.free_bytes) == (count, free_bytes)
     assert (plan.shared_bytes > 0) == (count > 0)
     assert plan.shared_bytes <= min(2 * GIB, (free or 4 * GIB) // 2)
     assert ("/dev/shm has" in str(plan)) == (free_bytes is not None)
@@ -257,17 +258,17 @@ def shared_bytes_here() -> int:
 
 def test_workers_hold_no_more_than_is_said_and_nearly_that():
     crops = MultiCrop(num_locals=2)
-    source = Batches(ALBUM * 12, partial(crops.cut, sizes=(112, 48)), len(ALBUM) * 12, seed=0)
+    source = BatchChunks(ALBUM * 12, partial(crops.cut, sizes=(112, 48)), len(ALBUM) * 12, seed=0)
     plan = plan_workers(source, 2, 0.01)
-    assert plan.pieces > 1
+    assert plan.num_chunks > 1
     assert plan.shared_bytes < 0.01 * GIB
 
     most, pieces = 0, []
-    with closing(arriving(source, plan, range(3), CPU)) as coming:
+    with closing(load_chunks(source, plan, range(3), CPU)) as coming:
         for number, piece in enumerate(coming):
             pieces = [piece]
-            end = time.monotonic() + 20 * (number in (0, plan.pieces))
-            time.sleep(0.4 * (number in (0, plan.pieces)))
+            end = time.monotonic() + 20 * (number in (0, plan.num_chunks))
+            time.sleep(0.4 * (number in (0, plan.num_chunks)))
             most = max(most, shared_bytes_here())
             # A worker of a busy machine takes its time.
             while most <= 0.8 * plan.shared_bytes and time.monotonic() < end:
@@ -294,14 +295,14 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
     assert alone == helped
     said = capsys.readouterr().err.splitlines()[2]
     assert said.startswith("data workers: 2, up to 0.0003")
-    assert said.endswith("GiB of shared memory, batches in 2 pieces")
+    assert said.endswith("GiB of shared memory, batches in 2 chunks")
 
 
 @pytest.mark.parametrize("workers", [FEW, {}], ids=["two workers", "none"])
 def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path, workers):
     root = photo_folder(tmp_path / "photos", 5)
     # The last of its epoch's first batch, which two workers cut in two pieces.
-    (_, index, _) = batches(ALBUM[:5]).keys(0)[-1]
+    (_, index, _) = batches(ALBUM[:5]).list_sample_keys(0)[-1]
     path = root / f"{index}.jpg"
     path.write_bytes(path.read_bytes()[:200])
 

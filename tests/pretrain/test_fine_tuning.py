@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrain.checkpoints import CONFIG
-from pretrain.fine_tuning import init_from
+from pretrain.fine_tuning import load_initial_weights
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
@@ -89,7 +89,7 @@ def test_other_sizes_of_images_get_the_positions_that_the_old_encoder_would_take
     start = saved(tmp_path / "start.safetensors")
     encoder = build_vit(replace(TINY, image_size=32, drop_path=0.1), seed=0).eval()
 
-    init_from(str(start), [encoder])
+    load_initial_weights(str(start), [encoder])
 
     images = torch.randn(2, 3, 32, 32)
     old = build_vit(TINY, seed=7).eval()
@@ -104,15 +104,15 @@ def test_fixed_positions_are_those_of_the_new_size_and_may_be_trained_from_now_o
     waves = larger.pos_embed.clone()
     trained = build_vit(TINY, seed=0)
 
-    init_from(str(start), [larger])
-    init_from(str(start), [trained])
+    load_initial_weights(str(start), [larger])
+    load_initial_weights(str(start), [trained])
 
     assert torch.equal(larger.pos_embed, waves)
     assert torch.equal(trained.pos_embed, build_vit(fixed, seed=0).pos_embed)
     assert trained.pos_embed.requires_grad
     learned = saved(tmp_path / "learned.safetensors")
-    with pytest.raises(ConfigurationError, match=r"came model\.position_embedding=learned"):
-        init_from(str(learned), [larger])
+    with pytest.raises(ConfigurationError, match=r"got model\.position_embedding=learned"):
+        load_initial_weights(str(learned), [larger])
 
 
 def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their_scale(tmp_path):
@@ -120,12 +120,12 @@ def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their
     start = saved(tmp_path / "start.safetensors", scaled)
     trained = build_vit(TINY, seed=0)
 
-    init_from(str(start), [trained])
+    load_initial_weights(str(start), [trained])
 
     assert torch.equal(trained.pos_embed, build_vit(scaled, seed=0).pos_embed)
     plain = build_vit(replace(scaled, position_scale=1.0), seed=0)
-    with pytest.raises(ConfigurationError, match=r"=1\.0, came model\.position_scale=2\.0"):
-        init_from(str(start), [plain])
+    with pytest.raises(ConfigurationError, match=r"=1\.0, got model\.position_scale=2\.0"):
+        load_initial_weights(str(start), [plain])
 
 
 def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_path):
@@ -133,25 +133,25 @@ def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_
     other = replace(TINY, depth=3, skip_attention=False)
 
     with pytest.raises(ConfigurationError) as refusal:
-        init_from(str(start), [build_vit(other, seed=0)])
+        load_initial_weights(str(start), [build_vit(other, seed=0)])
 
     assert str(refusal.value) == (
-        f"init_from={start} is of another architecture: expected model.depth=3 "
-        "model.skip_attention=False, came model.depth=2 model.skip_attention=True; type the "
-        "latter, or start from another checkpoint"
+        f"init_from={start} has another architecture: expected model.depth=3 "
+        "model.skip_attention=False, got model.depth=2 model.skip_attention=True. Set the values "
+        "of the checkpoint, or start from another checkpoint"
     )
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
     start = saved(tmp_path / "mixer.safetensors", config)
     with pytest.raises(ConfigurationError, match=r"expects a VisionTransformer.* got a ConvMixer"):
-        init_from(str(start), [build_vit(TINY, seed=0)])
+        load_initial_weights(str(start), [build_vit(TINY, seed=0)])
     encoder = build_encoder(config, seed=0)
-    init_from(str(start), [encoder])
+    load_initial_weights(str(start), [encoder])
     assert_equal_weights(build_encoder(config, seed=7).state_dict(), encoder.state_dict())
 
 
 def test_a_wrong_start_is_one_line_of_the_command(place, capsys):
     said = fails(capsys, pretraining(place / "photos", "run", "init_from=encoder.safetensors"), 2)
-    assert "expected model.dim=24, came model.dim=12" in said
+    assert "expected model.dim=24, got model.dim=12" in said
 
     missing = pretraining(place / "photos", "other", "init_from=runs/nothing")
     assert "no checkpoint at runs/nothing" in fails(capsys, missing, 4)
@@ -202,14 +202,23 @@ def test_a_run_does_not_go_on_from_another_file(root, tmp_path):
     assert_equal_weights(before, learnt(tmp_path / "stopped"))
 
 
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_a_run_never_replaces_what_it_starts_from(root, tmp_path, as_folder):
-    file = saved(tmp_path / "last.safetensors")
-    plan = plan_of(root, tmp_path if as_folder else file)
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("last.safetensors", "{folder}"),
+        ("last.safetensors", "{folder}/last.safetensors"),
+        ("epoch0001.safetensors", "{folder}@1"),
+        ("epoch0001.safetensors", "{folder}/epoch0001.safetensors"),
+    ],
+)
+def test_a_run_never_replaces_what_it_starts_from(root, tmp_path, name, address):
+    file = saved(tmp_path / name)
+    plan = plan_of(root, address.format(folder=tmp_path))
 
-    with pytest.raises(ConfigurationError, match="--out FOLDER"):
+    with pytest.raises(ConfigurationError) as caught:
         plan.run(tmp_path, overwrite=True, device="cpu")
 
+    assert caught.value.hint == ("--out", "{folder}")
     assert file.is_file()
 
 

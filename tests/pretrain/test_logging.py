@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pretrain import logging
 from pretrain.checkpoints import BOARD, WANDB
-from pretrain.logging import Board, Journal, WandbRun
+from pretrain.logging import LogFile
+from pretrain.trackers import TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.faults import fails, pretraining
@@ -27,15 +29,32 @@ def test_a_run_goes_on_whose_log_holds_other_things_than_rows(place):
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_time_left_counts_from_the_start_of_the_command_and_is_never_negative(
+    place, monkeypatch, capsys
+):
+    class ClockAfterAnHour(logging.Clock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run_start -= 3600
+
+    monkeypatch.setattr(logging, "Clock", ClockAfterAnHour)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
+    words = ("train.max_minutes=0.5", "train.epochs=1000", "train.max_steps=2000")
+    assert main(pretraining(place / "photos", "run", *words)) == 0
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert line.endswith("  00:00 left")
+
+
 def test_every_number_of_a_row_is_a_point_of_a_curve_and_repeated_steps_are_shown_once(
     tmp_path, runs
 ):
     package = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(package).EventAccumulator(str(tmp_path / "board"))
     for last_step, losses in ((0, [0.5, float("nan"), 2.5, 3.5]), (2, [0.25, 0.125])):
-        board = Board(tmp_path / "board", last_step=last_step)
-        sent = WandbRun("skips", tmp_path / "wandb", {}, last_step=last_step)
-        journal = Journal(tmp_path / "log.jsonl", last_step=last_step, curves=[board, sent])
+        board = TensorBoardLog(tmp_path / "board", last_step=last_step)
+        sent = WandbLog("skips", tmp_path / "wandb", {}, last_step=last_step)
+        journal = LogFile(tmp_path / "log.jsonl", last_step=last_step, trackers=[board, sent])
         for step, loss in enumerate(losses, start=last_step + 1):
             journal.write({"step": step, "epoch": step // 4, "loss": loss})
         journal.close()
@@ -103,17 +122,17 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
     sys.modules["wandb"].init = refuse  # pyrefly: ignore[missing-attribute]
 
     with pytest.raises(MachineError, match=r"no API key.*WANDB_MODE=offline"):
-        WandbRun("skips", tmp_path, {}, last_step=0)
+        WandbLog("skips", tmp_path, {}, last_step=0)
 
 
 @pytest.mark.parametrize(
     ("package", "word", "remedy"),
     [
-        ("wandb", "train.wandb=skips", "pip install wandb, or leave it out"),
+        ("wandb", "train.wandb=skips", "Run pip install wandb,"),
         (
             "tensorboard",
             "train.tensorboard=true",
-            "pip install 'ssl-bench[track]', or leave it out",
+            "Run pip install 'ssl-bench[track]',",
         ),
     ],
 )

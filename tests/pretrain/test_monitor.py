@@ -5,7 +5,9 @@ And the accuracy that a finished supervised run leaves as a record.
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from PIL import Image
 
 from pretrain.checkpoints import ENCODER, LOG
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, class_ranks, recipe_of
+from pretrain.monitor import Monitor, describe_recipe, rank_true_classes
 from pretrain.objectives.dino import DinoLearner
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
@@ -193,11 +195,45 @@ def test_a_head_for_other_classes_is_not_validated(root, tmp_path):
         watched(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
 
 
+@pytest.mark.parametrize("fingerprint", ["content", "stat"])
+def test_no_image_is_trained_on_and_scored_however_files_are_identified(
+    root, tmp_path, fingerprint
+):
+    shutil.copytree(root, tmp_path / "album")
+    copy = tmp_path / "album/val/class0/copy.png"
+    shutil.copy2(root / "train/class0/0.png", copy)
+    data = {"labels": True, "fingerprint": fingerprint}
+    monitor = Monitor(accuracy_epochs=1)
+    plan = plan_of(tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor)
+
+    with pytest.raises(DataError) as caught:
+        plan.run(tmp_path / "run", device="cpu")
+
+    assert copy.name in str(caught.value)
+    assert caught.value.hint == ("data.allow_overlap=true",)
+
+
+def test_the_monitor_reads_16_bit_images_with_the_bits_of_the_run(tmp_path):
+    generator = np.random.default_rng(0)
+    for split, name in product(("train", "val"), ("a", "b")):
+        folder = tmp_path / "album" / split / name
+        folder.mkdir(parents=True)
+        for number in range(3):
+            pixels = generator.integers(0, 4096, (20, 20)).astype(np.uint16)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    data, monitor = {"labels": True, "bits": 12}, replace(BOTH, neighbours=2)
+    plan = plan_of(tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor)
+
+    plan.run(tmp_path / "run", device="cpu")
+
+    assert set(MEASURES) <= log_rows(tmp_path / "run")[-1].keys()
+
+
 def test_a_class_has_the_rank_of_those_that_are_likelier_and_the_first_of_equals_wins():
     logits = torch.tensor([[0.0, 3, 1, 2], [5, 5, 5, 5], [5, 5, 5, 5], [1, 0, 0, 9]])
     labels = torch.tensor([0, 0, 2, 3])
 
-    ranks = class_ranks(logits, labels)
+    ranks = rank_true_classes(logits, labels)
 
     assert ranks.tolist() == [3, 0, 2, 0]
     assert torch.equal(ranks == 0, logits.argmax(1) == labels)
@@ -303,8 +339,8 @@ def test_the_recipe_names_what_was_trained_and_not_what_was_planned():
         "optimizer": {"_target_": "pretrain.optimizers.recipes.Soap", "lr": 0.005},
     }
 
-    assert recipe_of(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
-    tuned = recipe_of(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
+    assert describe_recipe(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
+    tuned = describe_recipe(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
     assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
 
 

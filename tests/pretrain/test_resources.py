@@ -149,7 +149,7 @@ def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
 
     said = capsys.readouterr().err.splitlines()
     (longer,) = [line for line in said if "takes about an hour" in line]
-    assert "left on this machine; train.max_steps=" in longer
+    assert "left on this machine. train.max_steps=" in longer
     assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from pretrain.options import TrainOptions
 from pretrain.schedules import (
-    FREEZE,
-    TEMPERATURE,
-    WARMUP,
+    LAST_LAYER_FREEZE,
+    LR_WARMUP,
+    TEMPERATURE_RISE,
     Cosine,
     Linear,
     Timeline,
@@ -46,7 +46,7 @@ def test_a_straight_line_reaches_its_end_with_its_last_step_and_stays():
 
 def test_the_triangle_is_the_published_one_at_every_step():
     """Corners at 0, 2/5, 4/5 and the end; the log of its README has .005 after one of 25 epochs."""
-    schedule = Triangle(top=0.05, num_steps=25)
+    schedule = Triangle(peak=0.05, num_steps=25)
 
     values = [schedule(step) for step in range(25)]
 
@@ -75,22 +75,22 @@ def test_a_run_without_steps_is_refused():
 @pytest.mark.parametrize(
     ("warmup", "timeline", "steps"),
     [
-        (WARMUP, LONG, 100), (WARMUP, SHORT, 30), (WARMUP, Timeline(301, 10), 31),
-        (FREEZE, SHORT, 10), (FREEZE, Timeline(20, 10), 2),
-        (TEMPERATURE, LONG, 300), (TEMPERATURE, SHORT, 90),
+        (LR_WARMUP, LONG, 100), (LR_WARMUP, SHORT, 30), (LR_WARMUP, Timeline(301, 10), 31),
+        (LAST_LAYER_FREEZE, SHORT, 10), (LAST_LAYER_FREEZE, Timeline(20, 10), 2),
+        (TEMPERATURE_RISE, LONG, 300), (TEMPERATURE_RISE, SHORT, 90),
     ],
 )  # fmt: skip
 def test_a_default_takes_no_more_than_its_share_of_the_run(warmup, timeline, steps):
-    assert warmup.steps(None, timeline) == steps
+    assert warmup.count_steps(None, timeline) == steps
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 0), (2.5, 25), (29.0, 290), (30.0, 300)])
 def test_what_was_asked_for_is_taken_as_it_is(epochs, steps):
-    assert WARMUP.steps(epochs, SHORT) == steps
+    assert LR_WARMUP.count_steps(epochs, SHORT) == steps
     assert TrainOptions(warmup_epochs=epochs).warmup_steps(SHORT) == steps
 
 
-@pytest.mark.parametrize("warmup", [WARMUP, FREEZE, TEMPERATURE])
+@pytest.mark.parametrize("warmup", [LR_WARMUP, LAST_LAYER_FREEZE, TEMPERATURE_RISE])
 def test_what_outlasts_the_run_is_refused(warmup):
-    with pytest.raises(ConfigurationError, match=f"{warmup.key}=31 are 310 steps .* has 300; "):
-        warmup.steps(31.0, SHORT)
+    with pytest.raises(ConfigurationError, match=f"{warmup.key}=31 are 310 steps, .* 300 steps"):
+        warmup.count_steps(31.0, SHORT)

@@ -21,9 +21,9 @@ import torch
 import torch._dynamo
 
 from pretrain import checkpoints, step, train
-from pretrain.batches import Batches
-from pretrain.logging import Journal
-from pretrain.monitor import Observer
+from pretrain.batches import BatchChunks
+from pretrain.logging import LogFile
+from pretrain.monitor import Evaluator
 from pretrain.objectives.dino import DinoLearner
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.composition.compose import compose_config
@@ -49,13 +49,13 @@ def at_piece(happens: Callable[[], Any]) -> Callable[[], None]:
     """Let something happen where this process reads its part at that step; None reads on."""
 
     def arrange() -> None:
-        whole = Batches.__getitem__
+        whole = BatchChunks.__getitem__
 
-        def meeting(self: Batches, piece: int) -> Any:
+        def meeting(self: BatchChunks, piece: int) -> Any:
             found = happens() if piece == AT else None
             return whole(self, piece) if found is None else found
 
-        Batches.__getitem__ = meeting
+        BatchChunks.__getitem__ = meeting
 
     return arrange
 
@@ -79,14 +79,14 @@ def diverge() -> None:
 
 
 def fill_disk() -> None:
-    whole = Journal.write
+    whole = LogFile.write
 
-    def full(self: Journal, row: Any) -> None:
+    def full(self: LogFile, row: Any) -> None:
         if row["step"] > AT:
             raise MachineError("cannot write log.jsonl: No space left on device; free space")
         whole(self, row)
 
-    Journal.write = full
+    LogFile.write = full
 
 
 def at_state(happens: Callable[[int], None]) -> Callable[[], None]:
@@ -114,14 +114,14 @@ def slow_disk(step: int) -> None:
 
 
 def slow_monitor() -> None:
-    usual = Observer.measures
+    usual = Evaluator.measures
 
-    def slow(self: Observer, step: int) -> dict[str, float]:
+    def slow(self: Evaluator, step: int) -> dict[str, float]:
         if step == AT - 1:
             time.sleep(PAUSE)
         return usual(self, step)
 
-    Observer.measures = slow
+    Evaluator.measures = slow
 
 
 def lose_image() -> None:
