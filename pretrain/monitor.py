@@ -125,7 +125,7 @@ class Monitor:
         layout = WebDataset if is_webdataset(root) else ClassFolders
         dataset = layout(root, self.train_split, self.val_split, self.known_only)
         try:
-            observer = Observer(self, dataset, learner, timeline, data.colours)
+            observer = Observer(self, dataset, learner, timeline, data.normalization)
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(

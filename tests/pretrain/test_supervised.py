@@ -12,8 +12,8 @@ from pretrain.crops.single import SingleCrop
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions
+from pretrain.plan import Pretraining
 from pretrain.schedules import Timeline
-from pretrain.train import Pretraining
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import load_encoder
