@@ -274,6 +274,32 @@ def test_fault_90_a_stopped_extension_goes_on_by_the_same_words(capsys, begun):
     assert Path("run/config.yaml").read_text().count("to_steps") == 1
 
 
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_fault_92_a_missing_log_is_reported(capsys, begun, is_missing):
+    if is_missing:
+        Path("run/log.jsonl").unlink()
+
+    assert main([*begun, "--resume"]) == 0
+
+    said = capsys.readouterr().err
+    assert ("run/log.jsonl is missing, so the log begins with step 2" in said) == is_missing
+    assert [row["step"] for row in log_rows("run")] == ([2] if is_missing else [1, 2])
+
+
+@pytest.mark.parametrize(("saved", "reports"), [(2, 1), (1, 0), (None, 0)])
+def test_another_number_of_processes_is_reported(capsys, begun, saved, reports):
+    state = load_state(Path("run"), CPU)[0]
+    assert state.pop("processes") == 1
+    # States of older versions do not contain the number.
+    save_state(Path("run"), state if saved is None else {**state, "processes": saved})
+
+    assert main([*begun, "--resume"]) == 0
+
+    said = capsys.readouterr().err
+    assert said.count("saved with 2 processes and continues with 1") == reports
+    assert load_state(Path("run"), CPU)[0]["processes"] == 1
+
+
 def test_fault_90_a_shorter_run_is_not_sent_to_extend(capsys, begun):
     assert "--extend" not in fails(capsys, [*begun, "train.max_steps=5", "--resume"], 2)
     assert "--extend" in fails(capsys, [*begun, "train.max_steps=8", "--resume"], 2)
