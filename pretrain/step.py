@@ -3,6 +3,7 @@
 A step depends on the weights, the views, the step number and the seed, and on nothing else.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -61,13 +62,8 @@ class Trainer:
         # On a GPU, the augmentation of crops is compiled too, unless it is forced to be eager.
         self._is_eager = device.type == "cuda" and not uses_compile
         self.network = ranks.wrap(learner.student)
-        groups = parameter_groups(
-            learner.student.named_parameters(),
-            layer_decay=options.layer_decay,
-            decay_tokens=options.decay_tokens,
-        )
-        self.optimizer = recipe.build(groups)
-        self._recipe_lr = recipe.lr
+        self._recipe = recipe
+        self.optimizer = self._build_optimizer()
         self._top_lr = recipe.lr * options.batch / _REFERENCE_BATCH
         self.lr = options.lr_schedule(self._top_lr, timeline)
         self.weight_decay = Cosine(
@@ -122,8 +118,9 @@ class Trainer:
         """Return whether parts of the size of these views can be computed with the free memory.
 
         Two steps of two parts each are computed, because gradients of an earlier part and moments
-        of an earlier step need memory too. Nothing is compiled, because compiled code usually needs
-        less memory. The weights change, so the run must end afterwards.
+        of an earlier step need memory too. So does the copy of the state that a checkpoint makes,
+        if the device is the CPU. Nothing is compiled, because compiled code usually needs less
+        memory. The weights change, so the run must end afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait
         for the other processes.
@@ -133,7 +130,10 @@ class Trainer:
             make_views: Function that creates the views of a part on the device.
         """
         self.optimizer.zero_grad()
-        if self.ranks.device.type == "cuda":
+        # A step that ran out of memory may have created the moments of some parameters only.
+        self.optimizer = self._build_optimizer()
+        is_cuda, checkpoint = self.ranks.device.type == "cuda", {}
+        if is_cuda:
             torch.cuda.empty_cache()
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -143,10 +143,13 @@ class Trainer:
                     if self.ranks.count == 1:
                         self.optimizer.step()
                         self.optimizer.zero_grad()
+                    if not is_cuda:
+                        checkpoint = copy.deepcopy(self.state_dict())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return False
+        del checkpoint
         return True
 
     def utilisation(self, seconds: float) -> float:
@@ -164,7 +167,7 @@ class Trainer:
             return None
         factor = f"{self.options.batch}/{_REFERENCE_BATCH}"
         return (
-            f"the learning rate rises from {self._top_lr:.2g} (optimizer.lr={self._recipe_lr:g} x "
+            f"the learning rate rises from {self._top_lr:.2g} (optimizer.lr={self._recipe.lr:g} x "
             f"{factor}) to train.final_lr={last:g}. To let it fall, use train.final_lr=0.0"
         )
 
@@ -179,6 +182,14 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.learner.load_state_dict(state["learner"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        groups = parameter_groups(
+            self.learner.student.named_parameters(),
+            layer_decay=self.options.layer_decay,
+            decay_tokens=self.options.decay_tokens,
+        )
+        return self._recipe.build(groups)
 
     def _set_rates(self, step: int) -> None:
         groups = self.optimizer.param_groups

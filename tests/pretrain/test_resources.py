@@ -3,6 +3,7 @@
 import copy
 import errno
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,20 @@ import yaml
 from torch import nn
 
 from pretrain import logging
+from pretrain.copying.objective import Copying
 from pretrain.distributed import TrainingRanks
-from pretrain.memory import find_accumulation
+from pretrain.memory import find_accumulation, out_of_memory_error
 from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
-from pretrain.optimizers.recipes import AdamW
+from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
+from pretrain.plan import Pretraining
 from pretrain.resources import count_training_flops, measure_product_rate
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import ConvMixerConfig, ViTConfig
+from ssl_bench.models import ConvMixerConfig, StateSpaceConfig, ViTConfig
 from tests.pretrain.plans import CPU, SMALL_DINO, TINY, state_of
 from tests.support.faults import PRETRAIN, class_folders, fails, photo_folder, pretraining
 from tests.support.runs import assert_same_run, log_rows
@@ -142,6 +146,35 @@ def test_the_advice_after_memory_ran_out_works(place, capsys, monkeypatch, error
     assert "train.accumulation=4 --overwrite" in said
     assert not Path("run/state.pt").exists()
     assert main([*words, *shlex.split(said.rpartition("use `")[2].rstrip("`"))]) == 0
+
+
+COPYING = Pretraining(
+    model=StateSpaceConfig(dim=32, depth=1, num_states=16, num_tokens=28),
+    objective=Copying(length=5),
+    train=TrainOptions(batch_size=4),
+)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), Soap()])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Pretraining(model=TINY, objective=SMALL_DINO),
+        Pretraining(model=TINY, objective=Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)),
+        Pretraining(model=TINY, objective=Supervised()),
+        COPYING,
+    ],
+    ids=lambda plan: type(plan.objective).__name__,
+)
+def test_parts_of_blank_images_can_be_computed(plan, optimizer):
+    options, timeline = TrainOptions(batch_size=4), Timeline(10, 10)
+    plan = replace(plan, train=options, optimizer=optimizer)
+    learner = plan.objective.build(plan.encoder, timeline, seed=0, class_names=("a", "b"))
+    trainer = Trainer(learner, optimizer, options, timeline, TrainingRanks(device=CPU))
+
+    error = out_of_memory_error("full", 0, plan, trainer, has_state=False)
+
+    assert error.hint == ("train.accumulation=2", "--overwrite")
 
 
 def test_memory_that_runs_out_later_keeps_the_last_checkpoint(place, capsys, monkeypatch):
