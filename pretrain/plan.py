@@ -209,7 +209,9 @@ class Pretraining:
                 if saved:
                     run.resume(*saved, extend=extend)
                 else:
-                    run.start(is_new=continues)
+                    if continues:
+                        run.messages.append(f"{out} contains no run to resume, starting one")
+                    run.start()
                 # The state takes as much memory as the run itself.
                 del saved
                 if ranks.is_first:

@@ -167,8 +167,8 @@ def restore_progress(
     if saved_processes != ranks.count:
         messages.append(
             f"the run was saved with {saved_processes} processes and continues with {ranks.count}. "
-            "Gradients are summed in another order, so the weights are not bitwise equal to those of "
-            "an uninterrupted run"
+            "Gradients are summed in another order, so the result is not bitwise equal to an "
+            "uninterrupted run"
         )
     return Progress(step, extensions, left_out, left_out & {*state[_NEVER_USED]}), messages
 

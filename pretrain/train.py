@@ -1,16 +1,24 @@
-"""The training loop. `Run` builds the parts of a run, takes its steps, and logs, saves and stops.
+"""The training loop: build the parts of a run, take its steps, log, save and stop.
 
-Each step reads the crops of a batch, trains on them, runs the monitor if it is due, writes a row of
-`log.jsonl`, and saves a checkpoint if one is due.
+What is written: `config.yaml` before the first step, and again after images were left out. One row
+of `log.jsonl` after each step. A checkpoint (`pretrain/checkpoints.py` describes its files) every
+`train.checkpoint_minutes`, every `train.checkpoint_epochs`, and at the end of the run.
 
-A run saves every `train.checkpoint_minutes`, after every `train.checkpoint_epochs`, and when it
-ends: after the last step, a signal, the time limit, or an error of data or disk. The first Ctrl-C
-or signal ends the run after the current step, and a second Ctrl-C in the middle of it. A run that
-diverges or runs out of memory ends without saving, so the last checkpoint remains.
+What ends a run before its last step:
 
-If several processes train together, each of them calls the same functions in the same order, or all
-of them would wait forever. So an error of one process is kept until all processes reach
-`TrainingRanks.agree`, which raises it in all of them.
+- The first Ctrl-C, another signal, or `train.max_minutes`: the current step is finished and saved.
+- A second Ctrl-C: the current step and all unsaved steps are lost. A file that is being written is
+  completed.
+- An image that cannot be read, a dead data worker, or a full disk: all finished steps are saved, if
+  the disk allows it.
+- Training that has diverged, or memory that ran out: nothing more is saved, and the last checkpoint
+  remains.
+
+`pretrain/resume.py` describes what may change before the run is resumed.
+
+If several processes train together, each of them calls the same functions in the same order. If one
+process left the loop alone, the others would wait for it. So an error of one process is kept until
+all processes call `TrainingRanks.agree`, which raises the error in all of them.
 """
 
 import time
@@ -125,13 +133,8 @@ class Run:
         with self.request.raise_immediately():
             return describe_training_images(self.images)
 
-    def start(self, *, is_new: bool = False) -> None:
-        """Start from random weights or from `init_from`.
-
-        `is_new` tells the user that there was no run to resume.
-        """
-        if is_new:
-            self.messages.append(f"{self.out} contains no run to resume, starting one")
+    def start(self) -> None:
+        """Start from random weights, or from those of `init_from`."""
         plan = self.plan
         if plan.init_from is not None:
             encoders = self.trainer.learner.encoders
@@ -173,8 +176,9 @@ class Run:
 
         Raises:
             Preempted: A signal other than Ctrl-C was received. The state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed. The state is saved after the first time.
-            SslBenchError: A process met this error.
+            KeyboardInterrupt: Ctrl-C was pressed once, and the state is saved. Or it was pressed
+                twice, and the last checkpoint remains.
+            SslBenchError: This process or another one met this error.
         """
         ranks, progress, total = self.ranks, self.progress, self.timeline.total_steps
         with ExitStack() as stack:
@@ -191,7 +195,8 @@ class Run:
                         progress.step = step + 1
                         with self._errors_postponed():
                             row |= self._run_monitor()
-                        # The row is written even if the monitor has failed.
+                        # If one process should stop or save, `log.stop` or `log.save` becomes true
+                        # in all processes after the same step.
                         log.note(row, values, stop=self._should_stop(), save=self._should_save())
                         with self._errors_postponed():
                             log.settle()
@@ -208,25 +213,11 @@ class Run:
                 # All processes wait for the files, because torchrun kills those that are left.
                 with ranks.together():
                     self._save(wait=True)
-                log.say(f"{self._describe_end()}. Continue with --resume")
+                log.say(f"{self._describe_saved()}. Continue with --resume")
                 raise
             with ranks.together():
                 self._save(wait=True)
-            if progress.step == total:
-                if self.saver is not None:
-                    self._finish()
-            elif self.request.is_interrupt:
-                log.say(f"interrupted: {self._describe_end()}")
-                raise KeyboardInterrupt
-            elif self.request.received is None and self._is_time_up():
-                log.say(f"time limit reached: {self._describe_end()}. Continue with --resume")
-            else:
-                error = Preempted(
-                    f"stopped by a signal: {self._describe_end()}. Start the command again",
-                    hint=("--resume",),
-                )
-                error.is_raised_on_all_ranks = ranks.count > 1
-                raise error
+            self._end()
 
     def _open_log(self) -> logging.StepLog:
         options, last_step = self.plan.train, self.progress.step
@@ -256,10 +247,8 @@ class Run:
         if self.workers.asked:
             yield str(self.workers)
 
-    def _describe_end(self) -> str:
+    def _describe_saved(self) -> str:
         return f"{self.progress.step} of {self.timeline.total_steps} steps are saved in {self.out}"
-
-    # The parts of a step, in the order in which the loop uses them.
 
     def _read_parts(self) -> Generator[Any, None, None]:
         """Yield the cropped images of each remaining part. Closing it ends the data workers."""
@@ -323,7 +312,9 @@ class Run:
         try:
             return self.trainer.take_step(step, views)
         except Exception as error:
-            if isinstance(error, SslBenchError) or not is_out_of_memory(error):
+            # An error of the monitor or the log is raised here too, when the next part is read.
+            is_of_step = error is not self._error and not isinstance(error, SslBenchError)
+            if not (is_of_step and is_out_of_memory(error)):
                 raise
             reason = next(iter(str(error).splitlines()), "")
         # Outside of the except clause, because the exception keeps tensors of the step in memory.
@@ -430,6 +421,25 @@ class Run:
         encoder = self.trainer.learner.encoder
         tensors = [*encoder.parameters(), *encoder.buffers()]
         return checkpoints.copy_to_host(encoder, tensors), metadata
+
+    def _end(self) -> None:
+        """Finish a run after its last step, or say why it stops and how to continue it."""
+        saved = self._describe_saved()
+        if self.progress.step == self.timeline.total_steps:
+            if self.saver is not None:
+                self._finish()
+        elif self.request.is_interrupt:
+            self.log.say(f"interrupted: {saved}")
+            raise KeyboardInterrupt
+        elif self.request.received is None and self._is_time_up():
+            self.log.say(f"time limit reached: {saved}. Continue with --resume")
+        else:
+            # The signal was received by this process or by another one.
+            error = Preempted(
+                f"stopped by a signal: {saved}. Start the command again", hint=("--resume",)
+            )
+            error.is_raised_on_all_ranks = self.ranks.count > 1
+            raise error
 
     def _finish(self) -> None:
         """Delete the previous state, and save the accuracy of a supervised run as records."""
