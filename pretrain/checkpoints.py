@@ -7,10 +7,13 @@ Each checkpoint is written in this order:
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
 4. `last.safetensors`: the encoder, and its SHA-256 in a file beside it.
 
-Each file appears complete or not at all. If the process is killed or the disk is full at any
-moment, at least one complete state remains: before step 2 the old `state.pt`, after it the new
-state. `load_state` takes the newest complete one. `state.previous.pt` is deleted after the last
-step. `config.yaml` and `log.jsonl` are written by the training process itself.
+Each file appears complete or not at all, so a kill or a full disk leaves at least one usable state.
+Before step 2 it is the old `state.pt`, and after step 2 it is the new state under one of its two
+names. `load_state` finds the newest complete state. After step 3, `last.safetensors` may still be
+older than the state. After the last step of the run, `state.previous.pt` is deleted.
+
+`pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
+`log.jsonl` after each step.
 """
 
 import copy

@@ -52,10 +52,10 @@ def out_of_memory_error(
     )
     if accumulation is not None:
         # A saved run cannot be resumed with another accumulation, so it needs another folder.
-        folder = ("--out", "{folder}") if has_state else ("--overwrite",)
+        out = ("--out", "{folder}") if has_state else ("--overwrite",)
         return OutOfMemory(
             f"{message}, {images // accumulation} fit",
-            hint=(f"train.accumulation={accumulation}", *folder),
+            hint=(f"train.accumulation={accumulation}", *out),
         )
     if isinstance(plan.objective, Generating):
         return OutOfMemory(f"{message}, and fewer do not fit", hint=("model.dim={smaller}",))

@@ -1,4 +1,4 @@
-"""What a pretraining run consists of: encoder, objective, optimizer, images and options."""
+"""Define a pretraining run: encoder, objective, optimizer, images and options."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -22,8 +22,8 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     """Count the floating-point operations of the forward and backward pass of a part of a batch.
 
     Only matrix products and convolutions count. They are counted on a copy of the learner without
-    values, so the pass uses no memory of the device, no random number and hardly any time. Logits
-    that the loss computes twice count twice, which is 0.3 % of ViT-S/16 with 2 + 8 crops.
+    values. So counting uses no memory of the device and no random number, and hardly any time.
+    Logits that the loss computes twice count twice, which is 0.3 % of ViT-S/16 with 2 + 8 crops.
 
     Args:
         learner: A `Learner`, which stays as it is.

@@ -41,7 +41,7 @@ _MAX_REASON = 300
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """Progress of a run, which its state stores.
 
     Attributes:
         step: Number of optimizer steps that were taken.
@@ -119,8 +119,8 @@ def restore_progress(
 
     Raises:
         CheckpointError: The state has an impossible step.
-        ConfigurationError: A setting that affects the weights or an image that a step has used has
-            changed, or `extend` is true and the run is not longer.
+        ConfigurationError: A setting that affects the weights has changed, or an image that a step
+            has used. Or `extend` is true, and the run is not longer than the saved one.
     """
     messages, step = list[str](), state["step"]
     if not isinstance(step, int) or step < 0:
