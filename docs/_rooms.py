@@ -3,6 +3,7 @@
 python docs/_rooms.py
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def picture() -> str:
 
 
 def _floors(contract: Any) -> list[list[str]]:
-    return [[room.strip() for room in layer.split("|")] for layer in contract["layers"]]
+    return [[room.strip() for room in re.split("[|:]", layer)] for layer in contract["layers"]]
 
 
 def _height(row: Sequence[Panel]) -> int:

@@ -1,8 +1,19 @@
-"""The folder of a run: training state and encoders on disk, written while the run goes on.
+"""Files of a run folder, and the thread that writes them while training continues.
 
-A folder holds `state.pt`, until the last step the one before it as `state.previous.pt`, and the
-sha256 of both. A kill or a full disk at any moment leaves at least one of them whole. Encoders lie
-beside it. What is written are copies in host memory, in a thread of its own.
+Each checkpoint is written in this order:
+
+1. `state.new.pt`: the training state, under a temporary name until it is complete.
+2. `state.pt.sha256`: the SHA-256 of the new state and of the current one.
+3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
+4. `last.safetensors`: the encoder, and its SHA-256 in a file beside it.
+
+Each file appears complete or not at all, so a kill or a full disk leaves at least one usable state.
+Before step 2 it is the old `state.pt`, and after step 2 it is the new state under one of its two
+names. `load_state` finds the newest complete state. After step 3, `last.safetensors` may still be
+older than the state. After the last step of the run, `state.previous.pt` is deleted.
+
+`pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
+`log.jsonl` after each step.
 """
 
 import copy
@@ -16,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pretrain.lock import Hold
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import EncoderModule, save_encoder
 from ssl_bench.models.loading.addresses import LAST, epoch_file_name, parse_epoch
@@ -34,200 +44,25 @@ from ssl_bench.system.process import reraise_out_of_memory
 ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
 BOARD, WANDB = "tensorboard", "wandb"
 STATE, PREVIOUS = "state.pt", "state.previous.pt"
-# Complete, but not yet renamed: seen only after a kill between two renames.
-_ARRIVED = "state.new.pt"
-_SIDECAR = f"{STATE}.sha256"
-_CANDIDATES = (_ARRIVED, STATE, PREVIOUS)
+_NEW = "state.new.pt"
+_DIGESTS = f"{STATE}.sha256"
+# From the newest to the oldest.
+_CANDIDATES = (_NEW, STATE, PREVIOUS)
 _FORMAT = {"format": "ssl-bench pretraining state", "version": 1}
-
-
-def save_state(out: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a run; the last one becomes the previous one.
-
-    `state` holds tensors, numbers, texts, and containers of them: it is read without pickles.
-
-    Raises:
-        MachineError: the folder cannot be written or the disk is full; older files stay intact.
-    """
-    arrived, current = out / _ARRIVED, out / STATE
-    write_atomically(arrived, lambda file: _write({**_FORMAT, **state}, file))
-    lines = [f"{file_sha256(arrived)}  {STATE}\n"]
-    if current.is_file():
-        lines.append(f"{file_sha256(current)}  {PREVIOUS}\n")
-    write_text_atomically(out / _SIDECAR, "".join(lines))
-    try:
-        if current.is_file():
-            current.replace(out / PREVIOUS)
-        arrived.replace(current)
-    except OSError as error:
-        raise MachineError(f"cannot rename {arrived}: {error.strerror or error}") from error
-
-
-def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:
-        # torch closes its archive after a disk was full, and fails at that instead.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
-
-
-def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
-    """The newest whole state of a run, and the file it came from.
-
-    Where the file of their sha256 is lost, a state that loads counts as whole: its parts have
-    checksums of their own.
-
-    Raises:
-        CheckpointError: every file there is cut, changed, or of a later version.
-    """
-    problems, known = [], {digest for digest, _ in read_digests(out / _SIDECAR)}
-    for path in (out / name for name in _CANDIDATES):
-        if path.is_file():
-            if known and file_sha256(path) in known:
-                return _read(path, device), path
-            if not known and _has_checksums(path):
-                say(f"{out / _SIDECAR} is missing or empty: {path.name} is taken by its checksums")
-                return _read(path, device), path
-            problems.append(f"{path.name} is cut or changed")
-    raise CheckpointError(
-        f"no training state in {out} can be used ({'; '.join(problems) or 'there is none'}); "
-        "start again without --resume",
-        hint=("--overwrite",),
-    )
-
-
-def has_state(out: Path) -> bool:
-    """Whether a run has ever saved its state here."""
-    return any((out / name).exists() for name in _CANDIDATES)
-
-
-def remove_previous(out: Path) -> None:
-    """Keep the state of a run that is over once: it is whole, and none will take its place."""
-    (out / PREVIOUS).unlink(missing_ok=True)
-    kept = [f"{digest}  {name}\n" for digest, name in read_digests(out / _SIDECAR)[:1]]
-    write_text_atomically(out / _SIDECAR, "".join(kept))
-
-
-def _has_checksums(path: Path) -> bool:
-    """Whether all parts of torch's archive are there and have the checksums that it states."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # Damaged bytes make its reader fail in any way.
-        return False
-
-
-def _read(path: Path, device: torch.device) -> dict[str, Any]:
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # What is no archive of torch makes its reader fail in any way.
-        reraise_out_of_memory(error)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path} is not a training state ({reason})") from error
-    if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
-        raise CheckpointError(
-            f"{path} is not a training state of this version; use the ssl-bench that wrote it"
-        )
-    return _State(state, path)
-
-
-class _State(dict[str, Any]):
-    """What a file holds of a run; what it lacks is said."""
-
-    def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
-        super().__init__(parts)
-        self._path = path
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise unfit(self._path, f"lacks {key!r}")
-
-
-def unfit(path: Path, why: str) -> CheckpointError:
-    """The error of a state that no run of this version can go on from."""
-    return CheckpointError(
-        f"{path} {why}, expected all that a run saves; use the ssl-bench that wrote it, or start "
-        "again without --resume",
-        hint=("--overwrite",),
-    )
-
-
-def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make sure that only this run writes into a folder.
-
-    Raises:
-        ConfigurationError: another run is there, and neither of the options says what to do.
-    """
-    if not (resume or overwrite):
-        require_free(out)
-    remove_orphans(out, idle_seconds=0.0)
-    if overwrite and not resume:
-        states = [out / name for name in (*_CANDIDATES, _SIDECAR)]
-        for path in (*states, *_files_of_a_run(out)):
-            path.unlink(missing_ok=True)
-
-
-def require_free(out: Path) -> None:
-    """Refuse a folder that holds a run.
-
-    Raises:
-        ConfigurationError: it does.
-    """
-    if has_state(out) or any(path.exists() for path in _files_of_a_run(out)):
-        raise ConfigurationError(
-            f"{out} already holds a run; `--resume` continues it, `--overwrite` deletes it",
-            hint=("--resume", "or", "--overwrite", "or", "--out", "{folder}"),
-        )
-
-
-def _files_of_a_run(out: Path) -> list[Path]:
-    kept = [path for path in out.glob("*") if parse_epoch(path) is not None]
-    encoders = [out / ENCODER, *kept]
-    digests = [path.with_name(f"{path.name}.sha256") for path in encoders]
-    return [out / CONFIG, out / LOG, *encoders, *digests]
-
-
-T = TypeVar("T")
-
-
-def copied(value: T, tensors: Iterable[Tensor] | None = None) -> T:
-    """A copy that nobody else changes, with all tensors in host memory; the device is waited for.
-
-    Args:
-        value: Tensors and plain values in dictionaries, lists and tuples, or what holds tensors.
-        tensors: Those that it holds, where they are not its leaves.
-    """
-    if tensors is None:
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    # What occurs under two names is copied, and written, once.
-    once: dict[tuple[object, ...], list[Tensor]] = {}
-    for tensor in tensors:
-        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        once.setdefault(memory, []).append(tensor)
-    detached = [alike[0].detach() for alike in once.values()]
-    memo: dict[int, Any] = {}
-    # From a device to pinned memory; what is on the host already must not change with the run.
-    for alike, there, here in zip(once.values(), detached, to_host(detached), strict=True):
-        copy_of = here.clone() if here is there else here
-        for one in alike:
-            is_trained = isinstance(one, nn.Parameter)
-            memo[id(one)] = nn.Parameter(copy_of, one.requires_grad) if is_trained else copy_of
-    return copy.deepcopy(value, memo)
+_START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 
 
 class Saver:
-    """Leaves states and encoders in a folder while the run goes on, one thing after the other.
+    """Writer of states and encoders in a thread of its own, one file after the other.
 
-    It writes in a thread of its own, and looks before whether the folder still belongs to this
-    process. A process that ends waits for it: a thread that is cut off in torch's code aborts the
-    process.
+    A process that exits waits for this thread, because torch aborts the process if a thread is cut
+    off in its code.
     """
 
-    def __init__(self, out: Path, hold: Hold) -> None:
-        self._out, self._hold = out, hold
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._thread = futures.ThreadPoolExecutor(1, "writer")
-        self._given: list[tuple[str, futures.Future[None]]] = []
+        self._jobs: list[tuple[str, futures.Future[None]]] = []
 
     def save(
         self,
@@ -236,22 +71,27 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Let a copy of a state and an encoder take the places of the last ones.
+        """Copy a state to host memory, and let the thread replace the saved state and encoder.
 
-        Neither state nor encoder waits for the disk: `encoder` must be a copy already.
+        The caller waits for the copy, but not for the disk. A state with weights that are not
+        finite is not written, because it would push out the last good one.
+
+        Args:
+            state: State of the run. Its "learner" contains the weights.
+            encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
+            metadata: Metadata of the encoder's file.
+            say: Function that prints a message.
         """
-        state = copied(state)
+        state = copy_to_host(state)
 
         def work() -> None:
-            # A broken one would push out the last good one.
             if not all(bool(value.isfinite().all()) for value in state["learner"].values()):
                 say(f"step {state['step']}: weights are not finite and are not saved")
                 return
-            save_state(self._out, state)
-            self._hold.require()
-            save_encoder(self._out / ENCODER, encoder, metadata)
+            save_state(self._folder, state)
+            save_encoder(self._folder / ENCODER, encoder, metadata)
 
-        self.write(STATE, work)
+        self.submit(STATE, work)
 
     def keep(
         self,
@@ -260,45 +100,233 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Let the copied encoder of an epoch be written, and say so then."""
+        """Let the thread write the encoder of an epoch to a file such as `epoch0100.safetensors`.
+
+        `encoder` is a copy in host memory, as for `save`.
+        """
         name = epoch_file_name(epoch)
 
         def work() -> None:
-            save_encoder(self._out / name, encoder, metadata)
+            save_encoder(self._folder / name, encoder, metadata)
             say(f"epoch {epoch}: kept {name}")
 
-        self.write(name, work)
+        self.submit(name, work)
 
-    def write(self, name: str, work: Callable[[], None]) -> None:
-        """Do work, which uses nothing that the run changes, as soon as no other is under way.
+    def submit(self, name: str, work: Callable[[], None]) -> None:
+        """Let the thread call `work` after all earlier jobs.
 
-        Work of the same name that still waits is left out.
+        An earlier job of the same name is cancelled if it has not started. So of several states
+        that wait for a slow disk, only the newest is written. `work` may only use data that the
+        training loop does not change.
         """
-
-        def held() -> None:
-            self._hold.require()
-            work()
-
-        given = [(n, job) for n, job in self._given if n != name or not job.cancel()]
-        self._given = [*given, (name, self._thread.submit(held))]
+        others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
+        self._jobs = [*others, (name, self._thread.submit(work))]
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last time, if anything has."""
-        done = [job for _, job in self._given if job.done()]
-        self._given = [(name, job) for name, job in self._given if job not in done]
-        for error in (job.exception() for job in done):
+        """Raise the error of a job that has failed since the last call, if any."""
+        finished = [job for _, job in self._jobs if job.done()]
+        self._jobs = [(name, job) for name, job in self._jobs if job not in finished]
+        for error in (job.exception() for job in finished):
             if error is not None:
                 raise error
 
     def wait(self) -> None:
-        """Return when all is written; raises as `check` does."""
-        futures.wait([job for _, job in self._given])
+        """Wait until all files are written, and raise an error as `check` does."""
+        futures.wait([job for _, job in self._jobs])
         self.check()
 
     def close(self) -> None:
-        """Return when all is written, or what is under way where somebody interrupts that."""
+        """Wait until all files are written.
+
+        Ctrl-C during the wait cancels the jobs that have not started. The job that is running is
+        finished.
+        """
         try:
             self._thread.shutdown()
         except KeyboardInterrupt:
             self._thread.shutdown(cancel_futures=True)
             raise
+
+
+T = TypeVar("T")
+
+
+def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
+    """Return a deep copy with all tensors in host memory. The host waits for the device once.
+
+    Args:
+        value: Nested dictionaries, lists and tuples of tensors and plain values, or an object that
+            contains tensors.
+        tensors: The tensors of an object, if it is not such a nested container.
+    """
+    if tensors is None:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    # A tensor that occurs under two names is copied, and later written, only once.
+    groups: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        groups.setdefault(memory, []).append(tensor)
+    originals = [group[0].detach() for group in groups.values()]
+    memo: dict[int, Any] = {}
+    for group, original, on_host in zip(
+        groups.values(), originals, to_host(originals), strict=True
+    ):
+        # `to_host` returns a tensor of the host itself, which the next step would change.
+        copied = on_host.clone() if on_host is original else on_host
+        for tensor in group:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = (
+                nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+            )
+    return copy.deepcopy(value, memo)
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of a run. The current state becomes the previous one.
+
+    Args:
+        folder: The run folder.
+        state: Tensors, numbers, texts, and containers of them, because no other types can be loaded
+            without running code of the file.
+
+    Raises:
+        MachineError: The folder cannot be written or the disk is full. Older states are kept.
+    """
+    new, current = folder / _NEW, folder / STATE
+    write_atomically(new, lambda file: _write({**_FORMAT, **state}, file))
+    lines = [f"{file_sha256(new)}  {STATE}\n"]
+    if current.is_file():
+        lines.append(f"{file_sha256(current)}  {PREVIOUS}\n")
+    write_text_atomically(folder / _DIGESTS, "".join(lines))
+    try:
+        if current.is_file():
+            current.replace(folder / PREVIOUS)
+        new.replace(current)
+    except OSError as error:
+        raise MachineError(f"cannot rename {new}: {error.strerror or error}") from error
+
+
+def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # After an error of the disk, torch also fails to close its archive, with this error.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
+    """Return the newest complete state of a run and the path of its file.
+
+    A state is complete if its SHA-256 is in `state.pt.sha256`. If this file is missing or empty, a
+    state is complete if it matches the checksums that torch has stored in it.
+
+    Raises:
+        CheckpointError: Every state is truncated, changed, or of another version. The state also
+            raises this error if a missing key is read.
+    """
+    problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
+    for path in (folder / name for name in _CANDIDATES):
+        if path.is_file():
+            if digests and file_sha256(path) in digests:
+                return _read(path, device), path
+            if not digests and _matches_own_checksums(path):
+                say(
+                    f"{folder / _DIGESTS} is missing or empty. {path.name} is used because it "
+                    "matches its own checksums"
+                )
+                return _read(path, device), path
+            problems.append(f"{path.name} is truncated or changed")
+    raise CheckpointError(
+        f"{folder} has no complete training state ({'; '.join(problems) or 'no file exists'}). "
+        "Start again without --resume",
+        hint=_START_AGAIN,
+    )
+
+
+def has_state(folder: Path) -> bool:
+    """Return whether a run has saved a state in this folder."""
+    return any((folder / name).exists() for name in _CANDIDATES)
+
+
+def remove_previous_state(folder: Path) -> None:
+    """Delete the previous state and its digest after a run has finished."""
+    (folder / PREVIOUS).unlink(missing_ok=True)
+    kept = [f"{digest}  {name}\n" for digest, name in read_digests(folder / _DIGESTS)[:1]]
+    write_text_atomically(folder / _DIGESTS, "".join(kept))
+
+
+def _matches_own_checksums(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception:  # Damaged bytes can raise any error.
+        return False
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # Bytes that are not a torch archive can raise any error.
+        reraise_out_of_memory(error)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise unusable_state_error(path, f"cannot be loaded ({reason})") from error
+    if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
+        raise unusable_state_error(path, "is not a training state of this version")
+    return _State(state, path)
+
+
+class _State(dict[str, Any]):
+    """A loaded state, which raises CheckpointError if a missing key is read."""
+
+    def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
+        super().__init__(parts)
+        self._path = path
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise unusable_state_error(self._path, f"lacks {key!r}")
+
+
+def unusable_state_error(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a state from which no run can continue.
+
+    `problem` is a predicate of the path, such as "lacks 'step'".
+    """
+    return CheckpointError(
+        f"{path} {problem}. Use the version of ssl-bench that wrote it, or start again without "
+        "--resume",
+        hint=_START_AGAIN,
+    )
+
+
+def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Delete what killed processes left in a run folder, and a previous run if it is overwritten.
+
+    Raises:
+        ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.
+    """
+    if not (resume or overwrite):
+        require_no_run(folder)
+    remove_orphans(folder, idle_seconds=0.0)
+    if overwrite and not resume:
+        states = [folder / name for name in (*_CANDIDATES, _DIGESTS)]
+        for path in (*states, *_list_files(folder)):
+            path.unlink(missing_ok=True)
+
+
+def require_no_run(folder: Path) -> None:
+    """Raise ConfigurationError if a folder contains files of a run."""
+    if has_state(folder) or any(path.exists() for path in _list_files(folder)):
+        raise ConfigurationError(
+            f"{folder} already contains a run; `--resume` continues it, `--overwrite` deletes it",
+            hint=("--resume", "or", "--overwrite", "or", "--out", "{folder}"),
+        )
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return the paths of configuration, log and encoders of a run, which may not exist."""
+    kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
+    encoders = [folder / ENCODER, *kept]
+    digests = [path.with_name(f"{path.name}.sha256") for path in encoders]
+    return [folder / CONFIG, folder / LOG, *encoders, *digests]

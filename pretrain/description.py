@@ -1,4 +1,4 @@
-"""What a run is, in plain values, and what of it must not change when it is resumed."""
+"""Describe a run as plain values, and find what has changed when it is resumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -9,14 +9,14 @@ from ssl_bench.composition.compose import get_default
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 
-# They change how fast, where and until when a run computes, not what.
-_FREE = (
-    "init_from",  # what was there, its sha256 says
+# Keys that may change when a run is resumed. They affect speed, place and end, not the weights.
+_MAY_CHANGE = (
+    "init_from",  # the sha256 of the checkpoint is compared instead
     "data.root",
-    "data.bits",  # what is seen of the images, their fingerprint says
+    "data.bits",  # the fingerprint of the images is compared instead
     "data.in_memory",
     "data.allow_overlap",
-    "data.on_bad_image",  # nothing is learned from what cannot be read
+    "data.on_bad_image",  # no step uses an image that cannot be read
     "train.max_minutes",
     "train.num_workers",
     "train.shared_memory_gib",
@@ -30,17 +30,17 @@ _FREE = (
     "train.timeout_minutes",
     "train.non_finite_patience",
     "train.collapse_patience",
-    *(warmup.key for warmup in INITIAL_PHASES),  # what they come to, the state says in steps
+    *(warmup.key for warmup in INITIAL_PHASES),  # the state stores the warm-ups in steps
 )
-# What a run may be given more of.
-LENGTH = ("train.epochs", "train.max_steps")
+LENGTH_KEYS = ("train.epochs", "train.max_steps")
+"""Keys that `--extend` may increase."""
 
 
 def describe(component: Any) -> Any:
-    """A component as plain types; a dataclass as the call that makes it."""
+    """Return a component as plain values. A dataclass becomes a mapping with its `_target_`."""
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
-        return {"_target_": _target(component)} | values
+        return {"_target_": _get_target(component)} | values
     if isinstance(component, Mapping):
         return {str(key): describe(value) for key, value in component.items()}
     if isinstance(component, Sequence) and not isinstance(component, str):
@@ -48,48 +48,55 @@ def describe(component: Any) -> Any:
     return component
 
 
-def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """An older description of a component, with what it could not say yet at its default.
+def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
+    """Return the description of an older version with the fields and names of this version.
 
-    A dataclass's default is what a run did before there was a choice. Fields without one, and all
-    those of another class than the component's, stay as they are. What an encoder's fields were
-    once called has today's names, and a class that was moved to another module its new address.
+    A missing field gets the default of the dataclass, because that is what the run did before the
+    field existed. The module of a class and renamed fields of an encoder are updated too. If the
+    class of a part has changed, its description stays as it is.
+
+    Args:
+        older: What `describe` returned in an older version.
+        component: The component of this run, which tells the fields and their defaults.
     """
-    whole, target = dict(older), _target(component)
-    if str(whole.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:
-        return whole
-    whole["_target_"] = target
+    updated, target = dict(older), _get_target(component)
+    if str(updated.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:
+        return updated
+    updated["_target_"] = target
     for item in fields(component):
         value, default = getattr(component, item.name), get_default(item)
-        if item.name not in whole and default is not MISSING:
-            whole[item.name] = describe(default)
-        if is_dataclass(value) and isinstance(whole.get(item.name), Mapping):
-            whole[item.name] = in_full(whole[item.name], value)
+        if item.name not in updated and default is not MISSING:
+            updated[item.name] = describe(default)
+        if is_dataclass(value) and isinstance(updated.get(item.name), Mapping):
+            updated[item.name] = update_description(updated[item.name], value)
     if not isinstance(component, EncoderConfig):
-        return whole
-    values = {key: value for key, value in whole.items() if key != "_target_"}
+        return updated
+    values = {key: value for key, value in updated.items() if key != "_target_"}
     try:
         return describe(type(component).from_dict(values))
     except ConfigurationError:
-        # A key that is gone stays, and is named as a difference.
-        return whole
+        # An unknown key is kept, so that `find_differences` names it.
+        return updated
 
 
-def _target(component: Any) -> str:
+def _get_target(component: Any) -> str:
     return f"{type(component).__module__}.{type(component).__qualname__}"
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed between two descriptions and matters, as "key: old -> new"."""
+def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the differences that affect the weights, in texts such as "train.seed: 3 -> 4"."""
     old, new = _flatten(before), _flatten(now)
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if key not in _FREE and not key.startswith("monitor.") and old.get(key) != new.get(key)
+        if key not in _MAY_CHANGE
+        and not key.startswith("monitor.")
+        and old.get(key) != new.get(key)
     ]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join the keys of nested mappings with dots."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -134,7 +134,7 @@ class StepReporter:
             self._num_non_finite += 1
             if self._num_non_finite >= options.non_finite_patience:
                 precision = ()
-                if options.autocasts(self._ranks.device):
+                if options.uses_bfloat16(self._ranks.device):
                     precision = ("train.precision=float32",)
                 raise ConfigurationError(
                     f"loss or gradient was not finite for {self._num_non_finite} steps up to step "

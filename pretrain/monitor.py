@@ -178,7 +178,7 @@ class Monitor:
             self,
             learner,
             timeline,
-            data.colours,
+            data.normalization,
             train=train,
             val=val,
             all_val=all_val,

@@ -1,7 +1,7 @@
-"""Options of a pretraining run."""
+"""Options of a pretraining run: the keys `data.*` and `train.*`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -36,36 +36,40 @@ from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Normalization
 from ssl_bench.system.output import say_once
 from ssl_bench.system.process import count_usable_cores, local_world_size
 
-_MOST_WORKERS = 16
-# Images of a set that is looked through before the first step; a larger one takes too long.
-_FEW = 2_000
-_MINUTES_A_WEEK = 10_080
+_MAX_WORKERS = 16
+_DEFAULT_BATCH, _MIN_STEPS_PER_EPOCH = 64, 4
+# Larger sets are not searched for unreadable images before the first step, because it takes long.
+_MAX_CHECKED_IMAGES = 2_000
+_MINUTES_PER_WEEK = 10_080
 Epochs = Annotated[Sequence[Count], ListLength(0, 10_000)]
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The images to learn from.
+    """The images that a run trains on.
 
     Attributes:
         root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
             in subfolders are included. The tar files are one file, a folder of them, or a pattern.
             Without a root, the images are the toy scenes.
-        image_size: Side of the large crops in pixels, and size the encoder is built for; without
-            it that of the model.
-        in_memory: Decode all images once and keep them, for sets that fit.
-        on_bad_image: "skip" takes for an image that cannot be read the next one that can, and says
-            which were left out.
-        labels: Whether images have classes. A folder then holds `train/CLASS/PICTURE` or
-            `CLASS/PICTURE`, and tar files hold class numbers in `KEY.cls`. The default depends on
+        image_size: Side of the large crops in pixels. The encoder is built for this size. The
+            default is the image size of the model.
+        in_memory: Decode all images once and keep them in memory.
+        on_bad_image: With "skip", an image that cannot be read is replaced by the next readable
+            one, and a message lists the images that were left out. With "fail", the run stops.
+        labels: Whether images have classes. A folder then contains `train/CLASS/IMAGE` or
+            `CLASS/IMAGE`, and tar files contain class numbers in `KEY.cls`. The default depends on
             the objective.
-        fingerprint: How the images are known again when the run is resumed: "content" reads every
-            file once, "stat" trusts sizes and times.
-        bits: Those that pictures of 16 bits use, where a file does not say it.
-        allow_overlap: The monitor may score images that it, or a supervised run, is fitted to.
-        limit: Learn from so many images at most, spread evenly over all of them.
-        mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
-            ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
+        fingerprint: How a resumed run recognises its images. "content" reads every file once.
+            "stat" trusts sizes and modification times.
+        bits: Number of used bits in 16-bit images whose files do not state it.
+        allow_overlap: Allow the monitor to score images that its k-NN or a supervised run is fitted
+            to.
+        limit: Maximum number of images, which are spread evenly over the whole set.
+        mean: RGB mean in [0, 1] that is subtracted from the images, which are then divided by
+            `std`. With zeros and ones, images stay in [0, 1]. RandAugment always fills with the
+            mean of ImageNet.
+        std: RGB standard deviation in (0, 1].
     """
 
     root: FilePath | None = None
@@ -82,26 +86,28 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
-        # YAML gives lists; equal options shall be equal.
-        for name, three in zip(("mean", "std"), self.colours, strict=True):
-            object.__setattr__(self, name, three)
+        # YAML gives lists. Equal options must compare equal.
+        mean, std = self.normalization
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "std", std)
 
     @property
-    def colours(self) -> Normalization:
-        """`mean` and `std`."""
-        (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
+    def normalization(self) -> Normalization:
+        """Return the pair of `mean` and `std`, each as three floats."""
+        (a, b, c), (d, e, f) = (map(float, values) for values in (self.mean, self.std))
         return (a, b, c), (d, e, f)
 
     def open(self) -> ImageSet:
-        """All images.
+        """Find all training images, without reading them.
 
         Raises:
-            DataError: there are none.
-            ConfigurationError: they cannot be labelled as asked.
+            DataError: There are no images.
+            ConfigurationError: Labels are required and the toy scenes have none.
         """
         if self.labels and self.root is None:
             raise ConfigurationError(
-                "data.labels=true, as objective=supervised has it, needs images with classes",
+                "data.labels=true (the default of objective=supervised) expects images with "
+                "classes, and the toy scenes have none",
                 hint=("data.root={folder}",),
             )
         if self.root is not None and is_webdataset(self.root):
@@ -118,63 +124,76 @@ class DataOptions:
         images = with_read_options(images, ReadOptions(self.fingerprint, self.bits))
         return limit_images(images, self.limit) if self.limit else images
 
-    def unreadable(self, images: ImageSet) -> str:
-        """Which images of a small set a run will not learn from, in a line; empty for none."""
-        if self.root is None or len(images) > _FEW:
+    def describe_unreadable_images(self, images: ImageSet) -> str:
+        """Return a line about the unreadable images of a small set, or "" if there are none.
+
+        The line is also empty for toy scenes and for sets of more than 2,000 images.
+        """
+        if self.root is None or len(images) > _MAX_CHECKED_IMAGES:
             return ""
-        faults = find_read_errors(images, {})
-        broken = describe_unreadable(images, faults)
-        if not broken:
+        unreadable = describe_unreadable(images, find_read_errors(images, {}))
+        if not unreadable:
             return ""
-        outcome = "others come in their place"
+        outcome = "each is replaced by the next readable image"
         if self.on_bad_image == "fail":
             outcome = (
-                "the run ends where it meets one; --on-bad-image skip takes others in their "
-                "place, `ssl-bench data check` says why"
+                "the run stops when it reaches one. To leave them out, add --on-bad-image skip. To "
+                "see what is wrong with them, run `ssl-bench data check`"
             )
-        return f"of {len(images)} images {'; '.join(broken)}; {outcome}"
+        return f"of {len(images)} images {'; '.join(unreadable)}; {outcome}"
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long, how fast and with what care to train; the recipe is DINO's for 300 epochs.
+    """Length, speed and numerics of a training run. The defaults are DINO's for 300 epochs.
 
     Attributes:
-        max_steps: Plan this many steps at most; all schedules fit into them.
-        max_minutes: Stop after so long, wherever the schedules are; `resume` goes on.
-        batch_size: Images in an optimizer step, over all devices and accumulations. Without a
-            number as many as fit the data, the memory and the machine, 1,024 at most.
-        accumulation: Parts a batch is computed in, to fit into memory.
-        repeats: Times that each image of an epoch comes, one after the other, each time in another
-            crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
-        num_workers: Processes that read and crop images; 0 for none. Without a number: one for
-            each CPU core the process may use beside a GPU, none beside a CPU that computes.
-        shared_memory_gib: What the workers of all processes of a machine take of /dev/shm at most.
-            Less than half of it is free: that half. Batches come in smaller pieces then.
-        warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
-            a tenth of the run.
-        schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle
-            of `pretrain.schedules.Triangle`, which has neither a warm-up nor a `final_lr`.
-        layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
-            head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
-        decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
-            as official DINO does; DeiT and timm exempt them. Biases and vectors always are exempt.
-        max_grad_norm: Largest norm of the gradient of each single tensor; none for no clipping.
-        global_norm: It is that of the gradient of all tensors together.
-        precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
-        compile: With torch.compile; on CUDA if not said.
-        deterministic: Take only operations that give the same bits every time, at some cost, so
-            that a resumed run equals an uninterrupted one on a GPU too. A CPU always does.
-        checkpoint_epochs: Save after every so many epochs, beside the minutes.
-        keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
-            which `ssl-bench probe` finds as `RUN@100`.
-        keep_every: The encoder is also kept for good after every so many epochs.
-        timeout_minutes: How long processes wait for one of them within a step, for the first with
-            its monitor above all, before they give up.
-        non_finite_patience: Steps in a row without a finite gradient before the run stops.
-        collapse_patience: Steps in a row with a collapsed teacher before the run stops.
-        tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
-        wandb: Send them to this project of Weights & Biases too (package `wandb`).
+        epochs: Length of the run in epochs.
+        max_steps: Maximum length of the run in optimizer steps. All schedules end with the run.
+        max_minutes: Save and stop after this time. The schedules do not depend on it, and
+            `--resume` continues the run.
+        batch_size: Images in an optimizer step, over all processes and accumulated parts. The
+            default is 64, or for small sets the largest power of two that leaves four steps per
+            epoch.
+        accumulation: Number of parts in which a batch is computed, so that it fits into memory.
+        repeats: How often an image occurs in an epoch, in consecutive places of the batch and with
+            a new crop each time. The epoch keeps its number of steps, so it contains fewer
+            different images. DeiT uses 3.
+        num_workers: Processes that read and crop images. With 0, the training process reads them.
+            The default is one for each usable CPU core on a GPU, and 0 on a CPU.
+        shared_memory_gib: Maximum use of /dev/shm by all data workers of a machine. It is limited
+            to half of the free space. If a batch does not fit, workers pass it in smaller pieces.
+        seed: Seed of weights, order of images, crops and all other random numbers.
+        warmup_epochs: Length of the learning rate's warm-up, which cannot exceed the run. The
+            default is 10 epochs, but at most a tenth of the run.
+        schedule: Schedule of the learning rate: a warm-up and a cosine down to `final_lr`, or the
+            triangle of `pretrain.schedules.Triangle`, which uses neither a warm-up nor `final_lr`.
+        final_lr: Learning rate at the end of the cosine.
+        layer_decay: Factor of the learning rate from each layer to the layer below, in (0, 1]. The
+            head has the full rate. Common values for fine-tuning are 0.65 to 0.75. With 1, all
+            layers have the same rate.
+        weight_decay: Weight decay at the first step. It follows a cosine to `final_weight_decay`.
+        final_weight_decay: Weight decay at the end of the run.
+        decay_tokens: Apply weight decay to class token, registers, mask token and position
+            embedding, as the official DINO does. DeiT and timm exempt them. Biases and vectors are
+            always exempt.
+        max_grad_norm: Maximum gradient norm of each parameter tensor, or None for no clipping.
+        global_norm: Apply `max_grad_norm` to the norm of all gradients together.
+        precision: "auto" means bfloat16 on CUDA and float32 on other devices.
+        compile: Use torch.compile. The default is true on CUDA and false on other devices.
+        deterministic: Use only operations that give the same bits every time, which is slower. A
+            resumed run then equals an uninterrupted one on a GPU too. On a CPU it always does.
+        checkpoint_minutes: Save a checkpoint if the last one is this old.
+        checkpoint_epochs: Also save a checkpoint each time after this number of epochs.
+        keep_epochs: Keep the encoder after these epochs, in files such as
+            `epoch0100.safetensors`. `ssl-bench probe` addresses this file as `RUN@100`.
+        keep_every: Also keep the encoder each time after this number of epochs.
+        timeout_minutes: How long processes wait for each other within a step before the run fails.
+            While the first process runs the monitor, all others wait.
+        non_finite_patience: Stop after this number of consecutive steps without a finite gradient.
+        collapse_patience: Stop after this number of consecutive steps with a collapsed teacher.
+        tensorboard: Also write the log for TensorBoard (extra `track`).
+        wandb: Also send the log to this project of Weights & Biases (package `wandb`).
     """
 
     epochs: Count = 300
@@ -202,7 +221,7 @@ class TrainOptions:
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None
     keep_every: Count | None = None
-    timeout_minutes: Annotated[float, Bounds(0, _MINUTES_A_WEEK, allow_low=False)] = 60.0
+    timeout_minutes: Annotated[float, Bounds(0, _MINUTES_PER_WEEK, allow_low=False)] = 60.0
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
@@ -212,37 +231,52 @@ class TrainOptions:
         check_fields(self, "train")
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
-                "train.schedule=triangular rises for two fifths of the run and has no warm-up, "
-                f"got {self.warmup_epochs:g} epochs of it",
+                "train.schedule=triangular has no separate warm-up, because its rate rises during "
+                f"two fifths of the run; got train.warmup_epochs={self.warmup_epochs:g}",
                 hint=("train.warmup_epochs=null",),
             )
-
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
             raise ConfigurationError(
-                f"train.keep_epochs expects epochs up to {self.epochs}, the last, got "
+                f"train.keep_epochs expects epochs up to {self.epochs}, the last one, got "
                 f"{', '.join(map(str, late))}",
                 hint=(f"train.epochs={max(late)}",),
             )
 
-    def keeps(self, epoch: int) -> bool:
-        """Whether the encoder is kept as it is after so many epochs."""
+    def should_keep(self, epoch: int) -> bool:
+        """Return whether the encoder after this number of epochs is kept in a file of its own."""
         return epoch in (self.keep_epochs or ()) or (
             self.keep_every is not None and epoch % self.keep_every == 0
         )
 
+    def with_batch_size(self, num_images: int) -> "TrainOptions":
+        """Return these options, with the default batch size for a set of images if none is given.
+
+        The default only depends on the number of images, so that a command gives the same results
+        on every machine.
+        """
+        if self.batch_size is not None:
+            return self
+        batch = _DEFAULT_BATCH
+        while batch > 1 and num_images // batch < _MIN_STEPS_PER_EPOCH:
+            batch //= 2
+        return replace(self, batch_size=batch)
+
     @property
     def batch(self) -> int:
-        """`batch_size`, once it is known; see `pretrain.train.Pretraining.with_batch`."""
-        assert self.batch_size is not None, "a batch that nobody typed is fitted first"
+        """Return `batch_size` of options that `with_batch_size` returned."""
+        assert self.batch_size is not None, "call with_batch_size first"
         return self.batch_size
 
     def timeline(self, num_images: int) -> Timeline:
-        """The planned length of a run over so many images."""
+        """Return the planned length of a run over a number of images.
+
+        Raises:
+            ConfigurationError: There are fewer images than a batch needs.
+        """
         if num_images < self.batch:
             raise ConfigurationError(
-                f"train.batch_size={self.batch} is more than the {num_images} images; fit it to "
-                "them, or give more",
+                f"train.batch_size={self.batch} is larger than the number of images, {num_images}",
                 hint=("train.batch_size=null", "or", "--data-root", "{folder}"),
             )
         steps_per_epoch = num_images // self.batch
@@ -250,25 +284,27 @@ class TrainOptions:
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 
     def warmup_steps(self, timeline: Timeline) -> int:
+        """Return the length of the learning rate's warm-up in steps."""
         return LR_WARMUP.count_steps(self.warmup_epochs, timeline)
 
-    def rate(self, top: float, timeline: Timeline) -> Schedule:
-        """The learning rate of every step, which is `top` at its highest."""
+    def lr_schedule(self, top: float, timeline: Timeline) -> Schedule:
+        """Return the schedule of the learning rate, whose largest value is `top`."""
         if self.schedule == "triangular":
             return Triangle(top, timeline.total_steps)
         return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
 
-    def workers(self, device: torch.device) -> int:
-        """Data workers of each process."""
+    def count_workers(self, device: torch.device) -> int:
+        """Return the number of data workers of each process."""
         if self.num_workers is not None:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        return min(_MOST_WORKERS, max(1, count_usable_cores() // local_world_size()))
+        return min(_MAX_WORKERS, max(1, count_usable_cores() // local_world_size()))
 
-    def autocasts(self, device: torch.device) -> bool:
-        """Whether products are computed in bfloat16."""
+    def uses_bfloat16(self, device: torch.device) -> bool:
+        """Return whether matrix products are computed in bfloat16."""
         return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
 
-    def compiles(self, device: torch.device) -> bool:
+    def uses_compile(self, device: torch.device) -> bool:
+        """Return whether the encoder is compiled by torch.compile."""
         return device.type == "cuda" if self.compile is None else self.compile

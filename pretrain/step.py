@@ -1,9 +1,13 @@
-"""One optimizer step as a list of named steps, and the same bits every time; no files, no clock."""
+"""One optimizer step as a sequence of named operations. This file reads no data and no clock.
 
+A step depends on the weights, the views, the step number and the seed, and on nothing else.
+"""
+
+import copy
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,18 +19,31 @@ from pretrain.distributed import TrainingRanks
 from pretrain.objectives.objective import Learner, Views
 from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
 from pretrain.options import TrainOptions
-from pretrain.resources import product_rate, training_flops
+from pretrain.resources import count_training_flops, measure_product_rate
 from pretrain.schedules import Cosine, Timeline
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.device import autocast, autocast_dtype
+from ssl_bench.system.process import is_out_of_memory
 
+# `optimizer.lr` is the learning rate for this batch size.
 _REFERENCE_BATCH = 256
-# cuBLAS reads it when it is first used; without it its products may be summed in any order.
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+# cuBLAS reads this variable when it starts. Without it, the order of its sums may change.
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Trainer:
-    """A learner, its optimizer, and their schedules."""
+    """A learner, its optimizer, and the schedules of learning rate and weight decay.
+
+    Args:
+        learner: The learner to train. It is moved to the device of this process.
+        recipe: Hyperparameters of the optimizer. Its learning rate is for a batch of 256 images.
+        options: Options of the run, with a batch size.
+        timeline: Length of the run.
+        ranks: The processes that share every batch.
+
+    Attributes:
+        flops: FLOPs of a step in this process. It is 0 before the first step.
+    """
 
     def __init__(
         self,
@@ -37,85 +54,125 @@ class Trainer:
         ranks: TrainingRanks,
     ) -> None:
         self.learner, self.options, self.ranks = learner, options, ranks
-        learner.to(ranks.device)
-        if options.compiles(ranks.device):
+        device, uses_compile = ranks.device, options.uses_compile(ranks.device)
+        learner.to(device)
+        if uses_compile:
             for module in learner.compilable():
                 module.compile(dynamic=False)
-        # The crops' colours are compiled wherever they are changed on a GPU.
-        self._stays_eager = ranks.device.type == "cuda" and not options.compiles(ranks.device)
+        # On a GPU, the augmentation of crops is compiled too, unless it is forced to be eager.
+        self._is_eager = device.type == "cuda" and not uses_compile
         self.network = ranks.wrap(learner.student)
-        named = learner.student.named_parameters()
-        groups = parameter_groups(
-            named, layer_decay=options.layer_decay, decay_tokens=options.decay_tokens
+        self._recipe = recipe
+        self.optimizer = self._build_optimizer()
+        self._top_lr = recipe.lr * options.batch / _REFERENCE_BATCH
+        self.lr = options.lr_schedule(self._top_lr, timeline)
+        self.weight_decay = Cosine(
+            options.weight_decay, options.final_weight_decay, timeline.total_steps
         )
-        self.optimizer = recipe.build(groups)
-        total = timeline.total_steps
-        self._asked, self._top = recipe.lr, recipe.lr * options.batch / _REFERENCE_BATCH
-        self.lr = options.rate(self._top, timeline)
-        self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
-        device = ranks.device
-        self._dtype = torch.bfloat16 if options.autocasts(device) else torch.float32
-        self._product_rate = product_rate(device, autocast_dtype(device, self._dtype))
+        self._dtype = torch.bfloat16 if options.uses_bfloat16(device) else torch.float32
+        self._product_rate = measure_product_rate(device, autocast_dtype(device, self._dtype))
         self.flops = 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
-        """Learn from one batch, given in as many parts as it is accumulated from.
+        """Train on one batch.
 
-        Where a value of the gradient is not finite, nothing is learned: weights, moments and
-        statistics stay as they are. Nothing here waits for the device: what is reported are
-        tensors on it.
+        If the gradient is not finite, weights, moments and batch statistics stay as they are. The
+        host does not wait for the device.
+
+        Args:
+            step: Number of the step, from 0.
+            parts: The views of each of the `accumulation` parts of the batch.
+
+        Returns:
+            Scalars for the log, on the device: the loss, the gradient norm before clipping, and the
+            values that the objective reports, averaged over the parts.
         """
         torch.manual_seed(derive_step_seed(self.options.seed, step, self.ranks.rank))
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
-        # Each is followed by one that is exempt.
-        for decayed in groups[::2]:
-            decayed["weight_decay"] = self.weight_decay(step)
+        self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
-            eager = torch.compiler.set_stance("force_eager") if self._stays_eager else nullcontext()
-            with eager:
-                report = self._accumulate(step, parts)
+            with self._eager_if_configured():
+                report = self._accumulate_gradients(step, parts)
         except BaseException:
-            # A part that never came, or a device that is full: this step was not taken.
-            self._restore(statistics, torch.tensor(True))
+            # A part could not be read or computed, so the step does not take place.
+            self._restore_statistics(statistics, torch.tensor(True))
             raise
-        # Tensor by tensor, or all of them together; reported is the norm over all before.
-        most = self.options.max_grad_norm or math.inf
-        parameters = self.learner.student.parameters()
-        norms = clip_gradients(parameters, most, whole=self.options.global_norm)
+        norms = clip_gradients(
+            self.learner.student.parameters(),
+            self.options.max_grad_norm or math.inf,
+            whole=self.options.global_norm,
+        )
         report["gradient_norm"] = norms.norm()
-        lost = ~report["gradient_norm"].isfinite()
-        self._restore(statistics, lost)
+        found_inf = ~report["gradient_norm"].isfinite()
+        self._restore_statistics(statistics, found_inf)
+        # After clipping, as in the official DINO: frozen layers take part in the norm.
         self.learner.freeze_gradients(step)
-        # As a scaler of gradients tells an optimizer to leave everything as it was.
-        vars(self.optimizer).update(found_inf=lost.float(), grad_scale=None)
+        # With these attributes, torch's GradScaler tells an optimizer to leave everything as it is.
+        vars(self.optimizer).update(found_inf=found_inf.float(), grad_scale=None)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.learner.update_teacher(step, lost)
+        self.learner.update_teacher(step, found_inf)
         return report
 
-    def utilisation(self, seconds: float) -> float:
-        """Percent of the rate of a large matrix product that a step of such a length reaches.
+    def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
+        """Return whether parts of the size of these views can be computed with the free memory.
 
-        At most 100, where the machine was busy when the product was timed.
+        Two steps of two parts each are computed, because gradients of an earlier part and moments
+        of an earlier step need memory too. So does the copy of the state that a checkpoint makes,
+        if the device is the CPU. Nothing is compiled, because compiled code usually needs less
+        memory. The weights change, so the run must end afterwards.
+
+        If several processes train together, the optimizer takes no step, because SOAP would wait
+        for the other processes.
+
+        Args:
+            step: Number of the step for which memory ran out.
+            make_views: Function that creates the views of a part on the device.
+        """
+        self.optimizer.zero_grad()
+        # A step that ran out of memory may have created the moments of some parameters only.
+        self.optimizer = self._build_optimizer()
+        is_cuda, checkpoint = self.ranks.device.type == "cuda", {}
+        if is_cuda:
+            torch.cuda.empty_cache()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                for _ in range(2):
+                    for _ in range(2):
+                        self._compute_gradients(self.learner.student, make_views(), step)
+                    if self.ranks.world_size == 1:
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+                    if not is_cuda:
+                        checkpoint = copy.deepcopy(self.state_dict())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        del checkpoint
+        return True
+
+    def utilisation(self, seconds: float) -> float:
+        """Return the FLOP/s of a step of this duration, in percent of a large matrix product's.
+
+        The value is at most 100. Without this limit it could be larger if the device was busy while
+        the matrix product was timed.
         """
         return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
-    def rise(self) -> str | None:
-        """What to say where the learning rate would end above its top."""
+    def describe_rising_lr(self) -> str | None:
+        """Return a warning if the learning rate would rise to `train.final_lr`, else None."""
         last = self.options.final_lr
-        if self.options.schedule != "cosine" or self._top >= last:
+        if self.options.schedule != "cosine" or self._top_lr >= last:
             return None
-        share = f"{self.options.batch}/{_REFERENCE_BATCH}"
+        factor = f"{self.options.batch}/{_REFERENCE_BATCH}"
         return (
-            f"the learning rate rises from {self._top:.2g}, optimizer.lr={self._asked:g} times "
-            f"{share}, to train.final_lr={last:g}; train.final_lr=0.0 lets it fall"
+            f"the learning rate rises from {self._top_lr:.2g} (optimizer.lr={self._recipe.lr:g} x "
+            f"{factor}) to train.final_lr={last:g}. To let it fall, use train.final_lr=0.0"
         )
 
     def values(self, step: int) -> dict[str, float]:
-        """Everything that is scheduled, for the log."""
+        """Return all scheduled values of a step, for the log."""
         rates = {"lr": self.lr(step), "weight_decay": self.weight_decay(step)}
         return rates | self.learner.values(step)
 
@@ -126,53 +183,80 @@ class Trainer:
         self.learner.load_state_dict(state["learner"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _accumulate(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
-        """Gradients of the mean loss over all parts; mean of what they report."""
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        groups = parameter_groups(
+            self.learner.student.named_parameters(),
+            layer_decay=self.options.layer_decay,
+            decay_tokens=self.options.decay_tokens,
+        )
+        return self._recipe.build(groups)
+
+    def _set_rates(self, step: int) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
+        # The groups alternate: one with weight decay, then one that is exempt from it.
+        decayed_groups = groups[::2]
+        for group in decayed_groups:
+            group["weight_decay"] = self.weight_decay(step)
+
+    def _accumulate_gradients(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+        """Compute the gradient of the mean loss over all parts, and return their mean report."""
         reports = []
         for number, views in enumerate(parts, start=1):
             if not self.flops:
-                part = training_flops(self.learner, views, step)
-                self.flops = self.options.accumulation * part
-            # Gradients are averaged over processes only once, with the last part.
-            waits = self.ranks.world_size > 1 and number < self.options.accumulation
+                part_flops = count_training_flops(self.learner, views, step)
+                self.flops = self.options.accumulation * part_flops
+            # Processes average their gradients only once, after the last part.
+            is_last = number == self.options.accumulation
             network: Any = self.network
-            with network.no_sync() if waits else nullcontext():
-                with autocast(self.ranks.device, self._dtype):
-                    loss, report = self.learner.loss(self.network, views, step)
-                (loss / self.options.accumulation).backward()
-            reports.append({"loss": loss.detach(), **report})
+            with nullcontext() if is_last or self.ranks.world_size == 1 else network.no_sync():
+                reports.append(self._compute_gradients(network, views, step))
         return {name: torch.stack([r[name] for r in reports]).mean() for name in reports[0]}
 
-    def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
-        """Batch statistics of a step that learns nothing are not kept either."""
+    def _compute_gradients(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one part to that of earlier parts, and return its report."""
+        with autocast(self.ranks.device, self._dtype):
+            loss, report = self.learner.loss(network, views, step)
+        (loss / self.options.accumulation).backward()
+        return {"loss": loss.detach(), **report}
+
+    def _eager_if_configured(self) -> AbstractContextManager[object]:
+        return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
+
+    def _restore_statistics(self, before: Iterable[Tensor], where: Bool[Tensor, ""]) -> None:
+        """Restore the batch statistics from before the step if `where` is true."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
-            buffer.copy_(torch.where(lost.to(buffer.device), old, buffer))
+            buffer.copy_(torch.where(where.to(buffer.device), old, buffer))
 
 
 @contextmanager
-def deterministic(asked: bool) -> Generator[None]:
-    """Compute only with what gives the same bits every time, and refuse what cannot.
+def deterministic(is_required: bool) -> Generator[None]:
+    """Use only operations that give the same bits every time, if this is required.
 
-    Two runs are then equal on devices of one kind with one version of torch. On a CPU they are
-    without it.
+    Two runs are then equal on devices of one kind with the same version of torch. CPUs do not need
+    this context.
 
     Raises:
-        ConfigurationError: something in the run exists in no deterministic form.
+        ConfigurationError: An operation of the run has no deterministic form.
     """
-    if not asked:
+    if not is_required:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         yield
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        what = str(error).partition(" does not have")[0][:100]
+        operation = str(error).partition(" does not have")[0][:100]
         raise ConfigurationError(
-            f"{what} has no deterministic form on this device", hint=("train.deterministic=false",)
+            f"{operation} has no deterministic form on this device",
+            hint=("train.deterministic=false",),
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)

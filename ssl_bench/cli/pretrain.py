@@ -34,7 +34,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan = build(config)
     if options.dry_run:
         may_exist = continues or options.overwrite
-        print(escape_lines(plan.outline(out, goes_on=may_exist, device=options.device)))
+        print(escape_lines(plan.outline(out, may_exist=may_exist, device=options.device)))
         return 0
     plan.run(
         out,
@@ -46,7 +46,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config=full,
     )
     if is_main_process():
-        say(plan.what_next(out))
+        say(plan.describe_next_step(out))
     return 0
 
 

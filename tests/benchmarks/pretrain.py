@@ -28,7 +28,7 @@ from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.resources import product_rate, wait
+from pretrain.resources import measure_product_rate, synchronize
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.data.samples import Sample
@@ -86,10 +86,10 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
     """Until the device is done; without one, what the processor worked, whoever else wants it."""
     clock = clock_of(device)
-    wait(device)
+    synchronize(device)
     start = clock()
     work()
-    wait(device)
+    synchronize(device)
     return 1e3 * (clock() - start)
 
 
@@ -176,9 +176,9 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
         for candidate in candidates.values():
             candidate.step_ms.append(candidate.run(PERIOD))
         looks_ms.append(finishing_ms(setting, groups))
-    dtype = torch.bfloat16 if setting.train.autocasts(setting.device) else torch.float32
+    dtype = torch.bfloat16 if setting.train.uses_bfloat16(setting.device) else torch.float32
     # A run measures by the wall clock, which is not what steps are measured with on a processor.
-    rates_apart = product_rate(setting.device, dtype) / product_rate(
+    rates_apart = measure_product_rate(setting.device, dtype) / measure_product_rate(
         setting.device, dtype, clock_of(setting.device)
     )
     medians = {name: median(candidate.step_ms) for name, candidate in candidates.items()}

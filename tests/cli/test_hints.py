@@ -110,6 +110,7 @@ EXPRESSIONS = {
     "*probe": "ssl-bench probe --task knn",
     "*self.prog.split()": "ssl-bench probe",
     "*words": "ssl-bench probe --task all --checkpoint demo:skip",
+    "accumulation": "4",
     "action": "list",
     "address": "demo:skip",
     "architecture": "vit_small_patch16_224",

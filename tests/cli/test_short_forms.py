@@ -115,6 +115,6 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(place, capsys):
 
     words = pretraining(place / "photos", "run", "--dry-run")
 
-    assert "run already holds a run" in fails(capsys, words, 2)
+    assert "run already contains a run" in fails(capsys, words, 2)
     assert main([*words, "--overwrite"]) == 0
     assert (place / "run" / "log.jsonl").exists()

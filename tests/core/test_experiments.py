@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from pretrain.description import describe, differences
-from pretrain.train import Pretraining
+from pretrain.description import describe, find_differences
+from pretrain.plan import Pretraining
 from ssl_bench.cli.reproduce import is_run
 from ssl_bench.composition.choices import choices, config_folder, experiments
 from ssl_bench.composition.compose import build, compose_config
@@ -178,7 +178,7 @@ def test_the_arms_of_a_comparison_differ_in_what_they_name_alone(stem):
     first = describe(experiment(stem))
 
     changed = {
-        name: {line.split(".")[0] for line in differences(first, arms[name])} for name in arms
+        name: {line.split(".")[0] for line in find_differences(first, arms[name])} for name in arms
     }
 
     assert set().union(*changed.values()) <= COMPARISONS[stem]
@@ -190,7 +190,7 @@ def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
         now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)
-        assert differences(before, now) == [
+        assert find_differences(before, now) == [
             "drop_path: 0.0 -> 0.1",
             "position_embedding: sinusoidal -> learned",
         ]

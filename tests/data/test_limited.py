@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pretrain.description import describe, differences
+from pretrain.description import describe, find_differences
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
@@ -94,6 +94,6 @@ def test_a_run_learns_from_few_images_and_is_another_run(tmp_path):
 
     assert few.open().ids == ("0.jpg", "1.jpg", "2.jpg")
     assert len(whole.open()) == 4
-    assert "data.limit: 3 -> None" in differences(
+    assert "data.limit: 3 -> None" in find_differences(
         {"data": describe(few)}, {"data": describe(whole)}
     )

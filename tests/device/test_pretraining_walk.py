@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pretrain.crops.multi import MultiCrop
+from pretrain.objectives.dino import DinoLearner
 from ssl_bench.cli.__main__ import main
 from tests.device.runs import OBJECTIVES, SMALL
 from tests.support.runs import end_after_parts, log_rows
@@ -48,6 +49,28 @@ def test_a_device_learns_what_the_cpu_does(photos, objective, optimizer):
     names = ("lr", "epoch") if objective == "mae" and not is_simulated() else on_cpu[0]
     for row, other in zip(on_device, on_cpu, strict=True):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+def test_the_advice_after_memory_ran_out_works(photos, monkeypatch, capsys, optimizer):
+    # A stand-in for a full device: the loss refuses more than one image at once.
+    usual = DinoLearner.loss
+
+    def limited(self, network, views, step):
+        if len(views[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(self, network, views, step)
+
+    monkeypatch.setattr(DinoLearner, "loss", limited)
+    monkeypatch.setattr("pretrain.step.count_training_flops", lambda *_: 1e6)
+    words = [
+        *("pretrain", "--data-root", str(photos / "train"), "--device", "cuda", "--out", "run"),
+        *(*SMALL, *OBJECTIVES["dino"], f"optimizer={optimizer}", "train.batch_size=2"),
+    ]
+    assert main(words) == 5
+    assert "`train.accumulation=2 --overwrite`" in capsys.readouterr().err
+
+    assert main([*words, "train.accumulation=2", "--overwrite"]) == 0
 
 
 MODELS = {

@@ -154,7 +154,7 @@ def test_a_unit_waits_no_more_often_than_is_said(place, name):
         words = [*unit.words, "--device", "cuda", "--out", out]
         # The rate of a real device's products is measured with larger matrices.
         with (
-            patch.dict(resources._SIDE, cuda=64),
+            patch.object(resources, "_LARGE_SIDE", 64),
             counted_steps() as steps,
             LEDGER.counting() as found,
         ):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoints import load_state
+from pretrain.checkpoints import load_state, save_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
@@ -253,6 +253,18 @@ def test_fault_92_a_missing_part_of_a_state_is_named(capsys, begun, within, key)
 
     assert "run/state.pt" in said
     assert key in said
+
+
+@pytest.mark.parametrize("step", [-3, "7", None, 1000])
+def test_fault_92_an_impossible_step_of_a_state_is_refused(capsys, begun, step):
+    state = load_state(Path("run"), torch.device("cpu"))[0]
+    save_state(Path("run"), {**state, "step": step})
+
+    said = fails(capsys, [*begun, "--resume"], 4)
+
+    assert f"run/state.pt has step {step!r}" in said
+    assert "`--overwrite` or `--out FOLDER`" in said
+    assert main([*begun, "--overwrite"]) == 0
 
 
 def test_fault_92_the_advice_for_lost_states_and_digests_works(place, capsys, begun):

@@ -182,8 +182,8 @@ def test_fault_32_a_changed_configuration_is_refused_with_the_difference(capsys,
     # Of what was forgotten to type again only that is named which can be typed.
     forgetful = ["pretrain", "--out", "run", "--resume", *PRETRAIN[1:], "train.epochs=99"]
     said = fails(capsys, [*forgetful, "model.depth=3"], 2)
-    assert "another configuration (model.depth: 2 -> 3; train.epochs: 300 -> 99); type" in said
-    assert "words of the first command again (their values are in run/config" in said
+    assert "another configuration (model.depth: 2 -> 3; train.epochs: 300 -> 99). Type" in said
+    assert "the settings of the first command again; run/config" in said
     assert main([*begun, "--resume"]) == 0
 
 
@@ -270,8 +270,34 @@ def test_fault_90_what_is_advised_for_another_architecture_works(place, capsys):
 def test_fault_90_a_stopped_extension_goes_on_by_the_same_words(capsys, begun):
     longer = [*begun, "train.max_steps=8", "--extend", "--resume"]
     assert main(longer) == main(longer) == 0
-    assert "going on after step 2 of 8" in capsys.readouterr().err
+    assert "continuing after step 2 of 8" in capsys.readouterr().err
     assert Path("run/config.yaml").read_text().count("to_steps") == 1
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_fault_92_a_missing_log_is_reported(capsys, begun, is_missing):
+    if is_missing:
+        Path("run/log.jsonl").unlink()
+
+    assert main([*begun, "--resume"]) == 0
+
+    said = capsys.readouterr().err
+    assert ("run/log.jsonl is missing, so the log begins with step 2" in said) == is_missing
+    assert [row["step"] for row in log_rows("run")] == ([2] if is_missing else [1, 2])
+
+
+@pytest.mark.parametrize(("saved", "reports"), [(2, 1), (1, 0), (None, 0)])
+def test_another_number_of_processes_is_reported(capsys, begun, saved, reports):
+    state = load_state(Path("run"), CPU)[0]
+    assert state.pop("processes") == 1
+    # States of older versions do not contain the number.
+    save_state(Path("run"), state if saved is None else {**state, "processes": saved})
+
+    assert main([*begun, "--resume"]) == 0
+
+    said = capsys.readouterr().err
+    assert said.count("saved with 2 processes and continues with 1") == reports
+    assert load_state(Path("run"), CPU)[0]["processes"] == 1
 
 
 def test_fault_90_a_shorter_run_is_not_sent_to_extend(capsys, begun):
@@ -313,10 +339,10 @@ def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys):
     # Never read so far, like the one that was mended.
     picture(33).save(place / "photos/3.jpg", quality=95)
     assert main([*run, "--resume"]) == 0
-    assert "images that this run has not learned from are others" in capsys.readouterr().err
+    assert "some images have changed, but this run has not used them" in capsys.readouterr().err
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3]
     assert main([*run, "--resume"]) == 0
-    assert "others than before" not in capsys.readouterr().err
+    assert "some images have changed" not in capsys.readouterr().err
 
 
 def test_fault_89_what_cannot_be_read_is_said_before_the_first_step(place, capsys):
@@ -391,7 +417,7 @@ def test_a_picture_that_was_left_out_may_be_mended_after_any_number_of_stops(pla
     picture(1).save(path, quality=95)
 
     assert main([*run, "--resume"]) == 0
-    assert "images that this run has not learned from are others" in capsys.readouterr().err
+    assert "some images have changed, but this run has not used them" in capsys.readouterr().err
 
 
 def test_fault_89_a_picture_damaged_after_it_was_learned_counts(place, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.train import Pretraining
+from pretrain.plan import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.models import describe_encoder
 from ssl_bench.composition.compose import build, compose_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pretrain.objectives.supervised import Supervised
-from pretrain.resources import training_flops
+from pretrain.resources import count_training_flops
 from pretrain.schedules import Timeline
 from probes.conditioning.decomposition import decompose_block
 from ssl_bench.models import (
@@ -217,7 +217,7 @@ def test_linear_attention_is_q_k_v_over_the_root_of_width_and_tokens():
 def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(config):
     learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
     views = drawn(2, 3, 32, 32).float(), torch.tensor([0, 1]), torch.tensor(1.0)
-    assert training_flops(learner, views, 0) > 0
+    assert count_training_flops(learner, views, 0) > 0
     loss, _ = learner.loss(learner.student, views, 0)
     loss.backward()
     for name, parameter in learner.student.named_parameters():

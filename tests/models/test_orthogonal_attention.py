@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretrain.description import describe, differences
-from pretrain.train import Pretraining
+from pretrain.description import describe, find_differences
+from pretrain.plan import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.models.initialisers import OsaInit, XavierInit
@@ -276,7 +276,7 @@ def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():
     }
     assert all(isinstance(plan, Pretraining) for plan in plans.values())
     described = {row: describe(plan) for row, plan in plans.items()}
-    changed = {row: differences(described["vit"], described[row]) for row in ROWS}
+    changed = {row: find_differences(described["vit"], described[row]) for row in ROWS}
     no_skip = ["model.skip_attention: True -> False", "model.skip_mlp: True -> False"]
     no_norm = ["model.norm: layernorm -> none"]
     osa = ["model.init: xavier -> osa", *no_norm, "model.qkv_bias: True -> False", *no_skip]

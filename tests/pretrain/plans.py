@@ -15,7 +15,7 @@ from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.train import Pretraining
+from pretrain.plan import Pretraining
 from ssl_bench.models import ViTConfig
 
 CPU = torch.device("cpu")

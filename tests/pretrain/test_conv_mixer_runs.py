@@ -8,15 +8,15 @@ import torch
 
 from pretrain.checkpoints import ENCODER
 from pretrain.crops.single import SingleCrop
-from pretrain.description import describe, in_full
+from pretrain.description import describe, update_description
 from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import TrainOptions
+from pretrain.plan import Pretraining
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
-from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, load_encoder
@@ -51,8 +51,8 @@ def test_a_teacher_of_running_averages_is_refused_in_one_line():
 def test_a_run_of_a_version_with_the_class_elsewhere_can_be_resumed():
     older = {**describe(TINY), "_target_": "ssl_bench.models.config.ConvMixerConfig"}
 
-    assert in_full(older, TINY) == describe(TINY)
-    assert in_full(older, ViTConfig()) == older
+    assert update_description(older, TINY) == describe(TINY)
+    assert update_description(older, ViTConfig()) == older
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from pretrain.papers.copying import (
     find_correct_letters,
     make_rows,
 )
+from pretrain.plan import Pretraining
 from pretrain.schedules import Timeline
-from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import StateSpaceConfig, StateSpaceModel
@@ -146,8 +146,8 @@ def test_a_dry_run_speaks_of_strings(tmp_path):
         "encoder    1 blocks of width 8, mamba2 with 4 states",
     ]
     assert "of 8 strings" in PLAN.outline(tmp_path / "run")[-1]
-    assert PLAN.what_next(Path("run")) == "tested: see the last line of run/log.jsonl"
-    assert "probe" in Pretraining().what_next(Path("run"))
+    assert PLAN.describe_next_step(Path("run")) == "test scores: see the last line of run/log.jsonl"
+    assert "probe" in Pretraining().describe_next_step(Path("run"))
 
 
 @pytest.mark.parametrize(

@@ -625,7 +625,7 @@ UNCHANGED = MultiCrop(
 def test_black_and_white_become_what_is_counted_by_hand(crops, mean, std, black, white):
     image = np.zeros((8, 8, 3), dtype=np.uint8)
     image[:, 4:] = 255
-    colours = DataOptions(mean=[mean] * 3, std=[std] * 3).colours
+    colours = DataOptions(mean=[mean] * 3, std=[std] * 3).normalization
     # A box that has the whole image for its part, and so nothing is resized.
     groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
 

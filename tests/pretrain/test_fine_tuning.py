@@ -12,7 +12,7 @@ from pretrain.fine_tuning import load_initial_weights
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
-from pretrain.train import Pretraining
+from pretrain.plan import Pretraining
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     ConvMixerConfig,

@@ -11,7 +11,7 @@ from pretrain.crops.augmentation import normalise
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.supervised import Supervised
 from pretrain.options import DataOptions
-from pretrain.train import Pretraining
+from pretrain.plan import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
@@ -51,8 +51,10 @@ def scaled(root, **data) -> Pretraining:
 
 
 def test_the_default_is_imagenets_and_that_of_the_command():
-    assert DataOptions().colours == (IMAGENET_MEAN, IMAGENET_STD)
-    assert build(compose_config("pretraining", [])).data.colours == DataOptions().colours
+    assert DataOptions().normalization == (IMAGENET_MEAN, IMAGENET_STD)
+    assert (
+        build(compose_config("pretraining", [])).data.normalization == DataOptions().normalization
+    )
 
 
 def test_probes_of_a_run_see_the_images_as_it_did_and_runs_that_start_with_it_have_to(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from pretrain.checkpoints import CONFIG, ENCODER
 from pretrain.crops.multi import MultiCrop
-from pretrain.train import Pretraining
+from pretrain.plan import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
@@ -182,13 +182,13 @@ def test_a_run_that_is_not_there_is_said_or_refused(place, capsys):
     run = ["pretrain", "--data-root", "photos", "--out", "run", *PRETRAIN]
     for words in (["--resume=must"], ["--extend"]):
         assert main([*run, *words]) == 2
-        assert "nothing to resume in run" in capsys.readouterr().err
+        assert "run contains no run to resume" in capsys.readouterr().err
         assert not Path("run", ENCODER).exists()
     assert main([*run, "--resume", "train.max_steps=1"]) == 0
-    assert "nothing to resume in run, starting" in capsys.readouterr().err
+    assert "run contains no run to resume, starting one" in capsys.readouterr().err
     assert main([*run, "--resume=must", "train.max_steps=1"]) == 0
     assert main([*run, "--extend", "train.max_steps=2"]) == 0
     assert state_of(Path("run"))["step"] == 2
-    assert "of run/state.pt are for --resume and --extend alone" in capsys.readouterr().err
+    assert "Only --resume and --extend need run/state.pt (" in capsys.readouterr().err
     assert not Path("run/state.previous.pt").exists()
     assert main([*run, "--resume=maybe"]) == 2

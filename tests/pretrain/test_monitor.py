@@ -23,8 +23,8 @@ from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions
+from pretrain.plan import Pretraining
 from pretrain.schedules import Timeline
-from pretrain.train import Pretraining
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders

@@ -110,7 +110,7 @@ def test_the_gradient_in_bfloat16_points_where_that_of_float32_does():
     for precision in ("float32", "bfloat16"):
         steps = Steps(AdamW(), precision=precision, compile=False)
         views = OBJECTIVE.crops.finish(steps.groups, steps.device)
-        steps.trainer._accumulate(0, iter([views]))
+        steps.trainer._accumulate_gradients(0, iter([views]))
         parameters = steps.trainer.learner.student.parameters()
         gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
 

@@ -1,6 +1,8 @@
-"""What a step needs, counted without doing it, and the batch that fits where none was typed."""
+"""The FLOPs of a step, the default batch size, and the advice after memory has run out."""
 
 import copy
+import errno
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,126 +11,193 @@ import torch
 import yaml
 from torch import nn
 
-from pretrain import logging, resources
+from pretrain import logging
 from pretrain.distributed import TrainingRanks
-from pretrain.objectives.dino import Dino
+from pretrain.memory import find_accumulation, out_of_memory_error
+from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
-from pretrain.optimizers.recipes import AdamW
+from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
-from pretrain.resources import Needs, fitted_batch, product_rate, training_flops
+from pretrain.papers.copying import Copying
+from pretrain.plan import Pretraining
+from pretrain.resources import count_training_flops, measure_product_rate
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
-from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import ConvMixerConfig, ViTConfig
+from ssl_bench.models import ConvMixerConfig, StateSpaceConfig, ViTConfig
 from tests.pretrain.plans import CPU, SMALL_DINO, TINY, state_of
-from tests.support.faults import (
-    PRETRAIN,
-    class_folders,
-    fails,
-    peak_memory_mib,
-    photo_folder,
-    unchecked_types,
-)
+from tests.support.faults import PRETRAIN, class_folders, fails, photo_folder, pretraining
 from tests.support.runs import assert_same_run, log_rows
 
 UNTYPED = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
-GIB = 2**30
-SMALL = Needs(flops=1e6, image_bytes=1000, fixed_bytes=1000)
+
+
+def words_for(root: Path, out: str, *more: str) -> list[str]:
+    words = ["pretrain", "--data-root", str(root), "--out", out, "--device", "cpu"]
+    return [*words, *UNTYPED, *more]
 
 
 def run(root: Path, out: str, *more: str) -> int:
-    words = ["pretrain", "--data-root", str(root), "--out", out, "--device", "cpu"]
-    return main([*words, *UNTYPED, *more])
+    return main(words_for(root, out, *more))
 
 
-@pytest.mark.parametrize(("count", "batch"), [(20, 4), (50, 8)])
-def test_a_run_of_few_images_trains_and_says_its_batch(place, capsys, count, batch):
-    assert run(photo_folder(place / "few", count), "run", "train.max_steps=2") == 0
+@pytest.mark.parametrize(
+    ("count", "batch"), [(1, 1), (7, 1), (8, 2), (20, 4), (255, 32), (256, 64), (10**6, 64)]
+)
+def test_the_default_batch_leaves_four_steps_per_epoch(count, batch):
+    options = TrainOptions().with_batch_size(count)
+    assert options.batch == batch
+    assert TrainOptions(batch_size=7).with_batch_size(count).batch == 7
+
+
+def test_a_run_of_few_images_trains_and_states_its_batch(place, capsys):
+    assert run(photo_folder(place / "few", 20), "run", "train.max_steps=2") == 0
 
     said = capsys.readouterr().err
-    assert f"{count} images, 2 steps of {batch}, about 0.1 GiB of memory" in said
-    assert f"train.batch_size={batch} fits: {2 * batch} would leave fewer than 4 steps" in said
+    assert "20 images, 2 steps, batch 4\n" in said
     written = yaml.safe_load(Path("run/config.yaml").read_text())
-    assert written["train"]["batch_size"] == batch
-    assert log_rows("run")[0]["lr"] <= 5e-4 * batch / 256
+    assert written["train"]["batch_size"] == 4
+    assert log_rows("run")[0]["lr"] <= 5e-4 * 4 / 256
     assert "next: ssl-bench probe" in said
 
 
-def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
+def test_a_batch_is_taken_as_typed_and_null_is_the_default(place, capsys):
     root = photo_folder(place / "few", 20)
     assert run(root, "typed", "train.batch_size=10", "train.max_steps=1") == 0
-    assert "20 images, 1 steps of 10, about" in (said := capsys.readouterr().err)
-    assert "fits:" not in said
+    assert "20 images, 1 steps, batch 10\n" in capsys.readouterr().err
 
     words = ["pretrain", "--data-root", str(root), "--batch-size", "21"]
     assert "`train.batch_size=null`" in fails(capsys, [*words, "--dry-run", *UNTYPED], 2)
 
-    assert (
-        main([*words[:3], "--dry-run", "experiment=dino_photographs", "train.batch_size=null"]) == 0
-    )
-    assert "batch      4 fits: 8 would leave" in capsys.readouterr().out
+    recipe = ["experiment=dino_photographs", "train.batch_size=null"]
+    assert main([*words[:3], "--dry-run", *recipe]) == 0
+    assert " of 4 images, " in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, capsys):
+def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(place, monkeypatch):
     root = photo_folder(place / "few", 20)
-    assert run(root, "whole", "train.max_steps=4") == 0
-    assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
+    # As if this version chose by the memory of the machine.
+    with monkeypatch.context() as patch:
+        patch.setattr("pretrain.options._DEFAULT_BATCH", 2)
+        assert run(root, "whole", "train.max_steps=4") == 0
+        assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
     assert state_of(Path("part"))["step"] < 4
-    # There nothing but single images would fit.
-    monkeypatch.setattr(resources, "free_host_memory", lambda: 1)
-    assert run(root, "elsewhere", "train.max_steps=1") == 0
-    assert "1 steps of 1, about" in capsys.readouterr().err
 
     assert run(root, "part", "train.max_steps=4", "--resume") == 0
 
     assert_same_run(Path("whole"), Path("part"))
-    assert yaml.safe_load(Path("part/config.yaml").read_text())["train"]["batch_size"] == 4
+    assert yaml.safe_load(Path("part/config.yaml").read_text())["train"]["batch_size"] == 2
 
 
 @pytest.mark.parametrize(
-    ("images", "needs", "more", "batch", "why"),
+    ("images", "accumulation", "most", "found", "tried"),
     [
-        (10**6, {}, {}, 1024, "1,024 is the most that is taken unasked"),
-        (1, {}, {}, 1, "2 would leave fewer than 4 steps an epoch"),
-        (100, {}, {}, 16, "32 would leave fewer than 4 steps an epoch"),
-        (100, {}, {"ranks": 3, "parts": 2}, 24, "48 would leave fewer than 4 steps an epoch"),
-        (10**6, {"image_bytes": GIB // 2}, {}, 4, "8 would take 4.0 of 8.0 GiB that are free"),
-        # A process computes one image of two at a time.
-        (10**6, {"image_bytes": GIB // 2}, {"parts": 2}, 8, "16 would take 4.0 of 8.0 GiB"),
-        (10**6, {"flops": 30e9}, {}, 8, "a step of 16 would take about 12 s on this CPU"),
+        (64, 1, 8, 8, [32, 16, 8]),
+        (64, 2, 16, 4, [16]),
+        # Only divisors of the batch are tried.
+        (48, 1, 2, 48, [24, 12, 6, 3, 1]),
+        (6, 2, 1, 6, [1]),
+        (4, 1, 0, None, [2, 1]),
+        (4, 4, 0, None, []),
     ],
 )
-def test_a_batch_fits_images_memory_and_patience(monkeypatch, images, needs, more, batch, why):
-    monkeypatch.setattr(resources, "free_host_memory", lambda: 8 * GIB)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+def test_an_accumulation_is_doubled_until_a_part_fits(images, accumulation, most, found, tried):
+    seen = []
 
-    found, reason = fitted_batch(images, replace(SMALL, **needs), CPU, **more)
+    def fits(count: int) -> bool:
+        seen.append(count)
+        return count <= most
 
-    assert found == batch
-    assert reason.startswith(why)
-
-
-@pytest.mark.slow
-@unchecked_types()
-def test_memory_of_an_image_is_about_what_a_step_takes():
-    plan = Pretraining(model=ViTConfig(dim=192, num_heads=3, depth=4), objective=Dino(out_dim=64))
-    timeline = replace(plan.train, batch_size=1).timeline(9)
-    learner = plan.objective.build(plan.encoder, timeline, seed=0)
-
-    image_bytes = plan.needs(learner).image_bytes
-
-    peaks = []
-    for images in (1, 2, 10):
-        views = [torch.rand(n * images, 3, s, s) for n, s in ((2, 224), (8, 96))]
-        with peak_memory_mib() as peak:
-            learner.loss(learner.student, views, 0)[0].backward()
-            peaks.append(2**20 * peak())
-    # The first one makes the gradients.
-    assert (peaks[2] - peaks[1]) / 8 == pytest.approx(image_bytes, rel=0.5)
+    assert find_accumulation(images, accumulation, fits) == found
+    assert seen == tried
 
 
-def test_a_supervised_run_takes_labels_unasked(place, capsys):
+def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
+    """Let DINO's loss raise an error for more images, as a stand-in for a device that is full."""
+    usual = DinoLearner.loss
+
+    def limited(self, network, views, step):
+        if len(views[0]) > 2 * images and step >= first_step:
+            raise error
+        return usual(self, network, views, step)
+
+    monkeypatch.setattr(DinoLearner, "loss", limited)
+    # The count of FLOPs calls the loss too, on tensors that take no memory.
+    monkeypatch.setattr("pretrain.step.count_training_flops", lambda *_: 1e6)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nGPU 0 has"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate"
+                     f" memory: you tried to allocate 9 bytes. Error code {errno.ENOMEM}"),
+    ],
+)  # fmt: skip
+def test_the_advice_after_memory_ran_out_works(place, capsys, monkeypatch, error):
+    limit_memory(monkeypatch, 2, error)
+    words = words_for(photo_folder(place / "few", 20), "run", "train.max_steps=2")
+    words.append("train.batch_size=8")
+
+    said = fails(capsys, words, 5)
+
+    assert "out of memory in step 1 with 8 images at once" in said
+    assert "train.accumulation=4 --overwrite" in said
+    assert not Path("run/state.pt").exists()
+    assert main([*words, *shlex.split(said.rpartition("use `")[2].rstrip("`"))]) == 0
+
+
+COPYING = Pretraining(
+    model=StateSpaceConfig(dim=32, depth=1, num_states=16, num_tokens=28),
+    objective=Copying(length=5),
+    train=TrainOptions(batch_size=4),
+)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), Soap()])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Pretraining(model=TINY, objective=SMALL_DINO),
+        Pretraining(model=TINY, objective=Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)),
+        Pretraining(model=TINY, objective=Supervised()),
+        COPYING,
+    ],
+    ids=lambda plan: type(plan.objective).__name__,
+)
+def test_parts_of_blank_images_can_be_computed(plan, optimizer):
+    options, timeline = TrainOptions(batch_size=4), Timeline(10, 10)
+    plan = replace(plan, train=options, optimizer=optimizer)
+    learner = plan.objective.build(plan.encoder, timeline, seed=0, class_names=("a", "b"))
+    trainer = Trainer(learner, optimizer, options, timeline, TrainingRanks(device=CPU))
+
+    error = out_of_memory_error("full", 0, plan, trainer, has_state=False)
+
+    assert error.hint == ("train.accumulation=2", "--overwrite")
+
+
+def test_memory_that_runs_out_later_keeps_the_last_checkpoint(place, capsys, monkeypatch):
+    limit_memory(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"), first_step=2)
+    run = pretraining(place / "photos", "run", "train.checkpoint_minutes=0.0")
+
+    said = fails(capsys, run, 5)
+
+    # A saved run cannot be resumed with another accumulation.
+    assert "train.accumulation=2 --out FOLDER" in said
+    assert state_of(Path("run"))["step"] == 2
+
+
+def test_memory_for_not_even_one_image_asks_for_a_smaller_model(place, capsys, monkeypatch):
+    limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
+
+    said = fails(capsys, pretraining(place / "photos", "run"), 5)
+
+    assert "`model=vit_tiny_skip` or `data.image_size=SMALLER`" in said
+    assert "accumulation" not in said
+
+
+def test_a_supervised_run_takes_labels_by_default(place, capsys):
     root = class_folders(place / "classes", 4)
     words = [word for word in UNTYPED if not word.startswith("objective.")]
     words = ["pretrain", "--data-root", str(root), "--device", "cpu", *words]
@@ -178,8 +247,8 @@ def test_a_product_counts_twice_its_multiplications_and_once_more_for_each_gradi
     layer, shape, products
 ):
     values = torch.zeros(shape)
-    assert training_flops(Summed(layer), [values], 0) == 2 * (2 * products)
-    assert training_flops(Summed(layer), [values.requires_grad_()], 0) == 3 * (2 * products)
+    assert count_training_flops(Summed(layer), [values], 0) == 2 * (2 * products)
+    assert count_training_flops(Summed(layer), [values.requires_grad_()], 0) == 3 * (2 * products)
 
 
 @pytest.mark.parametrize("kind", ["dino", "batch statistics"])
@@ -193,7 +262,7 @@ def test_counting_leaves_random_numbers_and_the_learner_alone(kind):
         views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
     state, before = torch.get_rng_state(), copy.deepcopy(learner.state_dict())
 
-    assert training_flops(learner, views, 0) > 0
+    assert count_training_flops(learner, views, 0) > 0
 
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in learner.parameters())
@@ -205,11 +274,11 @@ def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
     learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
     trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
     views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
-    flops = 2 * training_flops(learner, views, 0)
+    flops = 2 * count_training_flops(learner, views, 0)
 
     trainer.take_step(0, iter([views, views]))
 
-    rate = product_rate(CPU, torch.float32)
+    rate = measure_product_rate(CPU, torch.float32)
     assert trainer.utilisation(0.5) == pytest.approx(100 * flops / (0.5 * rate))
     # As where the machine was busy when the product was timed.
     assert trainer.utilisation(flops / (2 * rate)) == pytest.approx(100)
@@ -221,6 +290,8 @@ def test_an_image_of_the_official_recipe_costs_what_its_products_do():
     # 113.8 GFLOP: student 94.0, teacher 18.4, heads 1.4.
     learner = Dino().build(ViTConfig(), Timeline(100, 10), seed=0)
 
-    flops = training_flops(learner, [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)], 0)
+    flops = count_training_flops(
+        learner, [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)], 0
+    )
 
     assert flops / 1e9 == pytest.approx(113.8, rel=0.005)

@@ -7,6 +7,8 @@ import pytest
 
 from pretrain.checkpoints import save_state
 from pretrain.optimizers.recipes import Soap
+from pretrain.plan import Pretraining
+from ssl_bench.composition.compose import component_class
 from ssl_bench.errors import ConfigurationError
 from tests.pretrain.plans import TINY, album, plan_of, state_of, stopped_after_a_step
 from tests.support.runs import assert_same_run
@@ -49,7 +51,8 @@ NEWER = (
         (NEWER, {}),
         # The former name of an option.
         (("model.mlp_mean",), {"model": {"init_options": {"mlp_mean": 0.5}}}),
-        # The former module of a class.
+        # The former module of a class, and of a part.
+        ((), {"_target_": "pretrain.train.Pretraining"}),
         ((), {"objective": {"_target_": "pretrain.former.Dino"}}),
     ],
 )
@@ -96,3 +99,7 @@ def test_what_differs_from_an_older_state_is_named(
 
     with pytest.raises(ConfigurationError, match=rf"\({said}\)"):
         plan_of(root, max_steps=3, **train).run(out, resume=True, device="cpu")
+
+
+def test_the_former_address_of_a_run_is_the_same_class():
+    assert component_class("pretrain.train.Pretraining", "_target_") is Pretraining

@@ -60,8 +60,8 @@ def test_the_triangle_is_the_published_one_at_every_step():
 def test_the_triangle_of_a_run_takes_no_warmup():
     timeline = Timeline(total_steps=10, steps_per_epoch=5)
 
-    assert TrainOptions(schedule="triangular").rate(0.1, timeline) == Triangle(0.1, 10)
-    assert TrainOptions().rate(0.1, timeline) == Cosine(0.1, 1e-6, 10, 1)
+    assert TrainOptions(schedule="triangular").lr_schedule(0.1, timeline) == Triangle(0.1, 10)
+    assert TrainOptions().lr_schedule(0.1, timeline) == Cosine(0.1, 1e-6, 10, 1)
     with pytest.raises(ConfigurationError) as caught:
         TrainOptions(schedule="triangular", warmup_epochs=2.0)
     assert caught.value.hint == ("train.warmup_epochs=null",)

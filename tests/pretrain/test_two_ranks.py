@@ -19,14 +19,14 @@ EXPECTED = {
     "image": (3, "photos/3.png is cut short", AT),
     # The two steps that were lost changed nothing, and are not worth a checkpoint.
     "loss": (2, "loss or gradient was not finite for 2 steps", None),
-    "SIGTERM": (75, "asked to stop after step 4 of 8", AT + 1),
-    "SIGHUP": (75, "asked to stop after step 4 of 8", AT + 1),
-    "SIGUSR1": (75, "asked to stop after step 4 of 8", AT + 1),
-    "SIGINT": (75, "asked to stop after step 4 of 8", AT + 1),
+    "SIGTERM": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
+    "SIGHUP": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
+    "SIGUSR1": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
+    "SIGINT": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
     "worker": (5, "a data worker died", AT),
     "images": (3, "holds no images", None),
     "disk": (5, "No space left on device", AT + 1),
-    "taken": (2, "already holds a run", None),
+    "taken": (2, "already contains a run", None),
     "states": (5, "No space left on device", AT - 1),
 }
 FIRST = ("disk", "taken", "states")

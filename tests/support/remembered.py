@@ -1,4 +1,4 @@
-"""What a step needs, counted once for all runs of one shape; else most of a short run's time."""
+"""Count the FLOPs of a step once for all runs of one shape; a short run would take most of it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pretrain import step as steps
-from pretrain import train
 
 OF_EVERY_MODULE = vars(nn.Module()).keys()
 
@@ -41,6 +40,4 @@ def remembered(count: Callable[..., Any]) -> Callable[..., Any]:
 
 def remember_needs() -> None:
     """For this process and those that it forks."""
-    train.kept_bytes = remembered(train.kept_bytes)
-    train.flops_and_kept_bytes = remembered(train.flops_and_kept_bytes)
-    steps.training_flops = remembered(steps.training_flops)
+    steps.count_training_flops = remembered(steps.count_training_flops)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from pretrain import checkpoints, step, train
+from pretrain import checkpoints, step
 from pretrain.batches import BatchChunks
 from pretrain.logging import LogFile
 from pretrain.monitor import Evaluator
@@ -231,10 +231,8 @@ def prepare() -> None:
     """What all processes have in common, before they are forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
-    # Counting what a step needs takes as long as the run, and no fault hangs on it.
-    train.kept_bytes = lambda *_: 2000
-    train.flops_and_kept_bytes = lambda *_: (1e6, 1000)
-    step.training_flops = lambda *_: 1e6
+    # Counting FLOPs takes as long as the run, and no fault depends on it.
+    step.count_training_flops = lambda *_: 1e6
 
 
 def main() -> None:

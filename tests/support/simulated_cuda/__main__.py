@@ -12,7 +12,7 @@ if (reason := why_not()) is not None:
     raise SystemExit(reason)
 torch.set_num_threads(1)
 # The rate of a real device's products is measured with larger matrices.
-resources._SIDE["cuda"] = 64
+resources._LARGE_SIDE = 64
 with simulation():
     code = main()
 sys.exit(code)

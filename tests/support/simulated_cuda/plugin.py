@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from pretrain import resources
 
     # The rate of a real device's products is measured with larger matrices.
-    resources._SIDE["cuda"] = 64
+    resources._LARGE_SIDE = 64
     if (reason := why_not()) is not None:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=reason))

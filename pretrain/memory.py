@@ -1,0 +1,86 @@
+"""Find a `train.accumulation` whose parts fit into memory, after a step has run out of memory."""
+
+from collections.abc import Callable
+
+import numpy as np
+from torch.utils.data import default_convert
+
+from pretrain.objectives.objective import Generating, Views
+from pretrain.plan import Pretraining
+from pretrain.step import Trainer
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import MachineError
+
+_MAX_REASON = 200
+
+
+class OutOfMemory(MachineError):
+    """Memory ran out during a step. The hint recommends settings that need less memory."""
+
+
+def out_of_memory_error(
+    reason: str, step: int, plan: Pretraining, trainer: Trainer, *, has_state: bool
+) -> OutOfMemory:
+    """Compute smaller and smaller parts of blank images, and recommend the first that fits.
+
+    Afterwards the weights are not those of the run any more, so it must not be saved.
+
+    Args:
+        reason: Message of the error of torch.
+        step: Number of the step that ran out of memory, from 0.
+        plan: The run.
+        trainer: The trainer of the run.
+        has_state: Whether the run folder contains a state, which must not be overwritten.
+    """
+    crops, options, ranks = plan.objective.crops, plan.train, trainer.ranks
+    sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+
+    def create_views(count: int) -> Views:
+        blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
+        generators = [np.random.default_rng(number) for number in range(count)]
+        cut = default_convert(crops.cut([blank] * count, generators, sizes))
+        return crops.finish(cut, ranks.device, plan.data.normalization)
+
+    def fits(count: int) -> bool:
+        return trainer.fits(step, lambda: create_views(count))
+
+    images, noun = options.batch // ranks.world_size, plan.objective.noun
+    accumulation = find_accumulation(images, options.accumulation, fits)
+    message = (
+        f"out of memory in step {step + 1} with {images // options.accumulation} {noun} at once "
+        f"({reason[:_MAX_REASON]})"
+    )
+    if accumulation is not None:
+        # A saved run cannot be resumed with another accumulation, so it needs another folder.
+        out = ("--out", "{folder}") if has_state else ("--overwrite",)
+        return OutOfMemory(
+            f"{message}, {images // accumulation} fit",
+            hint=(f"train.accumulation={accumulation}", *out),
+        )
+    if isinstance(plan.objective, Generating):
+        return OutOfMemory(f"{message}, and fewer do not fit", hint=("model.dim={smaller}",))
+    return OutOfMemory(
+        f"{message}, and fewer do not fit",
+        hint=("model=vit_tiny_skip", "or", "data.image_size={smaller}"),
+    )
+
+
+def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
+    """Return a larger `train.accumulation` for which a part of a batch fits into memory.
+
+    The accumulation is at least doubled until a part fits. It always divides the images equally.
+
+    Args:
+        images: Images of a step that one process computes.
+        accumulation: Number of parts for which memory has run out. It divides `images`.
+        fits: Function that returns whether a part with a number of images fits into memory.
+
+    Returns:
+        The accumulation, or None if not even a part of a single image fits.
+    """
+    while accumulation < images:
+        least = min(2 * accumulation, images)
+        accumulation = next(n for n in range(least, images + 1) if images % n == 0)
+        if fits(images // accumulation):
+            return accumulation
+    return None

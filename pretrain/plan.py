@@ -1,0 +1,232 @@
+"""Define a pretraining run: encoder, objective, optimizer, images and options."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain import checkpoints, trackers
+from pretrain.description import describe
+from pretrain.distributed import join_ranks
+from pretrain.fine_tuning import require_other_folder
+from pretrain.lock import lock_folder
+from pretrain.monitor import Monitor
+from pretrain.objectives.dino import Dino
+from pretrain.objectives.objective import Generating, Objective
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW, OptimizerRecipe
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.signals import stop_requests
+from pretrain.step import deterministic
+from ssl_bench.composition.fields import check_fields
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, ViTConfig
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.output import format_size, say
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """A pretraining run.
+
+    Attributes:
+        model: The encoder. Its image size is replaced by that of the large crops.
+        objective: What the encoder is trained for.
+        optimizer: The optimizer and its hyperparameters.
+        data: The training images.
+        train: Length, speed and numerics.
+        monitor: Measurements during the run. By default there are none.
+        init_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
+            starts with. The default is random weights.
+    """
+
+    model: EncoderConfig = field(default_factory=ViTConfig)
+    objective: Objective = field(default_factory=Dino)
+    optimizer: OptimizerRecipe = field(default_factory=AdamW)
+    data: DataOptions = field(default_factory=DataOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    monitor: Monitor = field(default_factory=Monitor)
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if isinstance(self.objective, Generating):
+            for name, options in (("data", self.data), ("monitor", self.monitor)):
+                if options != type(options)():
+                    raise ConfigurationError(
+                        f"the keys {name}.* and --data-root are about images, but this objective "
+                        "generates its training data. Leave them out"
+                    )
+        elif not self.model.reads_images:
+            raise ConfigurationError(
+                f"model {self.model.kind} reads tokens, expected a model that reads images",
+                hint=("objective=copying", "or", "model=vit_small_skip"),
+            )
+        elif self.data.labels is None:
+            data = replace(self.data, labels=isinstance(self.objective, Supervised))
+            object.__setattr__(self, "data", data)
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        """Return the model, built for the size of the large crops."""
+        if not self.model.reads_images:
+            return self.model
+        return replace(self.model, image_size=self.data.image_size or self.model.image_size)
+
+    def images(self) -> ImageSet:
+        """Return the images or strings that the objective trains on.
+
+        Raises:
+            DataError: There are no images.
+            ConfigurationError: The images have no labels, and the objective needs labels.
+        """
+        if isinstance(self.objective, Generating):
+            return self.objective.images()
+        return self.data.open()
+
+    def with_batch_size(self, num_images: int) -> "Pretraining":
+        """Return this run with the default batch size for a set of images if none is given."""
+        return replace(self, train=self.train.with_batch_size(num_images))
+
+    def outline(
+        self, out: Path, *, may_exist: bool = False, device: torch.device | str | None = None
+    ) -> list[str]:
+        """Describe the run in a few lines for `--dry-run`. Nothing is computed or written.
+
+        Args:
+            out: Folder of the run.
+            may_exist: Whether `out` may contain a run, which would be resumed or overwritten.
+            device: Device of the run, which must be available.
+
+        Raises:
+            ConfigurationError: `out` contains a run, or a batch is larger than the set of images.
+            DataError: There are no images.
+            MachineError: The device is not available.
+        """
+        choose_device(None if device is None else str(device))
+        if not may_exist:
+            checkpoints.require_no_run(out)
+        images = self.images()
+        train = self.train.with_batch_size(len(images))
+        timeline, noun = train.timeline(len(images)), self.objective.noun
+        epochs = timeline.total_steps / timeline.steps_per_epoch
+        objective, optimizer = (type(part).__name__ for part in (self.objective, self.optimizer))
+        lines = [
+            f"run folder {out}",
+            f"{noun:10} {len(images):,} of {images.name} {images.split}",
+            f"encoder    {self.encoder.summary()}",
+            f"objective  {objective}",
+            f"optimizer  {optimizer}",
+            f"steps      {timeline.total_steps:,} of {train.batch:,} {noun}, {epochs:.4g} epochs",
+        ]
+        if unreadable := self.data.describe_unreadable_images(images):
+            lines.append(f"unreadable {unreadable}")
+        return lines
+
+    def run(
+        self,
+        out: Path,
+        *,
+        resume: bool = False,
+        must_resume: bool = False,
+        extend: bool = False,
+        overwrite: bool = False,
+        device: torch.device | str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Train the encoder, and save encoder, configuration, log and training state in `out`.
+
+        If torchrun has started several processes, they share every batch and end together.
+
+        Args:
+            out: Folder of the run.
+            resume: Continue the run in `out`. If there is none, start one.
+            must_resume: Continue the run in `out`, which must exist.
+            extend: Continue the run in `out`, which must exist, with more `train.epochs` or
+                `train.max_steps`. From here on, schedules are those of the new length.
+            overwrite: Delete the run in `out`.
+            device: Device to train on. The default is a GPU if there is one.
+            config: Content of `config.yaml`. The default is this object as plain values.
+
+        Returns:
+            Path of the encoder's weights.
+
+        Raises:
+            ConfigurationError: `out` contains a run that is in progress or differs from this one,
+                or no run although one must be resumed. Or `init_from` has another architecture, or
+                training diverged.
+            CheckpointError: `init_from` or the saved state cannot be read.
+            DataError: An image cannot be read. The state is saved.
+            Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The state is saved.
+            KeyboardInterrupt: Ctrl-C was pressed. The state is saved.
+            MachineError: Memory ran out, a file cannot be written, or TensorBoard or Weights &
+                Biases is required and not installed.
+        """
+        # The module of the training loop imports this one.
+        from pretrain.train import Run
+
+        if self.train.tensorboard:
+            trackers.require_tensorboard()
+        if self.train.wandb is not None:
+            trackers.require_wandb()
+        if self.init_from is not None:
+            require_other_folder(self.init_from, out)
+        continues = resume or must_resume or extend
+        with ExitStack() as stack:
+            # From here on, a signal only asks to stop.
+            request = stack.enter_context(stop_requests())
+            timeout = timedelta(minutes=self.train.timeout_minutes)
+            chosen = choose_device(None if device is None else str(device))
+            ranks = stack.enter_context(join_ranks(chosen, timeout))
+            stack.enter_context(deterministic(self.train.deterministic))
+            # The random generators of the caller stay as they are.
+            gpus = [chosen] if chosen.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(gpus))
+
+            with ranks.fail_together():
+                if ranks.is_main:
+                    stack.enter_context(lock_folder(out))
+                    if (must_resume or extend) and not checkpoints.has_state(out):
+                        raise ConfigurationError(
+                            f"{out} contains no run to resume", hint=("--out", "{run}")
+                        )
+                    checkpoints.prepare_folder(out, resume=continues, overwrite=overwrite)
+            with ranks.fail_together():
+                saved = None
+                if continues and checkpoints.has_state(out):
+                    saved = checkpoints.load_state(out, chosen)
+                plan = self
+                if saved and self.train.batch_size is None:
+                    # Older versions chose the default by the memory of the machine.
+                    batch = saved[0]["configuration"]["train"]["batch_size"]
+                    plan = replace(self, train=replace(self.train, batch_size=batch))
+                run = Run(plan, out, ranks, request)
+                if saved:
+                    run.resume(*saved, extend=extend)
+                else:
+                    if continues:
+                        run.messages.append(f"{out} contains no run to resume, starting one")
+                    run.start()
+                # The state takes as much memory as the run itself.
+                del saved
+                if ranks.is_main:
+                    run.write_config(config or describe(self))
+                    say(f"run folder {out}")
+            run.train()
+        return out / checkpoints.ENCODER
+
+    def describe_next_step(self, out: Path) -> str:
+        """Return a line that says what to do with the finished run in `out`."""
+        if isinstance(self.objective, Generating):
+            return f"test scores: see the last line of {out / checkpoints.LOG}"
+        line = f"next: ssl-bench probe --task all --checkpoint {out}"
+        state = out / checkpoints.STATE
+        if not state.is_file():
+            return line
+        size = format_size(state.stat().st_size)
+        return f"{line}. Only --resume and --extend need {state} ({size})"

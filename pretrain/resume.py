@@ -1,0 +1,220 @@
+"""Save and restore the progress of a run, and check what has changed while it was stopped.
+
+A run is only resumed if it would give the same weights as without the stop. These things may change
+while it is stopped:
+
+- settings that do not affect the weights, such as the number of data workers
+  (`pretrain.description` lists them),
+- the content of an image file that no step has used, because the image was not reached yet or was
+  unreadable. So a damaged image may be repaired, and an image that was not read may be replaced.
+  The names, the number and the classes of the images must stay the same.
+- with `--extend`, the length of the run, if it becomes longer.
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pretrain.batches import BatchChunks
+from pretrain.checkpoints import CONFIG, LOG, unusable_state_error
+from pretrain.description import LENGTH_KEYS, describe, find_differences, update_description
+from pretrain.distributed import TrainingRanks
+from pretrain.plan import Pretraining
+from pretrain.schedules import Timeline, count_phase_steps
+from pretrain.step import Trainer
+from ssl_bench.data.files.fingerprints import file_hashes
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import ConfigurationError, DataError, join_alternatives
+from ssl_bench.system.process import reraise_out_of_memory
+
+# Keys of the state. Older versions wrote them too, apart from the number of processes.
+_USED_FILES, _LEFT_OUT, _NEVER_USED = "learned_files", "left_out", "left_out_unlearned"
+_PROCESSES = "processes"
+# Keys of the description of a run.
+_NAMES, _FILES, _WARMUPS = "images", "image_files", "opening_steps"
+_MAX_REASON = 300
+
+
+@dataclass
+class Progress:
+    """Progress of a run, which its state stores.
+
+    Attributes:
+        step: Number of optimizer steps that were taken.
+        extensions: One entry for each `--extend`, with the step at which it was made, and the
+            lengths of the run before and after it.
+        left_out: Indices of the images that could not be read and were replaced by others.
+        never_used: Indices of those left-out images that no earlier step had used.
+    """
+
+    step: int = 0
+    extensions: list[dict[str, int]] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    never_used: set[int] = field(default_factory=set)
+
+    def state(
+        self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
+    ) -> dict[str, Any]:
+        """Return what `state.pt` contains besides weights and moments."""
+        return {
+            "step": self.step,
+            "configuration": description,
+            "extensions": self.extensions,
+            _LEFT_OUT: sorted(self.left_out),
+            _NEVER_USED: sorted(self.never_used),
+            _USED_FILES: _digest_used_images(images, batches, self.step, self.never_used),
+            _PROCESSES: processes,
+        }
+
+
+def describe_run(
+    plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
+) -> dict[str, Any]:
+    """Describe a run with everything that must not change while it is stopped.
+
+    Args:
+        plan: The run, with a batch size.
+        images: The training images. Their ids and class names are described by a SHA-256.
+        fingerprint: Fingerprint of the content of the images.
+        timeline: Length of the run.
+    """
+    names = "\n".join((*images.ids, *images.class_names))
+    description = describe(plan)
+    description[_NAMES] = hashlib.sha256(os.fsencode(names)).hexdigest()
+    description[_FILES] = fingerprint
+    description[_WARMUPS] = count_phase_steps(description, timeline)
+    return description
+
+
+def restore_progress(
+    state: Mapping[str, Any],
+    path: Path,
+    *,
+    plan: Pretraining,
+    description: Mapping[str, Any],
+    timeline: Timeline,
+    images: ImageSet,
+    batches: BatchChunks,
+    ranks: TrainingRanks,
+    extend: bool,
+) -> tuple[Progress, list[str]]:
+    """Check that a saved run can be resumed, and return its progress and messages about it.
+
+    All processes must call this function together.
+
+    Args:
+        state: The saved state.
+        path: File of the state.
+        plan: The run that continues.
+        description: What `describe_run` returned for it.
+        timeline: Length of the run that continues.
+        images: Its training images.
+        batches: Its batches.
+        ranks: Its processes.
+        extend: Whether the run may be longer than the saved one.
+
+    Raises:
+        CheckpointError: The state has an impossible step.
+        ConfigurationError: A setting that affects the weights has changed, or an image that a step
+            has used. Or `extend` is true, and the run is not longer than the saved one.
+    """
+    messages, step = list[str](), state["step"]
+    if not isinstance(step, int) or step < 0:
+        raise unusable_state_error(path, f"has step {step!r}, expected a whole number from 0")
+
+    before = update_description(state["configuration"], plan)
+    saved_lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
+    # `keep_epochs` may contain epochs that only the extended run reaches.
+    saved_options = replace(plan.train, keep_epochs=None, **saved_lengths)
+    saved_steps, steps = saved_options.timeline(len(images)).total_steps, timeline.total_steps
+
+    changes = find_differences(before, description)
+    length_changes = [c for c in changes if c.startswith((*LENGTH_KEYS, f"{_WARMUPS}."))]
+    if extend:
+        changes = [change for change in changes if change not in length_changes]
+    if len(changes) == 1 and changes[0].startswith(f"{_FILES}:"):
+        digest = partial(_digest_used_images, images, batches, step, state[_NEVER_USED])
+        if ranks.compute_on_main(digest) == state[_USED_FILES]:
+            changes = []
+            messages.append("some images have changed, but this run has not used them yet")
+    if changes:
+        can_extend = not extend and steps > saved_steps and changes == length_changes
+        raise _changed_error(path, changes, can_extend)
+    if step > saved_steps:
+        raise unusable_state_error(path, f"has step {step} of a run of {saved_steps} steps")
+
+    left_out = ranks.compute_on_main(partial(_find_unreadable, images, state[_LEFT_OUT]))
+    extensions, message = [*state["extensions"]], f"continuing after step {step} of {steps}"
+    # An extended run that was stopped is continued by the same command. It is not extended again.
+    if extend and (length_changes or not extensions):
+        if steps <= saved_steps:
+            raise ConfigurationError(
+                f"--extend expects more than the {saved_steps} steps of the run in {path.parent}, "
+                f"got {steps}",
+                hint=("train.epochs={larger}", "or", "train.max_steps={larger}"),
+            )
+        extensions.append({"step": step, "from_steps": saved_steps, "to_steps": steps})
+        message += f" instead of {saved_steps}"
+    messages.append(message)
+    if step > 0 and not (path.parent / LOG).is_file():
+        messages.append(f"{path.parent / LOG} is missing, so the log begins with step {step + 1}")
+    # States of older versions do not contain the number of processes.
+    saved_processes = state.get(_PROCESSES, ranks.world_size)
+    if saved_processes != ranks.world_size:
+        messages.append(
+            f"the run was saved with {saved_processes} processes and continues with "
+            f"{ranks.world_size}. Gradients are summed in another order, so the result is not "
+            "bitwise equal to an uninterrupted run"
+        )
+    return Progress(step, extensions, left_out, left_out & {*state[_NEVER_USED]}), messages
+
+
+def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
+    """Load weights and moments.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    try:
+        trainer.load_state_dict(state)
+    except (KeyError, RuntimeError, ValueError) as error:
+        reraise_out_of_memory(error)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+        raise unusable_state_error(path, f"does not match its configuration ({reason})") from error
+
+
+def _digest_used_images(
+    images: ImageSet, batches: BatchChunks, step: int, never_used: Iterable[int]
+) -> str:
+    """Return a SHA-256 of the content of all images that the first `step` steps have used."""
+    is_used = batches.mark_used_images(step)
+    is_used[[*never_used]] = False
+    return hashlib.sha256(file_hashes(images)[is_used].tobytes()).hexdigest()
+
+
+def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
+    """Return which of these images still cannot be read."""
+    unreadable = set[int]()
+    for index in indices:
+        try:
+            images[index]
+        except DataError:
+            unreadable.add(index)
+    return unreadable
+
+
+def _changed_error(path: Path, changes: list[str], can_extend: bool) -> ConfigurationError:
+    # Digests and warm-ups follow from settings. If a setting has changed, only name the setting.
+    derived = (f"{_NAMES}:", f"{_FILES}:", f"{_WARMUPS}.")
+    settings = [change for change in changes if not change.startswith(derived)]
+    return ConfigurationError(
+        f"{path} is of a run with another configuration ({'; '.join(settings or changes)}). Type "
+        f"the settings of the first command again; {path.parent / CONFIG} contains them",
+        hint=join_alternatives(
+            ("--extend",) if can_extend else (), ("--resume",), ("--out", "{folder}")
+        ),
+    )
