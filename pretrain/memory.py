@@ -54,13 +54,15 @@ def out_of_memory_error(
         # A saved run cannot be resumed with another accumulation, so it needs another folder.
         out = ("--out", "{folder}") if has_state else ("--overwrite",)
         return OutOfMemory(
-            f"{message}, {images // accumulation} fit",
+            f"{message}, but {images // accumulation} would fit",
             hint=(f"train.accumulation={accumulation}", *out),
         )
     if isinstance(plan.objective, Generating):
-        return OutOfMemory(f"{message}, and fewer do not fit", hint=("model.dim={smaller}",))
+        return OutOfMemory(
+            f"{message}, and fewer would not fit either", hint=("model.dim={smaller}",)
+        )
     return OutOfMemory(
-        f"{message}, and fewer do not fit",
+        f"{message}, and fewer would not fit either",
         hint=("model=vit_tiny_skip", "or", "data.image_size={smaller}"),
     )
 
