@@ -58,11 +58,9 @@ def out_of_memory_error(
             hint=(f"train.accumulation={accumulation}", *out),
         )
     if isinstance(plan.objective, Generating):
-        return OutOfMemory(
-            f"{message}, and fewer would not fit either", hint=("model.dim={smaller}",)
-        )
+        return OutOfMemory(f"{message}, and fewer do not fit", hint=("model.dim={smaller}",))
     return OutOfMemory(
-        f"{message}, and fewer would not fit either",
+        f"{message}, and fewer do not fit",
         hint=("model=vit_tiny_skip", "or", "data.image_size={smaller}"),
     )
 
