@@ -54,7 +54,7 @@ def out_of_memory_error(
         # A saved run cannot be resumed with another accumulation, so it needs another folder.
         out = ("--out", "{folder}") if has_state else ("--overwrite",)
         return OutOfMemory(
-            f"{message}, {images // accumulation} fit",
+            f"{message}, but {images // accumulation} would fit",
             hint=(f"train.accumulation={accumulation}", *out),
         )
     if isinstance(plan.objective, Generating):

@@ -14,6 +14,7 @@ from torch import nn
 from pretrain import logging
 from pretrain.distributed import TrainingRanks
 from pretrain.memory import find_accumulation, out_of_memory_error
+from pretrain.monitor import Observer
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
@@ -186,6 +187,20 @@ def test_memory_that_runs_out_later_keeps_the_last_checkpoint(place, capsys, mon
     # A saved run cannot be resumed with another accumulation.
     assert "train.accumulation=2 --out FOLDER" in said
     assert state_of(Path("run"))["step"] == 2
+
+
+def test_memory_that_runs_out_in_the_monitor_is_not_blamed_on_a_step(place, capsys, monkeypatch):
+    def measure(self, step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Observer, "measures", measure)
+    words = ["monitor.knn_epochs=1", "monitor.neighbours=2"]
+    words.append(f"monitor.root={class_folders(place / 'classes', 2)}")
+
+    said = fails(capsys, pretraining(place / "photos", "run", *words), 5)
+
+    assert "out of memory (CUDA out of memory)" in said
+    assert "would fit" not in said
 
 
 def test_memory_for_not_even_one_image_asks_for_a_smaller_model(place, capsys, monkeypatch):
