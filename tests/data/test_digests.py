@@ -27,9 +27,9 @@ def test_weights_load_whichever_line_is_theirs(tmp_path):
     [
         (OTHER + "  other.safetensors\n", "has sha256"),
         (OTHER + "\n", "has sha256"),
-        *((text, "says nothing") for text in ("", "\n", "a web page\n", "\udcff\udcfe")),
-        *((f"{text}  last.safetensors\n", "says nothing") for text in (OTHER[1:], OTHER + "0")),
-        (f"g{OTHER[1:]}  last.safetensors\n", "says nothing"),
+        *((text, "states nothing") for text in ("", "\n", "a web page\n", "\udcff\udcfe")),
+        *((f"{text}  last.safetensors\n", "states nothing") for text in (OTHER[1:], OTHER + "0")),
+        (f"g{OTHER[1:]}  last.safetensors\n", "states nothing"),
     ],
 )
 def test_a_sidecar_that_speaks_of_other_weights_or_of_none_is_refused(tmp_path, content, said):

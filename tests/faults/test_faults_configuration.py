@@ -301,20 +301,20 @@ def test_fault_74_a_link_to_itself_is_no_traceback(place, capsys):
 @pytest.mark.parametrize(
     ("weights", "what", "way"),
     [
-        (torchvision.models.resnet18, "holds a ResNet", "timm's name of its architecture"),
+        (torchvision.models.resnet18, "contains a ResNet", "timm's name of its architecture"),
         (
             torchvision.models.convnext_tiny,
-            "holds a network of torchvision",
+            "contains a network of torchvision",
             "Python (docs/python.md), with Encoder.from_module(model, blocks='features.5'",
         ),
         (
             "stages.0.blocks.0.gamma",
-            "holds stages, such as a ConvNeXt's",
+            "contains stages, such as a ConvNeXt's",
             "timm's name of its architecture",
         ),
         (
             "layers.0.blocks.0.norm1.weight",
-            "holds a Swin Transformer",
+            "contains a Swin Transformer",
             "timm's name of its architecture",
         ),
         (
