@@ -67,7 +67,7 @@ def test_fault_16_a_malicious_training_state_never_runs(place, capsys, begun):
 
     said = fails(capsys, [*begun, "--resume"], 4)
 
-    assert "state.pt is not a training state" in said
+    assert "state.pt cannot be loaded" in said
     assert not (place / "mark").exists()
 
 
