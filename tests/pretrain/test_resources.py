@@ -14,7 +14,7 @@ from torch import nn
 from pretrain import logging
 from pretrain.distributed import TrainingRanks
 from pretrain.memory import find_accumulation, out_of_memory_error
-from pretrain.monitor import Observer
+from pretrain.monitor import Evaluator
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_in_the_monitor_is_not_blamed_on_a_step(place, caps
     def measure(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Observer, "measures", measure)
+    monkeypatch.setattr(Evaluator, "measures", measure)
     words = ["monitor.knn_epochs=1", "monitor.neighbours=2"]
     words.append(f"monitor.root={class_folders(place / 'classes', 2)}")
 
