@@ -325,7 +325,7 @@ def require_no_run(folder: Path) -> None:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the paths of configuration, log and encoders of a run, which may not exist."""
+    """Return the paths of configuration, log and encoders of a run. The files may be missing."""
     kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
     encoders = [folder / ENCODER, *kept]
     digests = [path.with_name(f"{path.name}.sha256") for path in encoders]

@@ -249,8 +249,8 @@ class Evaluator(Measuring):
     ) -> list[Path]:
         """Evaluate the head, and store its accuracy as records.
 
-        The record gets the name of the image folder as its dataset. To compare it with the value of
-        a paper, name the folder after the dataset of the paper.
+        The name of the image folder becomes the dataset of the record. Published tables find the
+        record only if the folder has the name of their dataset.
 
         Args:
             results: Folder of a `ResultStore`. Several runs may share it.

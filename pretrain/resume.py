@@ -3,12 +3,12 @@
 A run is only resumed if it would give the same weights as without the stop. These things may change
 while it is stopped:
 
-- settings that do not affect the weights, such as the number of data workers
-  (`pretrain.description` lists them),
-- the content of an image file that no step has used, because the image was not reached yet or was
+- Settings that do not affect the weights, such as the number of data workers.
+  `pretrain.description` lists these settings.
+- The content of an image file that no step has used, because the image was not reached yet or was
   unreadable. So a damaged image may be repaired, and an image that was not read may be replaced.
   The names, the number and the classes of the images must stay the same.
-- with `--extend`, the length of the run, if it becomes longer.
+- The length of the run, which may become longer with `--extend`.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _MAX_REASON = 300
 
 @dataclass
 class Progress:
-    """Progress of a run, which its state stores.
+    """Progress of a run, which `state.pt` stores.
 
     Attributes:
         step: Number of optimizer steps that were taken.

@@ -115,12 +115,12 @@ class Trainer:
         return report
 
     def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
-        """Return whether parts of the size of these views can be computed with the free memory.
+        """Return whether a step fits into the free memory if its batch is divided into these views.
 
         Two steps of two parts each are computed, because gradients of an earlier part and moments
-        of an earlier step need memory too. So does the copy of the state that a checkpoint makes,
-        if the device is the CPU. Nothing is compiled, because compiled code usually needs less
-        memory. The weights change, so the run must end afterwards.
+        of an earlier step need memory too. On a CPU, the state is also copied, as by a checkpoint.
+        Nothing is compiled, because compiled code usually needs less memory. The weights change, so
+        the run must end afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait
         for the other processes.
@@ -153,10 +153,13 @@ class Trainer:
         return True
 
     def utilisation(self, seconds: float) -> float:
-        """Return the FLOP/s of a step of this duration, in percent of a large matrix product's.
+        """Return the FLOP/s of a step as a percentage of the FLOP/s of a large matrix product.
 
         The value is at most 100. Without this limit it could be larger if the device was busy while
         the matrix product was timed.
+
+        Args:
+            seconds: Duration of the step.
         """
         return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
