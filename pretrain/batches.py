@@ -1,7 +1,7 @@
 """Choose the images of each optimizer step, crop them, and load the crops with data workers.
 
 An optimizer step trains on one batch. The processes of torchrun share the batch equally. Each
-process divides its share into `train.accumulation` micro-batches, whose gradients are summed.
+process divides its share into `train.accumulation` micro-batches, whose gradients are averaged.
 
 A data worker crops one chunk of a micro-batch at a time and passes the chunk to the training
 process in shared memory. A chunk is a whole micro-batch if shared memory is large enough.
@@ -70,8 +70,8 @@ class BatchChunks(Dataset[Any]):
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
         repeats: Number of consecutive times that an image occurs in an epoch, each time with other
-            crops. The length of an epoch does not change, so an epoch has only 1 / `repeats` of the
-            images, which are drawn again in each epoch.
+            crops. The length of an epoch does not change, so each epoch draws another subset of
+            1 / `repeats` of the images.
         num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
         image_ids: Ids of the images. If they are given, the next readable image replaces an image
             that cannot be read.

@@ -1,6 +1,7 @@
 """One optimizer step as a sequence of named operations. This file reads no data and no clock.
 
-A step depends on the weights, the views, the step number and the seed, and on nothing else.
+A step depends only on the state (weights, moments and buffers), the views, the step number, the
+seed and the rank.
 """
 
 import copy
@@ -76,16 +77,16 @@ class Trainer:
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
-        If the gradient is not finite, weights, moments and batch statistics stay as they are. The
-        host does not wait for the device.
+        If the gradient is not finite, weights, moments and batch statistics stay as they are. A
+        teacher still moves towards the unchanged student. The host does not wait for the device.
 
         Args:
             step: Number of the step, from 0.
-            parts: The views of each of the `accumulation` parts of the batch.
+            parts: The views of each of the `accumulation` micro-batches.
 
         Returns:
             Scalars for the log, on the device: the loss, the gradient norm before clipping, and the
-            values that the objective reports, averaged over the parts.
+            values that the objective reports, averaged over the micro-batches.
         """
         torch.manual_seed(derive_step_seed(self.options.seed, step, self.ranks.rank))
         self._set_rates(step)
@@ -94,7 +95,7 @@ class Trainer:
             with self._eager_if_configured():
                 report = self._accumulate_gradients(step, parts)
         except BaseException:
-            # A part could not be read or computed, so the step does not take place.
+            # A micro-batch could not be read or computed, so the step does not take place.
             self._restore_statistics(statistics, torch.tensor(True))
             raise
         norms = clip_gradients(
@@ -117,17 +118,17 @@ class Trainer:
     def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
         """Return whether a step fits into the free memory if its batch is divided into these views.
 
-        Two steps of two parts each are computed, because gradients of an earlier part and moments
-        of an earlier step need memory too. On a CPU, the state is also copied, as by a checkpoint.
-        Nothing is compiled, because compiled code usually needs less memory. The weights change, so
-        the run must end afterwards.
+        Two steps of two micro-batches each are computed, because gradients of an earlier
+        micro-batch and moments of an earlier step need memory too. On a CPU, the state is also
+        copied, as by a checkpoint. Nothing is compiled, because compiled code usually needs less
+        memory. The weights change, so the run must end afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait
         for the other processes.
 
         Args:
             step: Number of the step for which memory ran out.
-            make_views: Function that creates the views of a part on the device.
+            make_views: Function that creates the views of a micro-batch on the device.
         """
         self.optimizer.zero_grad()
         # A step that ran out of memory may have created the moments of some parameters only.
@@ -153,7 +154,9 @@ class Trainer:
         return True
 
     def utilisation(self, seconds: float) -> float:
-        """Return the FLOP/s of a step as a percentage of the FLOP/s of a large matrix product.
+        """Return the model FLOPs utilisation, which is `mfu` in the log.
+
+        It is the FLOP/s of a step as a percentage of the FLOP/s of a large matrix product.
 
         The value is at most 100. Without this limit it could be larger if the device was busy while
         the matrix product was timed.
@@ -204,13 +207,13 @@ class Trainer:
             group["weight_decay"] = self.weight_decay(step)
 
     def _accumulate_gradients(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
-        """Compute the gradient of the mean loss over all parts, and return their mean report."""
+        """Compute the gradient of the mean loss of all micro-batches, and return a mean report."""
         reports = []
         for number, views in enumerate(parts, start=1):
             if not self.flops:
                 part_flops = count_training_flops(self.learner, views, step)
                 self.flops = self.options.accumulation * part_flops
-            # Processes average their gradients only once, after the last part.
+            # Processes average their gradients only once, after the last micro-batch.
             is_last = number == self.options.accumulation
             network: Any = self.network
             with nullcontext() if is_last or self.ranks.world_size == 1 else network.no_sync():
@@ -220,7 +223,7 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradient of one part to that of earlier parts, and return its report."""
+        """Add the gradient of one micro-batch to the sum, and return its report."""
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
         (loss / self.options.accumulation).backward()

@@ -108,10 +108,10 @@ class LabelledCrops:
     Attributes:
         pixels: One crop of each image.
         labels: Class of each image.
-        order: Order in which BRIGHTNESS, CONTRAST and SATURATION are changed.
+        order: Permutation of the numbers 0 to 2 of brightness, contrast and saturation.
         factors: Strength of the three jitters, in the order of their numbers.
         cutout: Edges of the square that Cutout replaces.
-        erased: Edges of the rectangle that becomes noise, or zeros.
+        erased: Edges of the rectangle that becomes noise. All edges are 0 if nothing is erased.
         noise_seed: Seed of the noise for the whole part.
         mixture: Mixture for the whole part.
     """

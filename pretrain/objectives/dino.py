@@ -296,8 +296,9 @@ def cross_view_loss(
     other than this view. The number m is 1 for a view that the teacher sees, and 2 otherwise. The
     terms of the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
 
-    To save memory, the logits of only a few prototypes exist at a time. Logits are computed twice,
-    once for the normalisers and once for the gradient. Matrix products use the dtype of autocast.
+    To save memory, the student's logits exist for one chunk of prototypes at a time. They are
+    computed twice, once for the normalisers and once for the gradient. Matrix products use the
+    dtype of autocast.
 
     Args:
         embeddings: Outputs of the student's head. The teacher sees the first two views.
@@ -342,8 +343,8 @@ class _CrossView(torch.autograd.Function):
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
             """Return scaled prototypes, student logits, and targets for the two global views.
 
-            The target of a global view is the teacher's output for the other global view. The
-            target of a local view is the mean of both.
+            The target of a global view is the teacher's output for the other global view. The mean
+            of the two targets is the target of every local view.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)

@@ -44,7 +44,7 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """All encoders that start from the same weights, including `encoder`."""
+        """All encoders that start from the weights of `init_from`, including `encoder`."""
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:

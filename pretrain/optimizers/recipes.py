@@ -71,7 +71,7 @@ class Soap(OptimizerRecipe):
         stagger: Whether the refreshes are distributed over the steps between two refreshes. All
             steps then take equally long, but the mean time of a step is longer. The reason is that
             a GPU decomposes many matrices in little more time than one.
-        shard_refreshes: Whether the processes of a run share the decompositions.
+        shard_refreshes: Whether the processes of a run divide the decompositions among themselves.
     """
 
     lr: RateOrZero = 5e-4
@@ -98,8 +98,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with and without weight decay. Frozen parameters are left out.
 
-    Biases and vectors have no weight decay. Official DINO decays class token, registers, mask token
-    and position embedding. timm and DeiT do not decay them (`decay_tokens=False`).
+    Biases and parameters with one axis have no weight decay. Official DINO decays class token,
+    registers, mask token and position embedding. timm and DeiT do not decay them
+    (`decay_tokens=False`).
 
     Args:
         named_parameters: Names and parameters of a student.
@@ -110,8 +111,8 @@ def parameter_groups(
     Returns:
         A group with weight decay, and then a group without. If `layer_decay` is not 1, there is
         such a pair for each layer: first the embedding, then each block, and finally the last norm
-        with the head. The key `lr_scale` of a group is `layer_decay` to the power of the number of
-        layers above it.
+        with everything outside of the encoder. The key `lr_scale` of a group is `layer_decay` to
+        the power of the number of layers above it.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.

@@ -37,9 +37,10 @@ class SOAP(torch.optim.Optimizer):
     and float32 otherwise. The reference always uses float32.
 
     A step waits for the device only if a parameter has its first gradient. If the attribute
-    `found_inf` is 1, as set by torch.amp.GradScaler, the step changes nothing, whatever values the
-    gradients have. If the step with a parameter's first gradient is skipped, the basis vectors of
-    the parameter are the coordinate axes until the next refresh.
+    `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
+    statistic or basis, whatever values the gradients have. The step only counts as skipped. If the
+    step with a parameter's first gradient is skipped, the basis vectors of the parameter are the
+    coordinate axes until the next refresh.
 
     Args:
         params: Parameters or parameter groups.
@@ -52,8 +53,9 @@ class SOAP(torch.optim.Optimizer):
         max_precond_dim: Longest axis that has a basis.
         stagger: Whether the refreshes are distributed over the steps between two refreshes. By
             default all bases are refreshed at the same step.
-        shard_refreshes: Whether the processes of `torch.distributed` share the decompositions. By
-            default each process computes all decompositions and uses those of the first process.
+        shard_refreshes: Whether the processes of `torch.distributed` divide the decompositions
+            among themselves. By default each process computes all decompositions and uses those of
+            the first process.
 
     Raises:
         ValueError: `precondition_frequency` or a decay rate is out of range.

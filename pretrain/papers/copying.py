@@ -4,6 +4,8 @@ Strings are drawn at random and never stored. A string of n letters gives the ro
 `x_1 ... x_n | x_1 ... x_n .` with the delimiter `|` and the stop `.`, which is 2 n + 2 tokens.
 Letters have the numbers 0 to k - 1, the delimiter has the number k, and the stop k + 1. The model
 reads all tokens except the stop. The loss covers only the predictions after the delimiter.
+
+Only one paper needs this objective. The trainer knows it only by the base class `Generating`.
 """
 
 import hashlib
