@@ -8,9 +8,10 @@ Each checkpoint is written in this order:
 4. `last.safetensors`: the encoder, and its SHA-256 in a file beside it.
 
 Each file appears complete or not at all, so a kill or a full disk leaves at least one usable state.
-Before step 2 it is the old `state.pt`, and after step 2 it is the new state under one of its two
-names. `load_state` finds the newest complete state. After step 3, `last.safetensors` may still be
-older than the state. After the last step of the run, `state.previous.pt` is deleted.
+After a kill before step 2, that is the old `state.pt`. After a later kill, it is the new state,
+under one of its two names. `load_state` finds the newest complete state. After step 3,
+`last.safetensors` may still be older than the state. After the last step of the run,
+`state.previous.pt` is deleted.
 
 `pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
 `log.jsonl` after each step.

@@ -49,7 +49,7 @@ def describe(component: Any) -> Any:
 
 
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """Return the description of an older version with the fields and names of this version.
+    """Convert the description of a run that an older version wrote to the current format.
 
     A missing field gets the default of the dataclass, because that is what the run did before the
     field existed. The module of a class and renamed fields of an encoder are updated too. If the
@@ -57,7 +57,7 @@ def update_description(older: Mapping[str, Any], component: Any) -> dict[str, An
 
     Args:
         older: What `describe` returned in an older version.
-        component: The component of this run, which tells the fields and their defaults.
+        component: The component of this run. It has the current fields and their defaults.
     """
     updated, target = dict(older), _get_target(component)
     if str(updated.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:

@@ -38,7 +38,7 @@ class StopRequest:
 
     @contextmanager
     def raise_immediately(self) -> Generator[None]:
-        """Let signals interrupt the code in this context, which has nothing to save.
+        """Raise an exception as soon as a signal arrives, while there is nothing to save yet.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed before or in this context.

@@ -232,7 +232,7 @@ class DinoNetwork(nn.Module):
     ]:
         """Return the embeddings of all views, and the directions and lengths of the prototypes.
 
-        Views of the same size pass the encoder together.
+        The encoder processes all views of the same size in one batch.
         """
         features = torch.cat([self.backbone(group) for group in views])
         last_layer = self.head.last_layer

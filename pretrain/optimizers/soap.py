@@ -521,8 +521,9 @@ def _compute_q(
     whole stack.
 
     The columns have very different lengths after a power iteration, so they are scaled first.
-    Three shifted factorisations separate columns that are linearly dependent. Such columns occur
-    while the statistics have seen fewer gradients than they have rows.
+    A single factorisation would fail if columns are linearly dependent, which happens until as
+    many gradients as rows have been seen. Three factorisations with a shift on the diagonal
+    succeed.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """
