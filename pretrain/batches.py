@@ -58,7 +58,7 @@ class BatchChunks(Dataset[Any]):
 
     Source of repeated augmentation: https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    `RASampler` gives the repeats of an image to different processes. Here one process gets them.
+    `RASampler` gives the repeats of an image to different processes. This suite gives them to one.
 
     Attributes:
         images: Training images.
@@ -256,8 +256,8 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     """Choose a number of data workers and a size of chunks that fit into shared memory.
 
     Each data worker keeps two chunks in shared memory in advance, and the training process reads
-    one more chunk. Chunks are as large as the limit allows. There are fewer data workers than
-    requested only if chunks of a single image would exceed the limit.
+    one more chunk. Chunks are as large as the limit allows. If even chunks of a single image exceed
+    the limit, fewer data workers than requested are used.
 
     At most half of the free shared memory is used, because other programs may need the rest.
 

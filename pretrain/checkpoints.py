@@ -75,7 +75,7 @@ class Saver:
         """Copy a state to host memory, and let the thread replace the saved state and encoder.
 
         The caller waits for the copy, but not for the disk. A state with weights that are not
-        finite is not written, because it would push out the last good one.
+        finite is not written, because it would replace the last usable state.
 
         Args:
             state: State of the run. Its "learner" contains the weights.
@@ -116,8 +116,8 @@ class Saver:
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Let the thread call `work` after all earlier jobs.
 
-        An earlier job of the same name is cancelled if it has not started. So of several states
-        that wait for a slow disk, only the newest is written. `work` may only use data that the
+        It replaces an earlier job of the same name that has not started. If the disk is slow, only
+        the newest of several waiting states is therefore written. `work` may only use data that the
         training loop does not change.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
@@ -139,8 +139,8 @@ class Saver:
     def close(self) -> None:
         """Wait until all files are written.
 
-        Ctrl-C during the wait cancels the jobs that have not started. The job that is running is
-        finished.
+        Ctrl-C during the wait cancels the jobs that have not started, and waits only for the job
+        that is being written.
         """
         try:
             self._thread.shutdown()

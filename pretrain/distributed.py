@@ -71,9 +71,9 @@ class TrainingRanks:
     def raise_on_all(self, error: Exception | None = None) -> None:
         """Raise an error in all processes if any process passes one.
 
-        All processes must call this method the same number of times. An error that is already
-        marked as `is_raised_on_all_ranks` is raised at once, without communication. In a run of
-        several processes, the raised error is marked in this way.
+        All processes must call this method the same number of times. In a run of several processes,
+        the raised error has `is_raised_on_all_ranks = True`. If such an error is passed, it is
+        raised again without communication.
 
         Args:
             error: Error of this process, or None.

@@ -51,7 +51,7 @@ def load_initial_weights(
         mean, std = (f"[{','.join(map(repr, values))}]" for values in (source.mean, source.std))
         raise ConfigurationError(
             f"init_from={address} expects images with another mean and standard deviation than "
-            "those of the run. Start from another checkpoint, or normalise as it expects",
+            "those of the run. Start from another checkpoint, or use its values",
             hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:
@@ -72,8 +72,8 @@ def load_initial_weights(
 def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
     """Return the sha256 of the checkpoint that a resumed run started from.
 
-    If the checkpoint no longer exists, the sha256 in the state of the run is returned. The weights
-    themselves are not needed, because the state contains the trained weights.
+    If the checkpoint no longer exists, the sha256 in the state of the run is returned. The file
+    itself is not needed, because a resumed run reads its weights from its own state.
 
     Args:
         address: Address of the checkpoint in the current command.

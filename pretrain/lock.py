@@ -2,8 +2,8 @@
 
 The lock is a POSIX record lock (`fcntl.lockf`) on a file in the folder. The operating system
 releases it when the process ends, even if it is killed. A forked child does not inherit it, so data
-workers that outlive a killed run do not keep the folder locked. They would with `fcntl.flock`, and
-with the package filelock, which uses it.
+workers that outlive a killed run do not keep the folder locked. With `fcntl.flock`, which the
+package filelock uses, they would keep it locked.
 
 A process loses a record lock as soon as it closes any descriptor of the file. No other code may
 therefore open the lock file.

@@ -32,7 +32,7 @@ _LONG = 3 * _HOUR
 
 
 class StepReporter:
-    """Write the metrics of each step to the log and the progress bar, and stop failing runs.
+    """Write the metrics of each step to the log and the progress bar, and stop runs that fail.
 
     Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the
     next step was launched, so that the CPU never waits for a step that it has just launched.
@@ -84,7 +84,7 @@ class StepReporter:
     def add(
         self, row: Mapping[str, Any], metrics: Mapping[str, Tensor], *, stop: bool, save: bool
     ) -> None:
-        """Take the metrics of a step, which `write_rows` writes later.
+        """Queue the metrics of a step for `write_rows`.
 
         Args:
             row: Values that are known on the CPU, such as the learning rate.

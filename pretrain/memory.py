@@ -1,4 +1,4 @@
-"""Find a `train.accumulation` whose parts fit into memory, after a step has run out of memory."""
+"""Find a larger `train.accumulation` that fits into memory, after a step ran out of memory."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ def out_of_memory_error(
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
     """Return a larger `train.accumulation` for which a part of a batch fits into memory.
 
-    The accumulation is at least doubled until a part fits. It always divides the images equally.
+    Every tried value divides the images equally and is at least twice the one before.
 
     Args:
         images: Images of a step that one process computes.

@@ -21,10 +21,10 @@ _LARGE_SIDE, _SMALL_SIDE = 8_192, 768
 def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     """Count the floating-point operations of the forward and backward pass of a part of a batch.
 
-    Only matrix products and convolutions count. They are counted on a copy of the learner without
-    values. So counting uses no memory of the device and no random number, and hardly any time.
-    DINO's loss computes its logits twice, and both times count. They are 0.3 % of all operations of
-    ViT-S/16 with 2 + 8 crops.
+    Only matrix products and convolutions count. The learner is copied to the device "meta", whose
+    tensors have no values, so counting takes hardly any time, no memory and no random numbers.
+    DINO's loss computes its logits twice, and both times count. The second time adds 0.3 % to all
+    operations of ViT-S/16 with 2 + 8 crops.
 
     Args:
         learner: A `Learner`, which stays as it is.

@@ -5,9 +5,9 @@ while it is stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
-- The content of an image file that no step has used, because the image was not reached yet or was
-  unreadable. So a damaged image may be repaired, and an image that was not read may be replaced.
-  The names, the number and the classes of the images must stay the same.
+- The content of an image file that no step has used, because the run has not reached the image or
+  could not read it. So a damaged image may be repaired, and an image that was not read may be
+  replaced. The names, the number and the classes of the images must stay the same.
 - The length of the run, which may become longer with `--extend`.
 """
 

@@ -126,7 +126,7 @@ class Linear:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    A length that the user sets is used unchanged. The default length is a number of epochs that
+    A length that the user has set stays as it is. The default length is a number of epochs that
     suits ImageNet. In a short run the default is limited to a fraction of the run, because the
     phase could otherwise last longer than the run.
 

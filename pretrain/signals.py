@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: they are noted, and the training loop obeys after its step."""
+"""Note the signals that ask a run to stop. The training loop stops after the current step."""
 
 import signal
 from collections.abc import Generator

@@ -24,7 +24,7 @@ class TensorBoardLog:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add the numbers of one step to the curves."""
+        """Add the metrics of one step to the curves."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
@@ -36,10 +36,11 @@ class TensorBoardLog:
 class WandbLog:
     """Send rows to a run of Weights & Biases.
 
-    A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects
-    a step number that it has received before, so curves are drawn over the metric `step`. If
-    training repeats steps after a crash, the curves show the points of both attempts. With
-    `WANDB_MODE=offline`, Weights & Biases stores everything in `folder` and needs no network.
+    A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects a
+    step number that it has received before. The step is therefore sent as a metric named `step`,
+    and curves are drawn over this metric. If training repeats steps after a crash, the curves show
+    the points of both attempts. With `WANDB_MODE=offline`, Weights & Biases stores everything in
+    `folder` and needs no network.
 
     Args:
         project: Name of the project. Weights & Biases creates a missing project.
@@ -79,7 +80,7 @@ class WandbLog:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Send the numbers of one step."""
+        """Send the metrics of one step."""
         self._run.log(dict(row))
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ What ends a run before its last step:
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
-If several processes train together, each of them calls the same functions in the same order. If one
-process left the loop alone, the others would wait for it. So an error of one process is kept until
-all processes call `TrainingRanks.agree`, which raises the error in all of them.
+If several processes train together, each of them calls the same functions in the same order. If a
+single process left the loop, the others would wait for it forever. So an error of one process is
+kept until all processes call `TrainingRanks.agree`, which raises the error in all of them.
 """
 
 import time

@@ -30,9 +30,9 @@ Generators = Iterable[np.random.Generator]
 class ViewMaker(ABC):
     """Turns samples into views. `cut` runs in CPU workers, and `finish` runs on the device.
 
-    A DataLoader transfers the result of `cut`. It turns tuples into lists, and pins the memory of
-    objects with a method `pin_memory`. The result must therefore be a tensor, a list of tensors, or
-    an object of a class such as `LabelledCrops`.
+    A DataLoader transfers the result of `cut`. The loader turns tuples into lists, and calls the
+    method `pin_memory` of other objects. The result must therefore be a tensor, a list of tensors,
+    or an object of a class such as `LabelledCrops`.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
@@ -152,8 +152,8 @@ def place_boxes(
     Returns:
         Top, left, height and width of each box in pixels.
 
-    Source: `RandomResizedCrop.get_params` of torchvision. If no box of ten attempts fits into the
-    image, it takes the largest central box with an allowed aspect ratio.
+    Source: `RandomResizedCrop.get_params` of torchvision. If ten boxes in a row do not fit into the
+    image, the largest central box with an allowed aspect ratio is used.
     """
     height, width = image_sizes.T[..., None]
     least, largest = scales.T[..., None, None]

@@ -324,7 +324,7 @@ def apply_operations(
 
 
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
-    """Draw a square whose center is anywhere in the image. A part of it may be outside.
+    """Draw a square whose center is anywhere in the image. The square may extend beyond the border.
 
     Source: Cutout, https://arxiv.org/abs/1708.04552.
     """

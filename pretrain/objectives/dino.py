@@ -175,8 +175,8 @@ class DinoLearner(Learner):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Move the centre towards the teacher's mean output, and the teacher towards the student.
 
-        The centre changes once per batch. The number of parts of a batch therefore has no effect.
-        The centre stays unchanged if a gradient or the mean output is not finite.
+        The centre changes once per batch. The number of micro-batches therefore has no effect. The
+        centre stays unchanged if a gradient or the mean output is not finite.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
         self._teacher_means.clear()
@@ -293,8 +293,8 @@ def cross_view_loss(
     """Compute the mean cross-entropy of each student view with each other teacher view.
 
     Let z be the logits of a student view. Let q be the mean probabilities of the m teacher views
-    other than this view. The number m is 1 for a view that the teacher sees, and 2 otherwise. The
-    terms of the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
+    other than this view. For a view that the teacher sees too, m is 1, otherwise 2. The terms of
+    the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
 
     To save memory, the student's logits exist for one chunk of prototypes at a time. They are
     computed twice, once for the normalisers and once for the gradient. Matrix products use the

@@ -117,7 +117,7 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         PyTorch's global generator draws the patches to hide, and the trainer seeds it at each step.
-        A batch that is processed in two parts therefore has other masks than a whole batch.
+        Two micro-batches therefore get other masks than one batch of the same images.
 
         Args:
             network: The student, possibly wrapped for several devices.

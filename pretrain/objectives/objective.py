@@ -161,7 +161,7 @@ class Generating(Objective, ABC):
 def derive_seed(seed: int, part: str) -> int:
     """Derive the seed of a part such as "head" or "decoder" from the seed of the run.
 
-    With the seed of the run itself, the part would have the same random weights as the encoder.
+    If the part used the seed of the run, it would start with the random numbers of the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)

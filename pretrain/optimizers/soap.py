@@ -133,7 +133,7 @@ class SOAP(torch.optim.Optimizer):
         return loss
 
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
-        """Increase the step counts of all stacks, and the counts of skipped steps if necessary."""
+        """Count this step, and count it as skipped too if gradients overflowed."""
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
         for skipped in {id(s.skipped): s.skipped for s in stacks if s.step >= 0}.values():
