@@ -79,25 +79,31 @@ class TrainingRanks:
             error: Error of this process, or None.
 
         Raises:
-            Exception: `error` itself in a process that passed one. Other processes raise the error
-                of the first rank that passed one, as an `SslBenchError`.
+            Exception: `error` itself, if this is the only process. In a run of several processes,
+                any other error than an `SslBenchError` becomes a `MachineError`. Processes without
+                an error raise that of the first rank that passed one.
         """
         if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
-            has_failed = torch.tensor(int(error is not None))
-            errors: list[SslBenchError | None] = [None] * self.world_size
-            own: Any = error
-            if error is not None and not isinstance(error, SslBenchError):
-                own = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
-            with _explain_lost_process():
-                dist.all_reduce(has_failed, group=self.group)
-                if has_failed:
-                    dist.all_gather_object(errors, own, group=self.group)
-            if has_failed:
-                error = error or next(other for other in errors if other is not None)
-            if isinstance(error, SslBenchError):
-                error.is_raised_on_all_ranks = True
+            error = self._exchange_errors(error)
         if error is not None:
             raise error
+
+    def _exchange_errors(self, error: Exception | None) -> SslBenchError | None:
+        if error is None or isinstance(error, SslBenchError):
+            own = error
+        else:
+            own = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
+            own.__cause__ = error
+        errors: list[SslBenchError | None] = [None] * self.world_size
+        has_failed = torch.tensor(int(own is not None))
+        with _explain_lost_process():
+            dist.all_reduce(has_failed, group=self.group)
+            if not has_failed:
+                return None
+            dist.all_gather_object(errors, own, group=self.group)
+        raised = own or next(other for other in errors if other is not None)
+        raised.is_raised_on_all_ranks = True
+        return raised
 
     @contextmanager
     def fail_together(self) -> Generator[None]:

@@ -127,7 +127,7 @@ def _require_same_architecture(
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
-        # The scale changes fixed positions, which are not copied from the checkpoint.
+        # Fixed positions are not copied but computed, and the weights expect the same scale.
         may_differ.remove("position_scale")
     names = [item.name for item in fields(config) if item.name not in may_differ]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]

@@ -77,7 +77,7 @@ class StepReporter:
         # Row, names of the metrics, their values, and the event of their arrival on the CPU.
         self._pending: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
         self._delay = 1 if ranks.device.type == "cuda" else 0
-        self._num_non_finite = self._num_collapsed = 0
+        self._num_non_finite = self._num_not_learning = 0
         self.say = self._bar.say
         self.should_stop = self.should_save = False
 
@@ -145,8 +145,8 @@ class StepReporter:
         self._num_non_finite = 0
         # During the warm-up, every run looks as if it did not learn.
         problem = self._diagnose(row) if row["step"] > self._warmup_steps else None
-        self._num_collapsed = self._num_collapsed + 1 if problem else 0
-        if problem and self._num_collapsed >= options.collapse_patience:
+        self._num_not_learning = self._num_not_learning + 1 if problem else 0
+        if problem and self._num_not_learning >= options.collapse_patience:
             raise ConfigurationError(
                 f"stopped at step {row['step']}: {problem.args[0]}. Start a new run in another "
                 "folder",

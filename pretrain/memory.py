@@ -66,7 +66,7 @@ def out_of_memory_error(
 
 
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
-    """Return a larger `train.accumulation` for which a part of a batch fits into memory.
+    """Return a larger `train.accumulation` for which a micro-batch fits into memory.
 
     Every tried value divides the images equally and is at least twice the one before.
 

@@ -190,8 +190,10 @@ class TrainOptions:
         keep_every: Also keep the encoder each time after this number of epochs.
         timeout_minutes: How long processes wait for each other within a step before the run fails.
             While the first process runs the monitor, all others wait.
-        non_finite_patience: Stop after this number of consecutive steps without a finite gradient.
-        collapse_patience: Stop after this number of consecutive steps with a collapsed teacher.
+        non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
+            not finite.
+        collapse_patience: Stop if the objective reports for this number of consecutive steps after
+            the warm-up that the run does not learn, such as a collapsed teacher.
         tensorboard: Also write the log for TensorBoard (extra `track`).
         wandb: Also send the log to this project of Weights & Biases (package `wandb`).
     """

@@ -163,7 +163,8 @@ class Pretraining:
             CheckpointError: `init_from` or the saved state cannot be read.
             DataError: An image cannot be read. The state is saved.
             Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed. The state is saved.
+            KeyboardInterrupt: Ctrl-C was pressed. After the first one during training, the state
+                is saved. After a second one, the last checkpoint remains.
             MachineError: Memory ran out, a file cannot be written, or TensorBoard or Weights &
                 Biases is required and not installed.
         """

@@ -19,7 +19,7 @@ _LARGE_SIDE, _SMALL_SIDE = 8_192, 768
 
 
 def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
-    """Count the floating-point operations of the forward and backward pass of a part of a batch.
+    """Count the floating-point operations of the forward and backward pass of a micro-batch.
 
     Only matrix products and convolutions count. The learner is copied to the device "meta", whose
     tensors have no values, so counting takes hardly any time, no memory and no random numbers.

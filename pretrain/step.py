@@ -74,7 +74,7 @@ class Trainer:
         self._product_rate = measure_product_rate(device, autocast_dtype(device, self._dtype))
         self.flops = 0.0
 
-    def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+    def take_step(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
         If the gradient is not finite, weights, moments and batch statistics stay as they are. A
@@ -82,7 +82,7 @@ class Trainer:
 
         Args:
             step: Number of the step, from 0.
-            parts: The views of each of the `accumulation` micro-batches.
+            micro_batches: The views of each of the `accumulation` micro-batches.
 
         Returns:
             Scalars for the log, on the device: the loss, the gradient norm before clipping, and the
@@ -93,7 +93,7 @@ class Trainer:
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
             with self._eager_if_configured():
-                report = self._accumulate_gradients(step, parts)
+                report = self._accumulate_gradients(step, micro_batches)
         except BaseException:
             # A micro-batch could not be read or computed, so the step does not take place.
             self._restore_statistics(statistics, torch.tensor(True))
@@ -206,13 +206,13 @@ class Trainer:
         for group in decayed_groups:
             group["weight_decay"] = self.weight_decay(step)
 
-    def _accumulate_gradients(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+    def _accumulate_gradients(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Compute the gradient of the mean loss of all micro-batches, and return a mean report."""
         reports = []
-        for number, views in enumerate(parts, start=1):
+        for number, views in enumerate(micro_batches, start=1):
             if not self.flops:
-                part_flops = count_training_flops(self.learner, views, step)
-                self.flops = self.options.accumulation * part_flops
+                flops = count_training_flops(self.learner, views, step)
+                self.flops = self.options.accumulation * flops
             # Processes average their gradients only once, after the last micro-batch.
             is_last = number == self.options.accumulation
             network: Any = self.network

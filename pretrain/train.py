@@ -6,9 +6,10 @@ of `log.jsonl` after each step. A checkpoint (`pretrain/checkpoints.py` describe
 
 What ends a run before its last step:
 
-- The first Ctrl-C, another signal, or `train.max_minutes`: the current step is finished and saved.
-- A second Ctrl-C: the current step and all unsaved steps are lost. A file that is being written is
-  completed.
+- The first Ctrl-C, another signal, or `train.max_minutes`: the current step (on a GPU also the next
+  one) is finished and saved.
+- A second Ctrl-C: the current step and all unsaved steps are lost. Checkpoints that wait for the
+  disk are still written. A further Ctrl-C completes only the file that is being written.
 - An image that cannot be read, a dead data worker, or a full disk: all finished steps are saved, if
   the disk allows it.
 - Training that has diverged, or memory that ran out: nothing more is saved, and the last checkpoint
@@ -18,7 +19,8 @@ What ends a run before its last step:
 
 If several processes train together, each of them calls the same functions in the same order. If a
 single process left the loop, the others would wait for it forever. So an error of one process is
-kept until all processes call `TrainingRanks.agree`, which raises the error in all of them.
+kept until all processes call `TrainingRanks.raise_on_all`, before their next step or after the last
+one, which raises the error in all of them.
 """
 
 import time
@@ -199,9 +201,9 @@ class Run:
             for line in filter(None, (*self.messages, *self._describe_start())):
                 log.say(line)
             try:
-                with closing(self._read_parts()) as parts:
+                with closing(self._read_micro_batches()) as micro_batches:
                     for step in range(progress.step, total):
-                        row, values = self._take_step(step, parts)
+                        row, values = self._take_step(step, micro_batches)
                         progress.step = step + 1
                         with self._errors_postponed():
                             row |= self._run_monitor()
@@ -268,43 +270,46 @@ class Run:
     def _describe_saved(self) -> str:
         return f"{self.progress.step} of {self.timeline.total_steps} steps are saved in {self.out}"
 
-    def _read_parts(self) -> Generator[Any, None, None]:
-        """Yield the cropped images of each remaining part. Closing it ends the data workers."""
-        num_parts, device = self.plan.train.accumulation, self.ranks.device
-        remaining = range(self.progress.step * num_parts, self.timeline.total_steps * num_parts)
+    def _read_micro_batches(self) -> Generator[Any, None, None]:
+        """Yield the cropped images of each remaining micro-batch.
+
+        Closing the generator ends the data workers.
+        """
+        num_each, device = self.plan.train.accumulation, self.ranks.device
+        remaining = range(self.progress.step * num_each, self.timeline.total_steps * num_each)
         self.clock.restart()
-        with closing(load_chunks(self.batches, self.workers, remaining, device)) as pieces:
+        with closing(load_chunks(self.batches, self.workers, remaining, device)) as chunks:
             for _ in remaining:
-                part, error = None, None
+                micro_batch, error = None, None
                 try:
-                    # Each piece is read when it is needed, so that its shared memory is freed.
-                    of_part = (self._read_piece(pieces) for _ in range(self.workers.num_chunks))
+                    # Each chunk is read when it is needed, so that its shared memory is freed.
+                    of_this = (self._read_chunk(chunks) for _ in range(self.workers.num_chunks))
                     if self.workers.num_chunks == 1:
-                        part = next(of_part)
+                        micro_batch = next(of_this)
                     else:
-                        part = self.plan.objective.crops.join(of_part, device)
+                        micro_batch = self.plan.objective.crops.join(of_this, device)
                 except SslBenchError as met:
                     error = met
                 self.ranks.raise_on_all(error or self._error)
-                yield part
+                yield micro_batch
 
-    def _read_piece(self, pieces: Iterator[Any]) -> Any:
-        """Return the next piece of a part, and note the images that were left out of it."""
+    def _read_chunk(self, chunks: Iterator[Any]) -> Any:
+        """Return the next chunk of a micro-batch, and note which images were left out."""
         with self.clock.count_waiting():
-            piece = next(pieces)
-        if isinstance(piece, SslBenchError):
-            raise piece
-        if not isinstance(piece, ChunkWithReplacements):
-            return piece
+            chunk = next(chunks)
+        if isinstance(chunk, SslBenchError):
+            raise chunk
+        if not isinstance(chunk, ChunkWithReplacements):
+            return chunk
         progress = self.progress
-        new = set(piece.left_out) - progress.left_out
+        new = set(chunk.left_out) - progress.left_out
         was_used = self.batches.mark_used_images(progress.step)
         progress.never_used |= {index for index in new if not was_used[index]}
         progress.left_out |= new
-        return piece.crops
+        return chunk.crops
 
     def _take_step(
-        self, step: int, parts: Iterator[Any]
+        self, step: int, micro_batches: Iterator[Any]
     ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         """Train on one batch.
 
@@ -313,7 +318,8 @@ class Run:
             be computing.
         """
         plan, trainer = self.plan, self.trainer
-        views = (self._finish_crops(part) for part in islice(parts, plan.train.accumulation))
+        own = islice(micro_batches, plan.train.accumulation)
+        views = map(self._finish_crops, own)
         values = self._compute(step, views)
         seconds, waited = self.clock.end_step()
         row = {
@@ -330,7 +336,8 @@ class Run:
         try:
             return self.trainer.take_step(step, views)
         except Exception as error:
-            # An error of the monitor or the log is raised here too, when the next part is read.
+            # An error of the monitor or the log is raised here too, when the next micro-batch is
+            # read.
             is_of_step = error is not self._error and not isinstance(error, SslBenchError)
             if not (is_of_step and is_out_of_memory(error)):
                 raise
@@ -339,10 +346,10 @@ class Run:
         has_state = checkpoints.has_state(self.out)
         raise out_of_memory_error(reason, step, self.plan, self.trainer, has_state=has_state)
 
-    def _finish_crops(self, part: Any) -> Views:
+    def _finish_crops(self, micro_batch: Any) -> Views:
         """Augment and normalise cropped images on the device."""
         crops, data = self.plan.objective.crops, self.plan.data
-        return crops.finish(part, self.ranks.device, data.normalization)
+        return crops.finish(micro_batch, self.ranks.device, data.normalization)
 
     @contextmanager
     def _errors_postponed(self) -> Generator[None]:

@@ -86,7 +86,7 @@ _NAMES = list(OPERATIONS)
 
 @dataclass(frozen=True)
 class Mixture:
-    """Describes how a part of a batch is mixed with the same images in reverse order.
+    """Describes how a micro-batch is mixed with the same images in reverse order.
 
     The first image is mixed with the last, the second with the last but one, and so on. If the
     number of images is odd, the middle image stays unchanged.
@@ -103,7 +103,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LabelledCrops:
-    """The 8-bit crops of a part of a batch, and the parameters of augmentations on the device.
+    """The 8-bit crops of a micro-batch, and the parameters of augmentations on the device.
 
     Attributes:
         pixels: One crop of each image.
@@ -137,8 +137,8 @@ class SingleCrop(ViewMaker):
     The CPU applies the crop, the flip and RandAugment. The device then applies colour jitter,
     normalisation, Cutout, random erasing, and mixup or CutMix, in this order.
 
-    Random numbers for an image come from its own generator. The mixture and the noise of a part of
-    a batch come from the generator of its first image.
+    Random numbers for an image come from its own generator. The mixture and the noise of a
+    micro-batch come from the generator of its first image.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a share of the image's area.
@@ -159,8 +159,8 @@ class SingleCrop(ViewMaker):
             without mixup.
         cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws shares of the
             area, or 0 without CutMix.
-        mix_probability: Probability that the images of a part of a batch are mixed.
-        switch_probability: Probability of CutMix if both mixup and CutMix are used.
+        mix_probability: Probability that the images of a micro-batch are mixed. switch_probability:
+        Probability of CutMix if both mixup and CutMix are used.
 
     Source: transforms and `Mixup` of timm. The docstrings of the methods name timm's files.
     """
@@ -228,7 +228,7 @@ class SingleCrop(ViewMaker):
         ]
 
     def draw_mixture(self, generator: np.random.Generator, size: int) -> Mixture:
-        """Draw one mixture for a part of a batch of square images with `size` pixels per side.
+        """Draw one mixture for a micro-batch of square images with `size` pixels per side.
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
@@ -370,7 +370,7 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
 
 
 def mix(images: Images, mixture: Mixture) -> Images:
-    """Mix the images of a part of a batch in place."""
+    """Mix the images of a micro-batch in place."""
     if mixture.box is not None:
         top, bottom, left, right = mixture.box
         inside = images[:, :, top:bottom, left:right]

@@ -55,7 +55,7 @@ class Learner(nn.Module, ABC):
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Compute the loss of a batch, or of a part of it if gradients are accumulated.
+        """Compute the loss of a micro-batch.
 
         Args:
             network: The student. With several devices, it is wrapped in DistributedDataParallel.
