@@ -275,8 +275,8 @@ class Run:
 
         Closing the generator ends the data workers.
         """
-        num_each, device = self.plan.train.accumulation, self.ranks.device
-        remaining = range(self.progress.step * num_each, self.timeline.total_steps * num_each)
+        per_step, device = self.plan.train.accumulation, self.ranks.device
+        remaining = range(self.progress.step * per_step, self.timeline.total_steps * per_step)
         self.clock.restart()
         with closing(load_chunks(self.batches, self.workers, remaining, device)) as chunks:
             for _ in remaining:
