@@ -16,7 +16,7 @@ from ssl_bench.models.orthogonal import (
 )
 from tests.support.matrices import normal as drawn
 
-ANGLES = [0.0, 1e-8, 0.1, 3.0, 200.0, 1e4]
+ANGLES = [0.0, 0.1, 200.0, 1e4]
 
 
 def with_values(values: Tensor, rows: int, cols: int) -> Tensor:
@@ -65,7 +65,7 @@ def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
     assert error.abs().max() < 0.05
 
 
-@pytest.mark.parametrize("norm", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize("norm", [0.1, 30.0])
 def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
     weights = drawn(2, 8, 8, seed=1)
     found = []
@@ -82,8 +82,8 @@ def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
     assert torch.autograd.gradcheck(phi_without_sync, (x,))
 
 
-@pytest.mark.parametrize("shape", [(30, 8), (8, 8), (5, 8), (1, 8)])
-@pytest.mark.parametrize("decades", [0, 3, 7, 12])
+@pytest.mark.parametrize("shape", [(30, 8), (5, 8)])
+@pytest.mark.parametrize("decades", [0, 7, 12])
 def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
     rank = min(shape)
     m = with_values(torch.logspace(0, -decades, rank).double(), *shape).float()
@@ -92,20 +92,18 @@ def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
     assert torch.linalg.svdvals(basis)[:, :rank].sub(1).abs().max() < 2e-6
 
 
-def test_a_cholesky_basis_of_nothing_is_nothing():
-    assert torch.equal(cholesky_basis(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
+@pytest.mark.parametrize("function", [cholesky_basis, lambda x: gray_by_cholesky(x, 0.7)])
+def test_an_image_that_is_zero_or_not_finite_leaves_others_alone(function):
+    assert torch.equal(function(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
+    x = drawn(2, 9, 4).float()
+    expected = function(x)[1]
+    x[0, 3, 2] = math.nan
+    result = function(x)
+    assert result[0].isnan().any()
+    assert torch.equal(result[1], expected)
 
 
-def test_a_cholesky_basis_spoils_no_image_but_that_which_is_not_finite():
-    m = drawn(2, 9, 4).float()
-    expected = cholesky_basis(m)[1]
-    m[0, 3, 2] = math.nan
-    assert torch.equal(cholesky_basis(m)[1], expected)
-    assert cholesky_basis(m)[0].isnan().any()
-
-
-@pytest.mark.parametrize("count", [1, 5, 8, 30])
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
+@pytest.mark.parametrize(("count", "alpha"), [(1, 0.1), (5, 1.0), (30, 1.0)])
 def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
     torch.manual_seed(0)
     attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
@@ -128,9 +126,9 @@ def _values_and_gradients(
     return [value.detach(), *torch.autograd.grad((value * weights).sum(), given)]
 
 
-@pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
-@pytest.mark.parametrize("decades", [0.5, 3, 5])
-@pytest.mark.parametrize("exponent", [0.5, 0.95, 1.0])
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
+@pytest.mark.parametrize("decades", [0.5, 5])
+@pytest.mark.parametrize("exponent", [0.5, 0.95])
 def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, exponent):
     x = with_values(torch.logspace(1, 1 - decades, min(shape)).double(), *shape).float()
     weights = drawn(*x.shape, seed=3)
@@ -145,16 +143,16 @@ def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, e
     torch.testing.assert_close(found[1], found[3], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
-@pytest.mark.parametrize("case", ["full rank", "the same tokens", "one entry", "one token"])
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e15])
+@pytest.mark.parametrize("case", ["full rank", "same tokens", "one token"])
 def test_raising_singular_matrices_gives_finite_values_and_gradients(case, factor):
     x = {
         "full rank": drawn(1, 7, 5),
-        "the same tokens": drawn(1, 1, 5).expand(1, 7, 5),
-        "one entry": torch.eye(7, 5)[None] * torch.eye(7)[:, :1],
+        "same tokens": drawn(1, 1, 5).expand(1, 7, 5),
         "one token": drawn(1, 1, 5),
     }[case].float() * factor
     given = x.clone().requires_grad_()
+    assert torch.equal(gray_by_cholesky(given, 1.0), x)
     value = gray_by_cholesky(given, 0.5)
     value.backward(drawn(*x.shape, seed=3).float())
     assert given.grad is not None
@@ -164,12 +162,3 @@ def test_raising_singular_matrices_gives_finite_values_and_gradients(case, facto
         torch.testing.assert_close(
             value / max(factor, 1e-38), x / max(factor, 1e-38), rtol=0, atol=1e-5
         )
-
-
-def test_raising_spoils_no_image_but_that_which_is_not_finite():
-    x = drawn(2, 7, 5).float()
-    expected = gray_by_cholesky(x, 0.7)[1]
-    x[0, 3, 2] = math.nan
-    result = gray_by_cholesky(x, 0.7)
-    assert not result[0].isfinite().any()
-    assert torch.equal(result[1], expected)
