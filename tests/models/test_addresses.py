@@ -46,10 +46,11 @@ def test_colours_are_the_pixels_of_each_patch_in_every_facet():
     torch.testing.assert_close(found["cls"], found["token"].flatten(1, 2).mean(1))
 
 
-@pytest.mark.parametrize("uri", ["colours:0", "colours:x", "colours:", "colours:1000", "colours:²"])
+@pytest.mark.parametrize("uri", ["colours:0", "colours:x", "colours:257", "colours:²"])
 def test_a_patch_that_cannot_be_is_refused(uri):
-    with pytest.raises(CheckpointError, match="colours:16"):
+    with pytest.raises(CheckpointError) as raised:
         load_encoder(uri)
+    assert raised.value.hint == ("--checkpoint", "colours:16")
 
 
 def test_baselines_follow_the_encoders_once_each():
@@ -91,18 +92,18 @@ def test_one_flag_probes_them_beside_the_encoder(place, capsys):
     assert [job["pending"] for job in planned(capsys, *asked[1:])["jobs"]] == [0, 0, 0]
 
 
-def test_a_baseline_that_has_no_answer_is_left_out_and_an_asked_one_ends_the_command(place, capsys):
+def test_a_baseline_without_a_result_is_left_out_unless_requested(place, capsys):
     asked = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
     asked += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
 
-    assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines"]) == 0
+    assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
     assert "left out: conditioning on folder: " in capsys.readouterr().err
 
     assert "colours" in fails(capsys, [*asked, "--checkpoint", "colours:16"], 2)
 
 
-@pytest.mark.parametrize("stem", ["checkpoint", "best"])
-def test_files_that_are_all_called_so_have_the_name_of_their_folder(place, capsys, stem):
+def test_files_with_usual_names_have_the_name_of_their_folder(place, capsys):
+    stem = "best"
     for folder, dim in (("one", 64), ("other", 128)):
         (place / folder).mkdir()
         torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/{stem}.pth")
@@ -142,7 +143,7 @@ def test_an_address_says_the_mean_of_a_file_that_does_not(path):
     )
 
 
-def test_colours_may_differ_and_random_weights_keep_them(path):
+def test_random_weights_keep_the_mean_of_the_address(path):
     found = load_encoder(f"random:mean=.5,std=.2/.3/.4:{path}")
 
     assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
@@ -151,14 +152,10 @@ def test_colours_may_differ_and_random_weights_keep_them(path):
 @pytest.mark.parametrize(
     "address",
     [
-        "mean=0.5:x.pth",
-        "mean=0.5,std=0:x.pth",
-        "mean=127,std=60:x.pth",
-        "mean=.1/.2,std=.5:x.pth",
-        "mean=.,std=1:x.pth",
-        "mean=.5,std=.5:",
+        "mean=0.5:x.pth", "mean=0.5,std=0:x.pth", "mean=127,std=60:x.pth", "mean=.5,std=60:x.pth",
+        "mean=.1/.2,std=.5:x.pth", "mean=.,std=1:x.pth", "mean=.5,std=.5:",
     ],
-)
+)  # fmt: skip
 def test_another_form_is_refused_with_an_example(address):
     with pytest.raises(CheckpointError, match=r"mean=0\.5,std=0\.5:FILE"):
         load_encoder(address)

@@ -47,8 +47,13 @@ def refuses() -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-@pytest.mark.parametrize("uri", [DINO, "hf-hub:org/name", "timm:vit_small_patch16_224.dino"])
+@pytest.mark.parametrize(
+    ("variable", "uri"),
+    [
+        ("HF_HUB_OFFLINE", DINO), ("TRANSFORMERS_OFFLINE", "hf-hub:org/name"),
+        ("HF_HUB_OFFLINE", "timm:vit_small_patch16_224.dino"),
+    ],
+)  # fmt: skip
 def test_offline_no_socket_is_opened_and_no_name_resolved(
     uri, variable, empty_caches, monkeypatch, capsys
 ):
