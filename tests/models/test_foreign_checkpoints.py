@@ -5,6 +5,7 @@ the tensors are random, and the model that they are checked against is timm's, o
 """
 
 import re
+from collections.abc import Mapping
 
 import pytest
 import safetensors.torch
@@ -17,7 +18,6 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from ssl_bench.models.loading import load
 from ssl_bench.models.loading.load import load_and_log
-from ssl_bench.models.vit import sinusoidal_positions
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
     Weights,
@@ -42,21 +42,24 @@ def test_dinov2_with_and_without_registers(tmp_path, registers):
     assert encoder.sha256 == file_sha256(path)
 
 
-def test_dinov2_in_half_precision_is_used_as_it_is_stored(tmp_path):
+def test_dinov2_in_chunks_and_half_precision_as_its_training_saves_it(tmp_path):
+    # `BlockChunk`: the second number is the index of the block in the whole encoder.
     model, weights = dinov2_weights(0)
     half = {name: value.half() for name, value in weights.items()}
     model.load_state_dict({n: v.float() for n, v in half.items() if n != "mask_token"})
-    same_features(saved(tmp_path / "half.pth", half), model)
-
-
-def test_dinov2_in_chunks_as_its_training_saves_the_teacher(tmp_path):
-    # `BlockChunk`: the second number is the index of the block in the whole encoder.
-    model, weights = dinov2_weights(0)
-    chunked = {re.sub(r"^blocks\.(\d)", r"blocks.\1.\1", name): v for name, v in weights.items()}
-    teacher = {f"backbone.{name}": value for name, value in chunked.items()}
+    teacher = renamed(half, {r"^blocks\.(\d)": r"backbone.blocks.\1.\1", r"^(?!back)": "backbone."})
     heads = {"dino_head.mlp.0.weight": torch.zeros(2), "ibot_head.last_layer.w": torch.zeros(2)}
     encoder = same_features(saved(tmp_path / "t.pth", {"teacher": {**teacher, **heads}}), model)
     assert encoder.contents.ignored.keys() == {"mask_token", *heads}
+
+
+def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
+    found: Weights = {}
+    for name, value in weights.items():
+        for pattern, theirs in names.items():
+            name = re.sub(pattern, theirs, name)
+        found[name] = value
+    return found
 
 
 def test_a_layer_scale_that_is_missing_is_refused(tmp_path):
@@ -70,49 +73,36 @@ def test_a_layer_scale_that_is_missing_is_refused(tmp_path):
 
 # MAE: https://github.com/facebookresearch/mae/blob/be47fef7, models_mae.py (pretraining, with a
 # decoder) and models_vit.py (fine-tuned, with `fc_norm` in place of `norm` for global pooling).
-def mae_decoder() -> Weights:
+def test_mae_with_its_decoder(tmp_path):
+    # A huge ViT has heads of 80 channels.
+    model = timm_model(patch=4, dim=1280, heads=16, mlp_ratio=0.1)
     names = (
         *("mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_embed.bias"),
         *("decoder_blocks.0.norm1.weight", "decoder_blocks.0.attn.qkv.weight"),
         *("decoder_norm.weight", "decoder_pred.weight", "decoder_pred.bias"),
     )
-    return {name: torch.randn(3, 3) for name in names}
-
-
-def test_mae_with_its_decoder_and_fixed_positions(tmp_path):
-    model = timm_model()
-    with torch.no_grad():
-        model.pos_embed.zero_()
-        model.pos_embed[0, 1:] = sinusoidal_positions(4, 4, 128)
-    decoder = mae_decoder()
+    decoder = {name: torch.randn(3, 3) for name in names}
     path = saved(tmp_path / "mae.pth", {"model": {**model.state_dict(), **decoder}})
     encoder = same_features(path, model, extra=("token_normed",))
-    assert encoder.contents.layout == "MAE"
+    assert (encoder.num_heads, encoder.contents.layout) == (16, "MAE")
     assert encoder.contents.ignored.keys() == decoder.keys()
 
 
 def test_mae_fine_tuned_with_global_pooling(tmp_path):
     model = timm_model()
-    weights = {re.sub(r"^norm\.", "fc_norm.", name): v for name, v in model.state_dict().items()}
     head = {"head.weight": torch.zeros(10, 128), "head.bias": torch.zeros(10)}
-    path = saved(tmp_path / "mae.pth", {"model": {**weights, **head}, "epoch": 99})
+    weights = renamed(model.state_dict(), {r"^norm\.": "fc_norm."}) | head
+    path = saved(tmp_path / "mae.pth", {"model": weights, "epoch": 99})
     encoder = same_features(path, model, extra=("token_normed",))
     assert encoder.contents.ignored.keys() == head.keys()
 
 
-def test_a_huge_mae_has_heads_of_80_channels(tmp_path):
-    model = timm_model(patch=4, dim=1280, heads=16, mlp_ratio=0.1)
-    path = saved(tmp_path / "huge.pth", {"model": {**model.state_dict(), **mae_decoder()}})
-    assert same_features(path, model).num_heads == 16
-
-
 # iBOT: https://github.com/bytedance/ibot/blob/c24f870d, models/vision_transformer.py (`gamma_1`,
 # `masked_embed`) and main_ibot.py (the dictionary that is saved).
-@pytest.mark.parametrize("gammas", [True, False])
-def test_ibot_as_it_is_saved(tmp_path, gammas):
-    model = timm_model(init_values=0.3 if gammas else None)
-    names = {n: re.sub(r"\.ls(\d)\.gamma", r".gamma_\1", n) for n in model.state_dict()}
-    backbone = {f"backbone.{names[n]}": value for n, value in model.state_dict().items()}
+def test_ibot_as_it_is_saved(tmp_path):
+    model = timm_model(init_values=0.3)
+    weights = renamed(model.state_dict(), {r"\.ls(\d)\.gamma": r".gamma_\1"})
+    backbone = {f"backbone.{name}": value for name, value in weights.items()}
     teacher = {**backbone, "head.last_layer.weight": torch.zeros(2)}
     student = {f"module.{n}": torch.zeros_like(v) for n, v in teacher.items()}
     content = {
@@ -127,7 +117,7 @@ def test_ibot_as_it_is_saved(tmp_path, gammas):
     assert encoder.contents.ignored.keys() == {
         "student", "optimizer", "fp16_scaler", "ibot_loss", "head.last_layer.weight",
     }  # fmt: skip
-    assert encoder.contents.layout == ("iBOT" if gammas else "DINO, timm")
+    assert encoder.contents.layout == "iBOT"
 
 
 def test_ibots_student_may_hold_a_masked_embedding(tmp_path):
@@ -154,11 +144,9 @@ MM_NAMES = {
 
 def test_mmpretrain_as_it_is_saved(tmp_path):
     model = timm_model(init_values=0.5)
-    content: Weights = {"head.layers.head.weight": torch.zeros(2), "neck.mask": torch.zeros(2)}
-    for name, value in model.state_dict().items():
-        for pattern, theirs in MM_NAMES.items():
-            name = re.sub(pattern, theirs, name)
-        content[f"backbone.{name}"] = value
+    content = {"head.layers.head.weight": torch.zeros(2), "neck.mask": torch.zeros(2)}
+    weights = renamed(model.state_dict(), MM_NAMES)
+    content |= {f"backbone.{name}": value for name, value in weights.items()}
 
     path = saved(tmp_path / "epoch_300.pth", {"meta": {"epoch": 300}, "state_dict": content})
     encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
@@ -187,11 +175,11 @@ CLIP_NAMES = {
 def test_the_image_encoder_of_a_clip_is_loaded_by_its_name_in_timm(tmp_path, prefix):
     name, arguments = "vit_xsmall_patch16_clip_224", {"depth": 2}
     model = timm.create_model(name, num_classes=0, **arguments)
-    content: Weights = {f"{prefix}proj": torch.zeros(512, 384)}
-    for ours, value in model.state_dict().items():
-        for pattern, theirs in CLIP_NAMES.items():
-            ours = re.sub(pattern, theirs, ours)
-        content[f"{prefix}{ours}"] = value.squeeze() if "embedding" in ours else value
+    weights = renamed(model.state_dict(), CLIP_NAMES) | {"proj": torch.zeros(512, 384)}
+    content = {
+        prefix + name: value.squeeze() if "embedding" in name else value
+        for name, value in weights.items()
+    }
     if prefix:
         text = prefix.removesuffix("visual.")
         content |= {f"{text}logit_scale": torch.ones(()), f"{text}text_projection": torch.ones(4)}
@@ -249,32 +237,24 @@ def test_dino_and_deit_need_no_renames(tmp_path, suffix):
     assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO, timm", {})
 
 
-@pytest.mark.parametrize("names", ["of today", "of its first files"])
+# The first files of torchvision have other names of the layers of the MLP.
+@pytest.mark.parametrize("names", [{}, {r"mlp\.0": "mlp.linear_1", r"mlp\.3": "mlp.linear_2"}])
 def test_a_vision_transformer_of_torchvision_gives_its_own_features(tmp_path, names):
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 2, 2, 128, 512).eval()
     torch.nn.init.normal_(model.class_token)
-    weights = model.state_dict()
-    if names == "of its first files":
-        weights = {re.sub(r"mlp\.(0|3)", _first_names, name): w for name, w in weights.items()}
 
-    encoder = load_encoder(str(saved(tmp_path / "vit.pth", weights)))
+    encoder = load_encoder(str(saved(tmp_path / "vit.pth", renamed(model.state_dict(), names))))
 
     image = torch.rand(1, 3, 32, 32)
     found = FeatureExtractor(encoder, layers=[1], facets=["token_normed", "cls_normed"])(image)[1]
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
     patches = model._process_input((image - mean) / std)
     with torch.no_grad():
-        tokens = model.encoder(torch.cat([model.class_token, patches], 1))
-    torch.testing.assert_close(found["cls_normed"], tokens[:, 0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        found["token_normed"].flatten(1, 2), tokens[:, 1:], rtol=0, atol=1e-5
-    )
+        expected = model.encoder(torch.cat([model.class_token, patches], 1))
+    tokens = torch.cat([found["cls_normed"][:, None], found["token_normed"].flatten(1, 2)], 1)
+    torch.testing.assert_close(tokens, expected, rtol=0, atol=1e-5)
     assert encoder.contents.ignored.keys() == {"heads.head.weight", "heads.head.bias"}
-
-
-def _first_names(found: re.Match[str]) -> str:
-    return {"0": "mlp.linear_1", "3": "mlp.linear_2"}[found[1]]
 
 
 @pytest.mark.parametrize(

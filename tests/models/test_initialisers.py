@@ -78,11 +78,17 @@ def test_the_attention_of_a_built_encoder_has_these_products():
     assert torch.trace(attention.proj(value)).item() == pytest.approx(-24.0, rel=0.1)
 
 
-def test_value_times_output_is_a_scaled_orthogonal_matrix_over_all_heads_together():
-    weights = SkiplessInit(c=3.0).attention(DIM, HEADS, seeded())
-    product = weights.value @ weights.output
+def test_skipless_values_and_logit_scale_are_those_of_the_paper():
+    plain, cancelled = (
+        SkiplessInit(c=3.0, cancel_logit_scale=cancel).attention(DIM, HEADS, seeded())
+        for cancel in (False, True)
+    )
+    product = plain.value @ plain.output
     torch.testing.assert_close(product @ product.T, 81 * IDENTITY, rtol=0, atol=1e-11)
-    torch.testing.assert_close(weights.value @ weights.value.T, 9 * IDENTITY, rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain.value @ plain.value.T, 9 * IDENTITY, rtol=0, atol=1e-12)
+    logits = [head(w.query, 0) @ head(w.key, 0).T for w in (plain, cancelled)]
+    torch.testing.assert_close(logits[1] / HEAD_DIM**0.5, logits[0], rtol=0, atol=1e-12)
+    assert torch.equal(plain.value, cancelled.value)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +118,6 @@ def test_mlp_of_a_built_encoder_is_scaled_orthogonal_in_row_vector_convention():
     assert (mlp.fc2(hidden).norm(dim=1) < hidden.norm(dim=1)).all()
 
 
-def test_the_logit_scale_of_attention_can_be_cancelled():
-    plain = SkiplessInit().attention(DIM, HEADS, seeded())
-    cancelled = SkiplessInit(cancel_logit_scale=True).attention(DIM, HEADS, seeded())
-    logits = [head(w.query, 0) @ head(w.key, 0).T for w in (plain, cancelled)]
-    torch.testing.assert_close(logits[1] / HEAD_DIM**0.5, logits[0], rtol=0, atol=1e-12)
-    assert torch.equal(plain.value, cancelled.value)
-
-
 def test_uniform_noise_has_the_variance_of_normal_noise_and_is_bounded():
     beta_free = SkiplessInit(alpha=1.0, beta=0.0, noise="uniform")
     # One head keeps every singular value, so the product is Z itself.
@@ -141,18 +139,16 @@ def test_mimetic_value_times_output_is_noise_minus_identity():
 
 def parts_of(parts: str) -> dict[str, Tensor]:
     config = ViTConfig(
-        image_size=16,
-        dim=48,
-        depth=2,
-        num_heads=HEADS,
-        init="mimetic",
+        image_size=16, dim=48, depth=2, num_heads=HEADS, init="mimetic",
         init_options={"parts": parts},
-    )
+    )  # fmt: skip
     weights = build_vit(config, seed=0).state_dict()
     pieces = {name: value for name, value in weights.items() if not name.endswith("qkv.weight")}
     for block in (0, 1):
-        query, key, value = weights[f"blocks.{block}.attn.qkv.weight"].chunk(3)
-        pieces |= {f"{block}.query": query, f"{block}.key": key, f"{block}.value": value}
+        thirds = weights[f"blocks.{block}.attn.qkv.weight"].chunk(3)
+        pieces |= dict(
+            zip((f"{block}.{n}" for n in ("query", "key", "value")), thirds, strict=True)
+        )
     return pieces
 
 
@@ -270,8 +266,6 @@ def test_truncated_tokens_have_the_variance_of_their_distribution():
     # (Phi(1) - Phi(-1)) / (Phi(2) - Phi(-2)) = .6826895 / .9544997.
     assert (tokens.abs() < 0.02).double().mean().item() == pytest.approx(0.715233, abs=0.005)
 
-
-def test_fixed_positions_are_not_truncated_and_keep_the_identity():
     waves = [
         with_tokens(truncated=truncated, position_embedding="sinusoidal")
         for truncated in (False, True)

@@ -187,19 +187,6 @@ def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 3
 
 
-def _without_inputs(node: Any) -> None:
-    del node.input[:]
-
-
-def _without_outputs(node: Any) -> None:
-    del node.output[:]
-
-
-def _input_of_itself(node: Any) -> None:
-    node.op_type = "Concat"
-    node.input.extend(node.output)
-
-
 def _other_scopes(node: Any) -> None:
     node.name = ""
     entry = node.metadata_props.add()
@@ -207,7 +194,14 @@ def _other_scopes(node: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_without_inputs, _without_outputs, _input_of_itself, _other_scopes]
+    "damage",
+    [
+        lambda node: node.ClearField("input"),
+        lambda node: node.ClearField("output"),
+        # An input of itself.
+        lambda node: node.input.extend(node.output),
+        _other_scopes,
+    ],
 )
 def test_a_graph_with_any_damaged_node_is_a_checkpoint_error(tmp_path, damage):
     torch.manual_seed(1)

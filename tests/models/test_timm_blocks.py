@@ -316,9 +316,15 @@ class Block(nn.Module):
         return self.conv(x.relu_() if self.inplace else x.relu())
 
 
-class MapThenTokens(Blocks):
-    """A stage that returns maps, then a stage that returns the same positions after [CLS]."""
+class WithClassToken(nn.Module):
+    """The first of two stages returns maps, and the last one tokens after [CLS]."""
 
+    def forward(self, maps: Tensor) -> Tensor:
+        tokens = maps.flatten(2).transpose(1, 2)
+        return torch.cat([tokens[:, :1], tokens], dim=1)
+
+
+class MapThenTokens(Blocks):
     def __init__(self) -> None:
         super().__init__(Block())
         self.last = WithClassToken()
@@ -330,12 +336,6 @@ class MapThenTokens(Blocks):
     def forward_intermediates(self, images: Tensor, intermediates_only: bool) -> list[Tensor]:
         assert intermediates_only
         return [super().forward(images)] * 2
-
-
-class WithClassToken(nn.Module):
-    def forward(self, maps: Tensor) -> Tensor:
-        tokens = maps.flatten(2).transpose(1, 2)
-        return torch.cat([tokens[:, :1], tokens], dim=1)
 
 
 def test_a_stage_of_equal_blocks_is_divided():
