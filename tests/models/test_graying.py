@@ -12,11 +12,14 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.resources import count_training_flops
 from pretrain.schedules import Timeline
 from probes.conditioning.decomposition import decompose_block
-from ssl_bench.models import (
-    ViTConfig,
-    build_vit,
+from ssl_bench.models import ViTConfig, build_vit
+from ssl_bench.models.graying import (
+    TokenGraying,
+    dct_matrix,
+    gray_by_cholesky,
+    gray_by_dct,
+    gray_by_svd,
 )
-from ssl_bench.models.graying import TokenGraying, dct_matrix, gray_by_dct, gray_by_svd
 from ssl_bench.models.orthogonal import LinearAttention
 from ssl_bench.models.vit import Block
 from tests.support.matrices import normal as drawn
@@ -24,12 +27,13 @@ from tests.support.matrices import normal as drawn
 DIM = 12
 TINY = ViTConfig(image_size=32, patch_size=8, dim=DIM, depth=2, num_heads=3)
 GRAYING = {"svd": gray_by_svd, "dct": gray_by_dct}
+FUNCTIONS = {**GRAYING, "cholesky": gray_by_cholesky}
 WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
-def with_values(*values: float, tokens: int = 7) -> Tensor:
+def with_values(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
     """One image's tokens with these singular values."""
-    left, right = (torch.linalg.qr(drawn(rows, len(values), seed=rows)).Q for rows in (tokens, DIM))
+    left, right = (torch.linalg.qr(drawn(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 
 
@@ -69,7 +73,7 @@ def test_by_dct_each_coefficient_of_scipy_is_raised_in_its_own_image(shape, expo
         torch.testing.assert_close(gray, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("gray", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_an_exponent_of_one_changes_nothing_and_a_factor_passes_through(gray):
     x = drawn(2, 7, DIM)
     torch.testing.assert_close(gray(x, 1.0), x, rtol=0, atol=1e-13)
@@ -86,7 +90,7 @@ def test_gradients_agree_with_finite_differences_backwards_and_forwards(gray, sh
 @pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
 @pytest.mark.parametrize("is_tall", [True, False])
 def test_gradients_of_repeated_singular_values_are_those_of_finite_differences(values, is_tall):
-    start = with_values(*values, tokens=len(values))
+    start = with_values(*values, rows=len(values))
     start = start.mT.contiguous() if is_tall else start
     weights = drawn(*start.shape, seed=4)
     x = start.clone().requires_grad_()
@@ -99,7 +103,7 @@ def test_gradients_of_repeated_singular_values_are_those_of_finite_differences(v
 
 
 @pytest.mark.parametrize("case", ["zero", "same tokens", "rank two", "one token", "tiny"])
-@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("gray", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_singular_token_matrices_have_finite_values_and_gradients(case, gray, dtype):
     one = drawn(1, 1, DIM)
@@ -113,9 +117,12 @@ def test_singular_token_matrices_have_finite_values_and_gradients(case, gray, dt
     assert x.grad is not None
     assert value.isfinite().all()
     assert x.grad.isfinite().all()
+    if case in ("same tokens", "one token") and gray is gray_by_cholesky:
+        # The largest singular value does not change.
+        torch.testing.assert_close(value, x, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("gray", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_image_that_is_not_finite_spoils_itself_alone(gray, value):
     x = drawn(2, 7, DIM)
@@ -124,6 +131,23 @@ def test_an_image_that_is_not_finite_spoils_itself_alone(gray, value):
     result = gray(x, 0.7)
     assert not result[0].isfinite().any()
     torch.testing.assert_close(result[1], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20)])
+@pytest.mark.parametrize("decades", [0.5, 5])
+@pytest.mark.parametrize("exponent", [0.5, 0.95])
+def test_by_cholesky_values_and_gradients_are_those_by_svd(shape, decades, exponent):
+    values = torch.logspace(1, 1 - decades, 12).tolist()
+    x = with_values(*values, rows=shape[0], cols=shape[1]).float()
+    weights = drawn(*x.shape, seed=3)
+    found = []
+    for function, start in ((gray_by_cholesky, x), (gray_by_svd, x.double())):
+        given = start.clone().requires_grad_()
+        value = function(given, exponent)
+        (gradient,) = torch.autograd.grad((value * weights.to(value.dtype)).sum(), given)
+        found += [value.detach().double() / 10, gradient.double() / gradient.abs().max()]
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found[1], found[3], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", GRAYING)

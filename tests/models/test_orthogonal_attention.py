@@ -1,5 +1,7 @@
 """Orthogonal self-attention against its paper's formulas, its initialisation, its encoders."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,15 @@ from pretrain.description import describe, find_differences
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.models.initialisers import OsaInit, XavierInit
-from ssl_bench.models.orthogonal import OrthogonalAttention, newton_schulz_basis, phi
+from ssl_bench.models.orthogonal import (
+    OrthogonalAttention,
+    cholesky_basis,
+    most_doublings,
+    newton_schulz_basis,
+    phi,
+    phi_without_sync,
+)
+from tests.support.matrices import normal as drawn
 
 DIM, HEADS = 12, 3
 WIDTH = DIM // HEADS
@@ -163,9 +173,92 @@ def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
     expected = torch.linalg.matrix_exp(doubled)[:6, 6:]
     torch.testing.assert_close(phi(skew), expected, rtol=0, atol=1e-12)
     # The result does not depend on the matrices beside it.
-    several = torch.stack([1e-3 * skew, skew, 1e3 * skew]).float()
+    several = torch.stack([1e-3 * skew, skew, 50 * skew]).float()
     alone = torch.cat([phi(one[None]) for one in several])
     assert torch.equal(phi(several), alone)
+    assert torch.equal(phi_without_sync(several), alone)
+
+
+def rotating(norm: float, count: int = 2, side: int = 8) -> Tensor:
+    """Skew-symmetric matrices, float32."""
+    x = drawn(count, side, side)
+    skew = x - x.mT
+    return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
+    # The largest matrix that is left as it is: rounding moves its angles by 2^-7.
+    largest = (torch.finfo(dtype).eps * math.factorial(13)) ** (1 / 13) * 2 ** most_doublings(dtype)
+    assert largest * torch.finfo(dtype).eps == pytest.approx(2**-7, rel=1)
+    angle = torch.tensor(0.999 * largest, dtype=dtype)
+    skew = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=dtype) * angle
+    exponential = torch.eye(2, dtype=dtype) + phi_without_sync(skew) @ skew
+    cosine, sine = angle.double().cos(), angle.double().sin()
+    expected = torch.stack([cosine, -sine, sine, cosine]).view(2, 2)
+    torch.testing.assert_close(exponential.double(), expected, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("norm", [1e6, 1e15])
+def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
+    skew = rotating(norm).requires_grad_()
+    phi_without_sync(skew).sum().backward()
+    assert skew.grad is not None
+    assert skew.grad.isfinite().all()
+    skew = skew.detach().double()
+    exponential = torch.eye(8) + phi_without_sync(skew.float()).double() @ skew
+    error = exponential.mT @ exponential - torch.eye(8)
+    assert error.abs().max() < 0.05
+
+
+@pytest.mark.parametrize("norm", [0.1, 30.0])
+def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
+    weights = drawn(2, 8, 8, seed=1)
+    found = []
+    for function, dtype in ((phi_without_sync, torch.float32), (phi, torch.float64)):
+        skew = rotating(norm).to(dtype).requires_grad_()
+        (function(skew) * weights.to(dtype)).sum().backward()
+        assert skew.grad is not None
+        found.append(skew.grad.double())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
+    x = (0.3 * drawn(1, 3, 3)).requires_grad_()
+    assert torch.autograd.gradcheck(phi_without_sync, (x,))
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (5, 8)])
+@pytest.mark.parametrize("decades", [0, 7, 12])
+def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
+    rank = min(shape)
+    left, right = (torch.linalg.qr(drawn(2, size, rank, seed=size)).Q for size in shape)
+    m = ((left * torch.logspace(0, -decades, rank).double()) @ right.mT).float()
+    basis = cholesky_basis(m).double()
+    assert (m - basis @ (basis.mT @ m.double())).abs().max() < 2e-7
+    assert torch.linalg.svdvals(basis)[:, :rank].sub(1).abs().max() < 2e-6
+    assert torch.equal(cholesky_basis(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
+    expected = cholesky_basis(m)[1]
+    m[0, 3, 2] = math.nan
+    assert torch.equal(cholesky_basis(m)[1], expected)
+
+
+@pytest.mark.parametrize(("count", "alpha"), [(1, 0.1), (5, 1.0), (30, 1.0)])
+def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
+    attention, x = layer("qr", alpha=alpha), tokens(count, scale=1.0)
+    weights = drawn(2, count, DIM, seed=2)
+
+    def values_and_gradients(dtype: torch.dtype) -> list[Tensor]:
+        given = [x.to(dtype).requires_grad_(), *attention.to(dtype).parameters()]
+        value = attention(given[0])
+        return [value.detach(), *torch.autograd.grad((value * weights.to(dtype)).sum(), given)]
+
+    expected = values_and_gradients(torch.float64)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.phi", phi_without_sync)
+    for one, other in zip(values_and_gradients(torch.float32), expected, strict=True):
+        scale = other.abs().max().clamp_min(1)
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("basis", BASES)

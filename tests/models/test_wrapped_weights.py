@@ -208,6 +208,7 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "a ResNet"),
         ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "a ResNet"),
         ({"net": WHOLE, "ema": TORN}, "29/30 keys fit"),
         ({"optimizer": ADAM}, "got optimizer/"),
