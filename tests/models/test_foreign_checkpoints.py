@@ -5,7 +5,6 @@ the tensors are random, and the model that they are checked against is timm's, o
 """
 
 import re
-from collections.abc import Mapping
 
 import pytest
 import safetensors.torch
@@ -20,10 +19,12 @@ from ssl_bench.models.loading import load
 from ssl_bench.models.loading.load import load_and_log
 from ssl_bench.system.files import file_sha256
 from tests.support.foreign_weights import (
-    Weights,
+    assert_same_weights,
     dinov2_weights,
     folder_of,
     message_of,
+    normalise,
+    renamed,
     same_features,
     saved,
     timm_model,
@@ -51,24 +52,6 @@ def test_dinov2_in_chunks_and_half_precision_as_its_training_saves_it(tmp_path):
     heads = {"dino_head.mlp.0.weight": torch.zeros(2), "ibot_head.last_layer.w": torch.zeros(2)}
     encoder = same_features(saved(tmp_path / "t.pth", {"teacher": {**teacher, **heads}}), model)
     assert encoder.contents.ignored.keys() == {"mask_token", *heads}
-
-
-def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
-    found: Weights = {}
-    for name, value in weights.items():
-        for pattern, theirs in names.items():
-            name = re.sub(pattern, theirs, name)
-        found[name] = value
-    return found
-
-
-def test_a_layer_scale_that_is_missing_is_refused(tmp_path):
-    _, weights = dinov2_weights(0)
-    del weights["blocks.1.ls2.gamma"]
-    said = message_of(saved(tmp_path / "w.pth", weights))
-    assert "blocks.0.ls1.gamma, blocks.0.ls2.gamma, blocks.1.ls1.gamma unknown" in said
-    weights["blocks.1.ls2.gamma"] = torch.ones(1)
-    assert "and 1 more unknown" in message_of(saved(tmp_path / "w.pth", weights))
 
 
 # MAE: https://github.com/facebookresearch/mae/blob/be47fef7, models_mae.py (pretraining, with a
@@ -189,8 +172,7 @@ def test_the_image_encoder_of_a_clip_is_loaded_by_its_name_in_timm(tmp_path, pre
     encoder = load_encoder(folder_of(tmp_path / "clip", content, config))
 
     assert "proj" in encoder.contents.ignored
-    state = encoder.module.state_dict()
-    assert all(torch.equal(state[f"model.{n}"], value) for n, value in model.state_dict().items())
+    assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
     assert "as CLIP has" in message_of(tmp_path / "clip/model.safetensors")
 
 
@@ -248,8 +230,7 @@ def test_a_vision_transformer_of_torchvision_gives_its_own_features(tmp_path, na
 
     image = torch.rand(1, 3, 32, 32)
     found = FeatureExtractor(encoder, layers=[1], facets=["token_normed", "cls_normed"])(image)[1]
-    mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
-    patches = model._process_input((image - mean) / std)
+    patches = model._process_input(normalise(encoder, image))
     with torch.no_grad():
         expected = model.encoder(torch.cat([model.class_token, patches], 1))
     tokens = torch.cat([found["cls_normed"][:, None], found["token_normed"].flatten(1, 2)], 1)

@@ -5,7 +5,6 @@ The names of transformers are restated from its repository; the tensors are rand
 
 import json
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from tests.support.foreign_weights import (
     dinov2_weights,
     folder_of,
     message_of,
+    normalise,
+    renamed,
     same_features,
     timm_model,
 )
@@ -35,45 +36,29 @@ from tests.support.foreign_weights import (
 
 # transformers: https://github.com/huggingface/transformers/blob/015e6876, src/transformers/models/
 # vit/modeling_vit.py and dinov2/modeling_dinov2.py.
-def transformers_names(kind: str) -> Callable[[str], str]:
-    dinov2 = kind.startswith("dinov2")
-    table = [
-        (r"^cls_token", "embeddings.cls_token"),
-        (r"^pos_embed", "embeddings.position_embeddings"),
-        (r"^register_tokens", "embeddings.register_tokens"),
-        (r"^mask_token", "embeddings.mask_token"),
-        (r"^patch_embed\.proj", "embeddings.patch_embeddings.projection"),
-        (r"^norm\.", "layernorm."),
-        (r"^blocks\.(\d)\.norm1",
-         r"encoder.layer.\1." + ("norm1" if dinov2 else "layernorm_before")),
-        (r"^blocks\.(\d)\.norm2",
-         r"encoder.layer.\1." + ("norm2" if dinov2 else "layernorm_after")),
-        (r"^blocks\.(\d)\.attn\.proj", r"encoder.layer.\1.attention.output.dense"),
-        (r"^blocks\.(\d)\.mlp\.fc1",
-         r"encoder.layer.\1." + ("mlp.fc1" if dinov2 else "intermediate.dense")),
-        (r"^blocks\.(\d)\.mlp\.fc2",
-         r"encoder.layer.\1." + ("mlp.fc2" if dinov2 else "output.dense")),
-        (r"^blocks\.(\d)\.ls(\d)\.gamma", r"encoder.layer.\1.layer_scale\2.lambda1"),
-    ]  # fmt: skip
-
-    def name(ours: str) -> str:
-        for pattern, replacement in table:
-            ours = re.sub(pattern, replacement, ours)
-        return ours
-
-    return name
-
-
 def in_transformers_layout(weights: Weights, kind: str, prefix: str) -> Weights:
-    name, found = transformers_names(kind), {}
-    for ours, value in weights.items():
-        match = re.fullmatch(r"blocks\.(\d)\.attn\.qkv\.(\w+)", ours)
-        if match is None:
-            found[prefix + name(ours)] = value
-            continue
-        for third, part in zip(("query", "key", "value"), value.chunk(3), strict=True):
-            start = f"{prefix}encoder.layer.{match[1]}.attention.attention"
-            found[f"{start}.{third}.{match[2]}"] = part.clone()
+    block = r"^(blocks\.\d)\."
+    own = {
+        rf"{block}norm1": r"\1.layernorm_before", rf"{block}norm2": r"\1.layernorm_after",
+        rf"{block}mlp\.fc1": r"\1.intermediate.dense", rf"{block}mlp\.fc2": r"\1.output.dense",
+    }  # fmt: skip
+    names = {
+        rf"{block}attn\.proj": r"\1.attention.output.dense",
+        **({} if kind.startswith("dinov2") else own),
+        rf"{block}ls(\d)\.gamma": r"\1.layer_scale\2.lambda1",
+        r"^blocks": "encoder.layer",
+        r"^pos_embed": "position_embeddings",
+        r"^patch_embed\.proj": "patch_embeddings.projection",
+        r"^(\w+_token|register_tokens|position_\w+|patch_\w+)": r"embeddings.\1",
+        r"^norm\.": "layernorm.",
+        "^": prefix,
+    }
+    found: Weights = {}
+    for name, value in renamed(weights, names).items():
+        start, qkv, end = name.partition("attn.qkv")
+        thirds = zip(("query", "key", "value"), value.chunk(3), strict=True) if qkv else ()
+        found |= {f"{start}attention.attention.{n}{end}": part.clone() for n, part in thirds}
+        found |= {} if qkv else {name: value}
     return found
 
 
@@ -325,16 +310,16 @@ def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
 # DINOv3: https://github.com/facebookresearch/dinov3, and dinov3_vit/modeling_dinov3_vit.py of
 # transformers.
 ARCHITECTURE = "vit_tiny_patch16_dinov3_qkvb"
-TO_TRANSFORMERS = (
-    (r"(cls|mask)_token", r"embeddings.\1_token"),
-    (r"storage_tokens", r"embeddings.register_tokens"),
-    (r"patch_embed\.proj", r"embeddings.patch_embeddings"),
-    (r"blocks\.(\d+)\.ls(\d)\.gamma", r"layer.\1.layer_scale\2.lambda1"),
-    (r"attn\.proj", r"attention.o_proj"),
-    (r"mlp\.fc1", r"mlp.up_proj"),
-    (r"mlp\.fc2", r"mlp.down_proj"),
-    (r"^blocks\.", r"layer."),
-)
+TO_TRANSFORMERS = {
+    r"(cls|mask)_token": r"embeddings.\1_token",
+    r"storage_tokens": r"embeddings.register_tokens",
+    r"patch_embed\.proj": r"embeddings.patch_embeddings",
+    r"blocks\.(\d+)\.ls(\d)\.gamma": r"layer.\1.layer_scale\2.lambda1",
+    r"attn\.proj": r"attention.o_proj",
+    r"mlp\.fc1": r"mlp.up_proj",
+    r"mlp\.fc2": r"mlp.down_proj",
+    r"^blocks\.": r"layer.",
+}
 DINOV3_CONFIG = {"model_type": "dinov3_vit", "rope_theta": 100.0}
 DINOV3_COLOURS = {"image_mean": [0.43, 0.411, 0.296], "image_std": [0.213, 0.156, 0.143]}
 
@@ -354,12 +339,10 @@ def dinov3() -> nn.Module:
 
 def own_names(model: nn.Module) -> dict[str, Tensor]:
     """The weights as DINOv3's own files have them."""
-    weights: dict[str, Tensor] = {"mask_token": torch.zeros(1, 192)}
-    weights["rope_embed.periods"] = torch.ones(16)
-    for name, value in model.state_dict().items():
-        new = re.sub(r"gamma_([12])", r"ls\1.gamma", name).replace("reg_token", "storage_tokens")
-        if not name.endswith(("q_bias", "k_bias", "v_bias")):
-            weights[new] = value
+    names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
+    weights = renamed(model.state_dict(), names)
+    weights = {name: value for name, value in weights.items() if "_bias" not in name}
+    weights |= {"mask_token": torch.zeros(1, 192), "rope_embed.periods": torch.ones(16)}
     for block, parts in enumerate(model.get_submodule("blocks").children()):
         attention = parts.get_submodule("attn")
         query, value = attention.get_parameter("q_bias"), attention.get_parameter("v_bias")
@@ -372,9 +355,7 @@ def own_names(model: nn.Module) -> dict[str, Tensor]:
 def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> str:
     """A folder as `save_pretrained` leaves it; its address."""
     weights = {}
-    for name, value in own_names(model).items():
-        for pattern, replacement in TO_TRANSFORMERS:
-            name = re.sub(pattern, replacement, name)
+    for name, value in renamed(own_names(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:
             for third, part in zip("qkv", value.chunk(3), strict=True):
                 kind = name.rpartition(".")[2]
@@ -386,15 +367,14 @@ def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> st
     return folder_of(root, weights, {**DINOV3_CONFIG, **config}, DINOV3_COLOURS)
 
 
-def assert_same_features(uri: str, model: nn.Module) -> None:
+def assert_same_features(uri: str, model: Any) -> None:
     encoder = load_encoder(uri)
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (5, 4)
     image = torch.rand(1, 3, 32, 48)
     last = encoder.depth - 1
     features = FeatureExtractor(encoder, layers=[last], facets=["token_normed"])(image)
-    mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
     with torch.no_grad():
-        expected = model.forward_features((image - mean) / std)[:, 5:]  # pyrefly: ignore[not-callable]
+        expected = model.forward_features(normalise(encoder, image))[:, 5:]
     torch.testing.assert_close(
         features[last]["token_normed"].flatten(1, 2), expected, rtol=1e-4, atol=1e-4
     )

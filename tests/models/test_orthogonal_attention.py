@@ -38,8 +38,7 @@ def layer(basis: str, *, alpha: float = 1.0, seed: int = 0) -> OrthogonalAttenti
 
 
 def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return scale * torch.randn(batch, count, DIM, generator=generator, dtype=torch.float64)
+    return scale * drawn(batch, count, DIM, seed=1)
 
 
 def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +139,7 @@ def test_rank_deficient_queries_and_keys_give_finite_values_and_gradients(case, 
 def test_gradients_with_qr_are_those_of_the_whole_exponential(case):
     attention, start = layer("qr"), {"full rank": tokens(15), **degenerate()}[case]
     # Of their own for each token: others would hide what leaves the span of queries and keys.
-    weights = torch.randn(start.shape, generator=torch.Generator().manual_seed(3)).double()
+    weights = drawn(*start.shape, seed=3)
     gradients = []
     for apply in (attention, lambda x: torch.stack([naive(attention, image) for image in x])):
         x = start.clone().requires_grad_()
@@ -165,7 +164,7 @@ def test_gradients_with_newton_schulz_are_finite_differences(count):
 
 @pytest.mark.parametrize("norm", [0.0, 0.1, 3.0, 200.0])
 def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
-    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = drawn(6, 6)
     skew = x - x.T
     skew = skew * norm / torch.linalg.matrix_norm(skew, 2)
     doubled = torch.zeros(12, 12, dtype=torch.float64)

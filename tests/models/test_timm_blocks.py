@@ -15,7 +15,7 @@ from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
-from tests.support.foreign_weights import folder_of, saved
+from tests.support.foreign_weights import assert_same_weights, folder_of, normalise, saved
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (64, 96)}
@@ -62,11 +62,6 @@ def random_model(name: str, **changes: Any) -> Any:
 
 def as_encoder(model: Any) -> Encoder:
     return timm_encoder(deepcopy(model), uri="memory", name="small", sha256="")
-
-
-def normalise(encoder: Encoder, images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
-    return (images - mean) / std
 
 
 def same(found: Tensor, expected: Tensor) -> None:
@@ -269,8 +264,7 @@ def test_weights_of_sam_under_its_own_names_are_loaded(tmp_path):
 
     encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
 
-    loaded = encoder.module.get_submodule("model").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
     assert encoder.contents.ignored.keys() == others.keys()
 
 

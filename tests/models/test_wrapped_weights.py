@@ -19,7 +19,14 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import DINO_LIKE
-from tests.support.foreign_weights import Weights, folder_of, message_of, saved, timm_model
+from tests.support.foreign_weights import (
+    Weights,
+    assert_same_weights,
+    folder_of,
+    message_of,
+    saved,
+    timm_model,
+)
 
 QKV = "blocks.0.attn.qkv.weight"
 
@@ -151,7 +158,7 @@ def test_fault_78_whatever_is_written_around_a_model_is_taken_off(tmp_path, wrap
 
     assert encoder.loaded_keys == len(weights)
     assert "is used, not" not in encoder.contents.note
-    assert all(torch.equal(encoder.module.state_dict()[n], v) for n, v in weights.items())
+    assert_same_weights(encoder.module, weights)
 
 
 # With two encoders: the first one is used, and the second one is not.
@@ -195,7 +202,7 @@ def test_fault_78_of_two_encoders_the_averaged_one_is_announced(tmp_path, wrap):
 
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
 
-    assert all(torch.equal(encoder.module.state_dict()[n], v) for n, v in weights.items())
+    assert_same_weights(encoder.module, weights)
     assert " is used, not " in encoder.contents.note
     assert encoder.contents.ignored
 
