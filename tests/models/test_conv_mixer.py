@@ -20,7 +20,6 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.initialisers import (
-    CovarianceFilters,
     filter_covariance,
     positive_root,
 )
@@ -164,16 +163,6 @@ def test_the_root_is_that_of_the_nearest_positive_semi_definite_matrix(size, sig
     assert (positive * lost).sum().abs() < 1e-12
     if size > 3:
         assert lost.abs().max() > 1e-3
-
-
-def test_many_filters_have_the_covariance_they_were_drawn_with():
-    initialiser = CovarianceFilters(sigma_0=0.5, v_sigma=0.5, a_sigma=0.0)
-
-    filters = initialiser.filters(100_000, 5, 1.0, torch.Generator().manual_seed(0)).flatten(1)
-
-    root = positive_root(restated_covariance(5, 1.0))
-    assert (filters.T @ filters / len(filters) - root @ root).abs().max() < 0.015
-    assert filters.mean(0).abs().max() < 0.015
 
 
 def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest():

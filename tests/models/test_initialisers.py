@@ -221,20 +221,6 @@ def with_tokens(*, truncated, **options):
     )  # fmt: skip
 
 
-def test_tokens_that_are_not_truncated_are_the_normal_numbers_that_they_were():
-    model = with_tokens(truncated=False)
-    generator, filters = seeded(5), model.patch_embed.proj
-    for parameter in filters.parameters():
-        bound = (3 * 8 * 8) ** -0.5
-        assert torch.equal(
-            parameter, torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
-        )
-    for name in TOKENS:
-        parameter = model.get_parameter(name)
-        normal = torch.empty_like(parameter).normal_(0, 0.02, generator=generator)
-        assert torch.equal(parameter, normal)
-
-
 def test_truncated_tokens_have_the_variance_of_their_distribution():
     before, after = (with_tokens(truncated=truncated) for truncated in (False, True))
     for name, old in before.named_parameters():

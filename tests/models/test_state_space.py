@@ -171,21 +171,34 @@ def test_without_pieces_it_starts_as_the_architectures_do():
         assert largest == pytest.approx(1 / 16, rel=0.01)
 
 
+def selections(mixer: Mixer) -> tuple[Tensor, ...]:
+    """The weights of keys, queries and steps."""
+    if isinstance(mixer, Mamba1Mixer):
+        return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
+    return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_piece_changes_its_own_weights_alone(version, piece):
-    plain, mimetic = (built(version, *pieces).state_dict() for pieces in ((), (piece,)))
-
-    changed = {
-        name.removeprefix("blocks.1.mixer.")
-        for name, value in mimetic.items()
-        if not torch.equal(value, plain[name]) and not name.startswith("blocks.0")
-    }
-
-    matrix = "selection.weight" if version == "mamba1" else "in_proj.weight"
-    steps = ("step.weight", "step.bias") if version == "mamba1" else (matrix, "step_bias")
-    names = (("log_decay",), steps, (matrix,), ("conv.weight", "conv.bias"))
-    assert changed == set(dict(zip(PIECES, names, strict=True))[piece])
+    plain, mixer = (mixer_of(built(version, *pieces), 1) for pieces in ((), (piece,)))
+    keys, queries, steps = selections(plain)
+    if piece == "correlation":
+        queries = (queries + keys) / 2
+    if piece == "step":
+        steps = steps / 100
+        ones = torch.ones_like(plain.step_bias)
+        torch.testing.assert_close(F.softplus(mixer.step_bias), ones)
+    else:
+        assert torch.equal(mixer.step_bias, plain.step_bias)
+    for found, expected in zip(selections(mixer), (keys, queries, steps), strict=True):
+        torch.testing.assert_close(found, expected)
+    values = torch.randn(2, 5, 16 if version == "mamba1" else 22)
+    expected = values if piece == "convolution" else causal_convolution(values, plain.conv)
+    assert torch.equal(causal_convolution(values, mixer.conv), expected)
+    assert torch.equal(mixer.log_decay, plain.log_decay) is (piece != "decay")
+    assert torch.equal(mixer.out_proj.weight, plain.out_proj.weight)
 
 
 def test_a_decay_to_the_power_of_minus_eight_forgets_nothing_but_where_it_was_one():
@@ -198,36 +211,6 @@ def test_a_decay_to_the_power_of_minus_eight_forgets_nothing_but_where_it_was_on
     for version in VERSIONS:
         decays = mixer_of(built(version, "decay", state_decay="constant")).log_decay.exp()
         assert decays.tolist() == pytest.approx([math.exp(-8)] * len(decays))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_second_piece_makes_steps_of_one(version):
-    plain, mixer = (mixer_of(built(version, *pieces)) for pieces in ((), ("step",)))
-    tokens = torch.randn(20, 8 if version == "mamba2" else 1)
-
-    steps = F.softplus(tokens @ mixer.step_weight.T + mixer.step_bias)
-
-    torch.testing.assert_close(mixer.step_weight, plain.step_weight / 100)
-    torch.testing.assert_close(steps, torch.ones_like(steps), atol=0.05, rtol=0)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_queries_become_the_mean_of_queries_and_keys(version):
-    plain, mixer = (mixer_of(built(version, *pieces)) for pieces in ((), ("correlation",)))
-
-    mean = (plain.queries_weight + plain.keys_weight) / 2
-    torch.testing.assert_close(mixer.queries_weight, mean)
-    assert torch.equal(mixer.keys_weight, plain.keys_weight)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_fourth_piece_passes_every_token_as_it_is(version):
-    mixer = mixer_of(built(version, "convolution"))
-    values = torch.randn(2, 5, 16 if version == "mamba1" else 22)
-
-    assert torch.equal(causal_convolution(values, mixer.conv), values)
 
 
 def test_layers_that_are_not_chosen_start_as_without():

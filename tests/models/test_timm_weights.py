@@ -12,14 +12,12 @@ import timm
 import torch
 from torch import Tensor
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.models import Encoder, load_encoder
 from tests.support.foreign_weights import (
     assert_same_weights,
     folder_of,
     message_of,
     saved,
-    timm_model,
 )
 
 NAME = "vit_tiny_patch16_224"
@@ -200,22 +198,12 @@ def test_fault_79_images_of_other_channels_are_refused(tmp_path, place, channels
     assert f"{channels} channels" in error or f"64 x {channels} x 16 x 16" in error
 
 
-def test_fault_79_heads_and_grid_of_bare_files_are_announced(tmp_path, capsys):
-    # The linear evaluation of MoCo-v3 saves its ViT-S, of 12 heads, under the names of DINO.
-    weights = {f"module.{n}": w for n, w in timm_model(dim=384, heads=12).state_dict().items()}
-    path = saved(tmp_path / "linear.pth", {"state_dict": weights, "arch": "vit_small"})
-
-    assert main(["models", str(path)]) == 0
-
-    said = capsys.readouterr().out
-    assert "square grid assumed, 4 x 4 patches; 6 heads of 64 channels assumed, if it has" in said
-
-
 def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
     bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
     config = advised_config(bare.contents.note) | {"architecture": NAME}
+    assert "3 heads of 64 channels assumed" in bare.contents.note
     assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
     config["model_args"] |= {"depth": 2}
 
