@@ -20,14 +20,13 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import file_sha256
-from tests.support.faults import LFS_POINTER
+from tests.support.faults import DINO_LIKE, LFS_POINTER
 from tests.support.foreign_weights import assert_same_weights, message_of, timm_model
 
 TINY = ViTConfig(
     image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
     skip_attention=False, skip_mlp=False,
 )  # fmt: skip
-DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
 
 
 @pytest.fixture
@@ -107,23 +106,17 @@ def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, probl
 
 
 OTHER_ARCHIVES = {
-    "TorchScript module": lambda model, shown, path: torch.jit.save(
-        torch.jit.trace(model, shown), path
+    "TorchScript": lambda model, x, path: torch.jit.save(torch.jit.trace(model, x), path),
+    "torch.export": lambda model, x, path: torch.export.save(
+        torch.export.export(model, (x,)), path
     ),
-    "torch.export": lambda model, shown, path: torch.export.save(
-        torch.export.export(model, (shown,)), path
-    ),
-    "NumPy arrays": lambda model, _, path: np.savez(
-        path.open("wb"), **{name: value.numpy() for name, value in model.state_dict().items()}
-    ),
+    "NumPy": lambda model, _, path: np.savez(path.open("wb"), **model.state_dict()),
 }
 
 
 @pytest.mark.parametrize("what", OTHER_ARCHIVES)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
-    tmp_path, monkeypatch, what
-):
+def test_the_advice_for_another_archive_loads_its_weights(tmp_path, monkeypatch, what):
     model, path = timm_model(), tmp_path / "mine.pth"
     OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
     monkeypatch.chdir(tmp_path)
