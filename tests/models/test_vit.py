@@ -127,18 +127,11 @@ def cubic_weights(new: int, old: int) -> torch.Tensor:
     return weights
 
 
-@pytest.fixture
-def deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28)])
-def test_positions_are_resized_as_in_official_dino(size, deterministic, request, monkeypatch):
+def test_positions_are_resized_as_in_official_dino(size, deterministic, monkeypatch):
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     if deterministic:
-        request.getfixturevalue("deterministic_algorithms")
         # Its gradient is not deterministic on a GPU.
         monkeypatch.setattr("torch.nn.functional.interpolate", None)
     positions = torch.randn(1, 1 + 14 * 14, 2)
@@ -154,31 +147,18 @@ def test_positions_are_resized_as_in_official_dino(size, deterministic, request,
 
 
 def test_sinusoidal_positions_hold_the_column_first_and_are_not_trained():
-    waves = sinusoidal_positions(2, 3, 8)
-    config = ViTConfig(
-        image_size=16, patch_size=8, dim=8, num_heads=2, depth=1, position_embedding="sinusoidal"
-    )
-    model = build_vit(config, seed=0)
     col, row = torch.tensor(2.0), torch.tensor(1.0)
     expected = [
         f(axis * w) for axis in (col, row) for f in (torch.sin, torch.cos) for w in (1, 0.01)
     ]
-    torch.testing.assert_close(waves[5], torch.stack(expected))
-    assert not model.pos_embed.requires_grad
-    assert torch.equal(model.pos_embed[0, 1:], sinusoidal_positions(2, 2, 8))
-
-
-def test_scaled_positions_have_that_length_and_cls_has_none():
+    torch.testing.assert_close(sinusoidal_positions(2, 3, 8)[5], torch.stack(expected))
     config = replace(TINY, position_embedding="sinusoidal", position_scale=2.0)
-
-    (positions,) = build_vit(config, seed=0).pos_embed
-
-    # Of dim / 4 pairs of sines and cosines for each axis every pair has squared length 1.
-    assert positions[1:].square().sum(1).tolist() == pytest.approx([4 * 48 / 2] * 16)
-    assert not positions[0].any()
-    plain = build_vit(replace(config, position_scale=1.0), seed=0)
-    assert torch.equal(positions, 2 * plain.pos_embed[0])
-    assert describe_config(config) == describe_config(plain.config)
+    positions = build_vit(config, seed=0).pos_embed
+    assert not positions.requires_grad
+    assert torch.equal(positions[0, 1:], 2 * sinusoidal_positions(4, 4, 48))
+    assert not positions[0, 0].any()
+    # Trained encoders store the scaled positions.
+    assert describe_config(config) == describe_config(replace(config, position_scale=1.0))
 
 
 def test_registers_come_after_cls_and_carry_no_position():
