@@ -239,7 +239,7 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
     assert "square grid assumed, 4 x 4 patches" in capsys.readouterr().err
     weights = dict(timm_model(grid=(3, 5)).state_dict())
     folder = hugging_face_folder(tmp_path / "3x5", "vit", weights, image_size=None)
-    assert "pos_embed for 15 patches, which are no square" in message_of(f"local-dir:{folder}")
+    assert "image_size=[HEIGHT, WIDTH]" in message_of(f"local-dir:{folder}")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_a_checkpoint_is_rebuilt_from_its_file_with_the_same_outputs(kind, tmp_p
     assert torch.equal(encoder.module(images()), model(images()))
     named = identify_encoder(str(tmp_path))
     assert named.identity() == encoder.identity()
-    assert (named.depth, named.patch_size) == (encoder.depth, encoder.patch_size)
+    for name in ("depth", "patch_size", "num_prefix_tokens", "num_registers", "strides"):
+        assert getattr(named, name) == getattr(encoder, name), name
     assert named.is_staged is encoder.is_staged is (kind in ("swin", "atto"))
     drawn = load_encoder(f"random:{tmp_path}").module
     assert torch.equal(drawn(images()), build_encoder(KINDS[kind], seed=0).eval()(images()))
