@@ -1,35 +1,39 @@
-"""Encoders that learned nothing, and what an address says where a file does not."""
+"""Baselines, normalisations, demo encoders and weights of torch hub, by their addresses."""
 
+import hashlib
+import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
+import huggingface_hub
 import pytest
 import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
-from ssl_bench.models.loading.addresses import add_baselines
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
+from ssl_bench.models.loading import addresses, hub
+from ssl_bench.models.loading.addresses import NAMES, add_baselines
 from ssl_bench.models.loading.checkpoint import normalization_metadata
+from tests.benchmarks.evidence.rows import demo_of
+from tests.benchmarks.generated import LEDGER, ROOT
 from tests.cli.test_sweep import planned
 from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
-from tests.support.foreign_weights import timm_model
+from tests.support.foreign_weights import assert_same_weights, normalise, timm_model
 
 
-def test_random_weights_are_those_that_the_run_began_with(tmp_path):
-    trained, before = build_vit(TINY, seed=3), build_vit(TINY, seed=0)
+def test_random_weights_keep_the_mean_of_the_checkpoint(tmp_path):
     colours = normalization_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
-    save_encoder(tmp_path / "one.safetensors", trained, colours)
+    save_encoder(tmp_path / "one.safetensors", build_vit(TINY, seed=3), colours)
 
     drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
 
     assert drawn.name == "one (random)"
     assert (drawn.mean, drawn.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(drawn.module.state_dict()[name], tensor)
-    assert drawn.architecture == load_encoder(f"{tmp_path}/one.safetensors").architecture
-    again = identify_encoder(f"random:{tmp_path}/one.safetensors")
-    assert again.identity() == drawn.identity()
+    assert_same_weights(drawn.module, build_vit(TINY, seed=0).state_dict())
 
 
 def test_colours_are_the_pixels_of_each_patch_in_every_facet():
@@ -38,18 +42,18 @@ def test_colours_are_the_pixels_of_each_patch_in_every_facet():
     facets = ("token", "token_normed", "cls", "query", "key", "value")
     found = FeatureExtractor(encoder, layers=(0,), facets=facets)(images)[0]
 
-    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (encoder.mean, encoder.std))
-    second = ((images - mean) / std)[1, :, 2:4, 4:6].flatten()
+    second = normalise(encoder, images)[1, :, 2:4, 4:6].flatten()
     for facet in ("token", "token_normed", "query", "key", "value"):
         assert found[facet].shape == (2, 2, 3, 12)
         torch.testing.assert_close(found[facet][1, 1, 2], second)
     torch.testing.assert_close(found["cls"], found["token"].flatten(1, 2).mean(1))
 
 
-@pytest.mark.parametrize("uri", ["colours:0", "colours:x", "colours:", "colours:1000", "colours:²"])
+@pytest.mark.parametrize("uri", ["colours:0", "colours:x", "colours:257", "colours:²"])
 def test_a_patch_that_cannot_be_is_refused(uri):
-    with pytest.raises(CheckpointError, match="colours:16"):
+    with pytest.raises(CheckpointError) as raised:
         load_encoder(uri)
+    assert raised.value.hint == ("--checkpoint", "colours:16")
 
 
 def test_baselines_follow_the_encoders_once_each():
@@ -91,18 +95,18 @@ def test_one_flag_probes_them_beside_the_encoder(place, capsys):
     assert [job["pending"] for job in planned(capsys, *asked[1:])["jobs"]] == [0, 0, 0]
 
 
-def test_a_baseline_that_has_no_answer_is_left_out_and_an_asked_one_ends_the_command(place, capsys):
+def test_a_baseline_without_a_result_is_left_out_unless_requested(place, capsys):
     asked = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
     asked += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
 
-    assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines"]) == 0
+    assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
     assert "left out: conditioning on folder: " in capsys.readouterr().err
 
     assert "colours" in fails(capsys, [*asked, "--checkpoint", "colours:16"], 2)
 
 
-@pytest.mark.parametrize("stem", ["checkpoint", "best"])
-def test_files_that_are_all_called_so_have_the_name_of_their_folder(place, capsys, stem):
+def test_files_with_usual_names_have_the_name_of_their_folder(place, capsys):
+    stem = "best"
     for folder, dim in (("one", 64), ("other", 128)):
         (place / folder).mkdir()
         torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/{stem}.pth")
@@ -142,7 +146,7 @@ def test_an_address_says_the_mean_of_a_file_that_does_not(path):
     )
 
 
-def test_colours_may_differ_and_random_weights_keep_them(path):
+def test_random_weights_keep_the_mean_of_the_address(path):
     found = load_encoder(f"random:mean=.5,std=.2/.3/.4:{path}")
 
     assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
@@ -151,14 +155,10 @@ def test_colours_may_differ_and_random_weights_keep_them(path):
 @pytest.mark.parametrize(
     "address",
     [
-        "mean=0.5:x.pth",
-        "mean=0.5,std=0:x.pth",
-        "mean=127,std=60:x.pth",
-        "mean=.1/.2,std=.5:x.pth",
-        "mean=.,std=1:x.pth",
-        "mean=.5,std=.5:",
+        "mean=0.5:x.pth", "mean=0.5,std=0:x.pth", "mean=127,std=60:x.pth", "mean=.5,std=60:x.pth",
+        "mean=.1/.2,std=.5:x.pth", "mean=.,std=1:x.pth", "mean=.5,std=.5:",
     ],
-)
+)  # fmt: skip
 def test_another_form_is_refused_with_an_example(address):
     with pytest.raises(CheckpointError, match=r"mean=0\.5,std=0\.5:FILE"):
         load_encoder(address)
@@ -169,3 +169,104 @@ def test_what_says_its_mean_keeps_it(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"states its mean .*\(ssl-bench\)"):
         load_encoder(f"mean=0.5,std=0.5:{tmp_path / 'ours.safetensors'}")
+
+
+@pytest.mark.parametrize("ask", [load_encoder, identify_encoder])
+def test_an_encoder_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, ask):
+    with pytest.raises(CheckpointError, match="unknown demo encoder 'demo:x'"):
+        ask("demo:x")
+    monkeypatch.setattr(addresses, "PACKAGE", tmp_path / "package")
+    with pytest.raises(CheckpointError, match="demo:skip is missing") as raised:
+        ask("demo:skip")
+    assert "\n" not in str(raised.value)
+
+
+def test_those_that_come_with_this_suite_are_those_of_the_ledger():
+    """What lies in results/demo is what the queue wrote last."""
+    runs = json.loads((ROOT / LEDGER).read_text())
+    known = {name: runs[demo_of(name)] for name in NAMES}
+    files = {path.name for path in addresses.demo_folder().glob("*.safetensors")}
+    assert files == {f"demo_{name}.safetensors" for name in known}
+    for name, run in known.items():
+        encoder = load_encoder(f"demo:{name}")
+        assert encoder.sha256 == identify_encoder(f"demo:{name}").sha256 == run["sha256"]
+        assert encoder.name == f"demo_{name}"
+        assert load_encoder(f"random:demo:{name}").sha256 != encoder.sha256
+
+
+@pytest.fixture
+def empty_caches(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    return tmp_path / "hub" / "checkpoints"
+
+
+@pytest.fixture
+def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
+    """Let the server have weights of DINO, under the name that is asked for; their bytes."""
+    config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
+    torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
+
+    def publish(name: str) -> bytes:
+        server.content = (tmp_path / "weights.pth").read_bytes()
+        address = {"dino_vits16": server.url.replace("file.bin", name)}
+        monkeypatch.setattr(hub, "HUB_WEIGHTS", {"facebookresearch/dino": address})
+        return server.content
+
+    return publish
+
+
+DINO = "torchhub:facebookresearch/dino:dino_vits16"
+
+
+def refuses() -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(DINO)
+    assert "demo:skip" in raised.value.hint
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "uri"),
+    [
+        ("HF_HUB_OFFLINE", DINO), ("TRANSFORMERS_OFFLINE", "hf-hub:org/name"),
+        ("HF_HUB_OFFLINE", "timm:vit_small_patch16_224.dino"),
+    ],
+)  # fmt: skip
+def test_offline_no_socket_is_opened_and_no_name_resolved(
+    uri, variable, empty_caches, monkeypatch, capsys
+):
+    def refuse(*_: object) -> NoReturn:
+        pytest.fail("the network was used")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv(variable, "1")
+    line = fails(capsys, ["models", uri], 4)
+    assert variable in line
+    assert "local-dir:" in line
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])
+def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, published):
+    published("small.pth")
+    server.content = b"<html>Please log in</html>"
+    server.headers = {"Content-Type": kind}
+    said = {"text/html": "a web page"}.get(kind, "was not written by torch.save")
+    assert said in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+
+def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
+    empty_caches, server, published
+):
+    content = published("small-0123abcd.pth")
+    assert "its name states 0123abcd" in refuses()
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"small-{digest[:8]}.pth"
+    published(name)
+    assert load_encoder(DINO).sha256 == digest
+
+    kept = empty_caches / name
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert f"its name states {digest[:8]}" in refuses()

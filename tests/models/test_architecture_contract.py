@@ -6,7 +6,6 @@ it has them.
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -147,6 +146,7 @@ def test_a_checkpoint_gives_the_same_encoder(kind, tmp_path):
 
     encoder = load_encoder(str(path))
 
+    assert getattr(encoder.module, "config", None) == config
     assert torch.equal(encoder.module(inputs), model(inputs))
     identity = identify_encoder(str(path))
     assert identity.identity() == encoder.identity()
@@ -186,7 +186,7 @@ def test_every_attention_and_graying_maps_tokens_to_finite_tokens(attention, gra
 
     assert features.shape == (2, 7, 12)
     gradients = [p.grad for p in model.blocks.parameters()]
-    assert all(g is not None and g.isfinite().all() for g in gradients)
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
 
 
 def test_a_model_of_timm_has_the_graying_of_another_package():
@@ -219,19 +219,6 @@ def test_an_encoder_of_another_package_is_trained_and_probed(tmp_path, monkeypat
 
     assert load_encoder("run").architecture["kind"] == "patch_mlp"
     assert {record.layer for record in ResultStore(Path("out")).records()} == {0, 1}
-
-
-def test_modules_for_single_papers_are_imported_when_they_are_used():
-    code = (
-        "import sys; from ssl_bench.models import ViTConfig, build_vit;"
-        "build_vit(ViTConfig(depth=1), seed=0);"
-        "print({'graying', 'orthogonal', 'convolutional', 'state_space', 'timm_config'} & "
-        "{name.removeprefix('ssl_bench.models.') for name in sys.modules}, 'timm' in sys.modules)"
-    )
-
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert run.stdout.strip() == "set() False"
 
 
 def test_a_package_that_cannot_be_imported_is_named():

@@ -1,4 +1,4 @@
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,14 +20,13 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
 from ssl_bench.system.files import file_sha256
-from tests.support.faults import LFS_POINTER
-from tests.support.foreign_weights import message_of, timm_model
+from tests.support.faults import DINO_LIKE, LFS_POINTER
+from tests.support.foreign_weights import assert_same_weights, message_of, timm_model
 
 TINY = ViTConfig(
     image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
     skip_attention=False, skip_mlp=False,
 )  # fmt: skip
-DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
 
 
 @pytest.fixture
@@ -37,61 +36,68 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def assert_same_weights(module: torch.nn.Module, model: VisionTransformer) -> None:
-    loaded, wanted = module.state_dict(), model.state_dict()
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("address", ["file", "folder"])
-def test_our_checkpoint_comes_back_as_it_was(saved, address):
-    encoder = load_encoder(str(saved if address == "file" else saved.parent))
-    assert_same_weights(encoder.module, build_vit(TINY, seed=0))
+def test_our_checkpoint_comes_back_as_it_was(saved, tmp_path):
+    encoder = load_encoder(str(saved.parent))
+    assert_same_weights(encoder.module, build_vit(TINY, seed=0).state_dict())
     assert isinstance(encoder.module, VisionTransformer)
     assert encoder.module.config == TINY
     assert (encoder.name, encoder.sha256) == ("run", file_sha256(saved))
     assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 64, 1, 8)
     assert (encoder.native_size, encoder.num_prefix_tokens) == ((32, 32), 1)
     assert (encoder.loaded_keys, encoder.total_keys) == (30, 30)
+    assert encoder.contents.epoch == 1
     assert not any(p.requires_grad for p in encoder.module.parameters())
     assert not encoder.module.training
     metadata = read_metadata(saved)
     assert (metadata["format"], metadata["version"]) == ("ssl-bench", "1")
     assert (metadata["step"], metadata["epoch"]) == ("7", "1")
-    sidecar = saved.with_name("last.safetensors.sha256").read_text()
-    assert sidecar == f"{file_sha256(saved)}  last.safetensors\n"
-
-
-def test_equal_content_gives_equal_bytes(saved, tmp_path):
+    assert "kind" not in metadata
+    sidecar = saved.with_name("last.safetensors.sha256")
+    assert sidecar.read_text() == f"{file_sha256(saved)}  last.safetensors\n"
+    # Equal content gives equal bytes.
     again = tmp_path / "again.safetensors"
     for _ in range(4):
         save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
         assert again.read_bytes() == saved.read_bytes()
-
-
-def test_our_checkpoint_needs_its_sha256_file(saved):
-    saved.with_name("last.safetensors.sha256").unlink()
+    sidecar.unlink()
     assert "sha256sum last.safetensors > last.safetensors.sha256" in message_of(saved)
 
 
-def test_a_later_format_is_refused(saved, monkeypatch):
-    monkeypatch.setattr("ssl_bench.models.loading.checkpoint._VERSION", "2")
-    save_encoder(saved, build_vit(TINY, seed=0), {})
-    monkeypatch.undo()
-    assert "format version 2, but this program reads version 1" in message_of(saved)
+@pytest.mark.parametrize(
+    ("owner", "attribute", "value"),
+    [
+        ("ssl_bench.models.loading.checkpoint", "_VERSION", "2"),
+        ("ssl_bench.models.ViTConfig", "kind", "mamba"),
+    ],
+)
+def test_a_checkpoint_of_a_later_version_is_refused(saved, monkeypatch, owner, attribute, value):
+    with monkeypatch.context() as later:
+        later.setattr(f"{owner}.{attribute}", value)
+        save_encoder(saved, build_vit(TINY, seed=0), {})
+    assert "version" in message_of(saved)
+
+
+@pytest.mark.parametrize("strides", ["x", "5", "[0]", "[1.5]"])
+def test_strides_of_a_file_that_are_no_numbers_are_refused(saved, strides):
+    save_encoder(saved, build_vit(TINY, seed=0), {"strides": strides})
+
+    with pytest.raises(CheckpointError, match="strides"):
+        identify_encoder(str(saved))
 
 
 def test_missing_files_name_what_can_be_given(tmp_path):
-    assert "timm:NAME@FILE" in message_of(tmp_path / "nothing.pth")
-    assert "last.safetensors, expected one of FOLDER" in message_of(tmp_path)
-    assert "expected one of FOLDER" in message_of("ftp:somewhere")
+    for address in (tmp_path / "nothing.pth", tmp_path, "ftp:somewhere"):
+        assert "timm:NAME@FILE" in message_of(address)
     assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
 
 
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors", "weights.onnx"])
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [(b"<!DOCTYPE html><html><body>404</body></html>", "web page"), (LFS_POINTER, "git lfs pull")],
+    ("name", "content", "problem"),
+    [
+        ("weights.pth", b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
+        ("weights.safetensors", LFS_POINTER, "git lfs pull"),
+        ("weights.onnx", LFS_POINTER, "git lfs pull"),
+    ],
 )
 def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, problem):
     path = tmp_path / name
@@ -100,23 +106,17 @@ def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, probl
 
 
 OTHER_ARCHIVES = {
-    "TorchScript module": lambda model, shown, path: torch.jit.save(
-        torch.jit.trace(model, shown), path
+    "TorchScript": lambda model, x, path: torch.jit.save(torch.jit.trace(model, x), path),
+    "torch.export": lambda model, x, path: torch.export.save(
+        torch.export.export(model, (x,)), path
     ),
-    "torch.export": lambda model, shown, path: torch.export.save(
-        torch.export.export(model, (shown,)), path
-    ),
-    "NumPy arrays": lambda model, _, path: np.savez(
-        path.open("wb"), **{name: value.numpy() for name, value in model.state_dict().items()}
-    ),
+    "NumPy": lambda model, _, path: np.savez(path.open("wb"), **model.state_dict()),
 }
 
 
 @pytest.mark.parametrize("what", OTHER_ARCHIVES)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
-    tmp_path, monkeypatch, what
-):
+def test_the_advice_for_another_archive_loads_its_weights(tmp_path, monkeypatch, what):
     model, path = timm_model(), tmp_path / "mine.pth"
     OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
     monkeypatch.chdir(tmp_path)
@@ -125,32 +125,31 @@ def test_of_another_archive_than_torch_saves_the_line_gives_the_weights(
     exec(advised, {"torch": torch, "numpy": np})
 
     assert what in said
-    assert_same_weights(load_encoder("weights.pth").module, model)
+    assert_same_weights(load_encoder("weights.pth").module, model.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "address", ["parts", "parts/__0_0.distcp", "timm:vit_tiny_patch16_224@parts"]
-)
-def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monkeypatch, address):
+def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=0).state_dict()
+    weights = build_vit(TINY, seed=0).state_dict()
     torch.distributed.checkpoint.save({"model": weights}, checkpoint_id="parts")
+    for address in ("parts", "parts/__0_0.distcp", "timm:vit_tiny_patch16_224@parts"):
+        with pytest.raises(CheckpointError) as raised:
+            load_encoder(address)
+        _, file = raised.value.hint
+        assert file == str(tmp_path / "parts.pth")
 
-    with pytest.raises(CheckpointError) as raised:
-        load_encoder(address)
+    command = str(raised.value).partition("run: python ")[2].partition("; use")[0].split()
+    monkeypatch.setattr(sys, "argv", command[1:])
+    runpy.run_module(command[1], run_name="__main__", alter_sys=False)
 
-    _, file = raised.value.hint
-    command = str(raised.value).partition("run: python ")[2].partition("; use")[0]
-    subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
-    assert load_encoder(file).dim == 192
+    assert_same_weights(load_encoder(file).module, weights)
 
 
 def test_one_of_the_parts_of_a_model_is_named(tmp_path):
     path = tmp_path / "model-00001-of-00002.safetensors"
     path.write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match="one of several files"):
-        load_encoder(str(path))
+    assert "one of several files" in message_of(path)
 
 
 @pytest.mark.parametrize(
@@ -173,57 +172,38 @@ def test_weights_that_do_not_fit_exactly_are_refused(tmp_path, change, said):
 
 
 def test_random_timm_weights_say_so_and_are_always_the_same():
-    one = load_encoder("timm:vit_tiny_patch16_224")
-    torch.manual_seed(5)
-    state = torch.random.get_rng_state()
-    other = load_encoder("timm:vit_tiny_patch16_224")
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert one.name == "vit_tiny_patch16_224 (random)"
-    assert one.sha256 == other.sha256
-    assert (one.depth, one.dim, one.num_heads, one.patch_size) == (12, 192, 3, 16)
-    assert (one.native_size, one.num_prefix_tokens, one.mean) == ((224, 224), 1, (0.5, 0.5, 0.5))
+    encoder = load_encoder("timm:vit_tiny_patch16_224")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
+    assert encoder.name == "vit_tiny_patch16_224 (random)"
+    assert (encoder.depth, encoder.dim, encoder.num_heads) == (12, 192, 3)
+    assert (encoder.patch_size, encoder.num_prefix_tokens) == (16, 1)
+    assert (encoder.native_size, encoder.mean) == ((224, 224), (0.5, 0.5, 0.5))
 
 
-@pytest.mark.parametrize("head", [(), ("head.weight", "head.bias", "head.mlp.0.weight")])
-def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, head):
+def test_timm_takes_a_weights_file_with_a_head(tmp_path):
     path = tmp_path / "mine.pth"
     weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
-    extra = {name: torch.zeros(5, 192) for name in head}
+    extra = {name: torch.zeros(5, 192) for name in ("head.weight", "head.mlp.0.weight")}
     torch.save({"model": weights | extra}, path)
     encoder = load_encoder(f"timm:vit_tiny_patch16_224@{path}")
-    ours = {f"model.{name}": value for name, value in weights.items()}
-    loaded = encoder.module.state_dict()
-    assert loaded.keys() == ours.keys()
-    assert all(torch.equal(loaded[name], ours[name]) for name in ours)
+    assert_same_weights(encoder.module.get_submodule("model"), weights)
     assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", file_sha256(path))
-    assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + len(extra))
-    # How the weights would have been drawn is part of who it is, though none are.
+    assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + 2)
+    # The way in which timm would have drawn the weights is part of the identity.
     assert encoder.architecture == load_encoder("timm:vit_tiny_patch16_224").architecture
-
-
-def test_timm_refuses_a_file_that_lacks_weights(tmp_path):
-    path = tmp_path / "mine.pth"
-    weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
-    del weights["blocks.3.attn.qkv.weight"]
-    torch.save(weights, path)
-    said = message_of(f"timm:vit_tiny_patch16_224@{path}")
-    assert "blocks.3.attn.qkv.weight" in said
-    assert str(path) in said
     torch.save({"epoch": 3}, path)
-    assert "contains no tensors" in message_of(f"timm:vit_tiny_patch16_224@{path}")
+    assert "no tensors" in message_of(f"timm:vit_tiny_patch16_224@{path}")
 
 
 @pytest.mark.parametrize(
     ("uri", "said"),
     [
-        ("timm:vit_tiny_patch16_22", f"timm {timm.__version__} has no model 'vit_tiny_patch16_22'"),
         ("timm:vit_tiny_patch16_22", "`--checkpoint timm:vit_tiny_patch16_224`"),
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
         ("timm:mvitv2_tiny", "`--checkpoint FILE.py:NAME`"),
-        (
-            "torchhub:facebookresearch/dino:dino_resnet50",
-            "expected one of torchhub:facebookresearch",
-        ),
+        ("torchhub:facebookresearch/dino:dino_resnet50", "torchhub:facebookresearch/dino:dino_v"),
     ],
 )
 def test_unknown_and_unsupported_names_are_refused(uri, said):
@@ -236,12 +216,3 @@ def test_whatever_the_package_names_is_there():
     )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         models.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("strides", ["x", "5", '{"a": 1}', "[0, 0]", '["a"]', "[1.5]"])
-def test_strides_of_a_file_that_are_no_numbers_are_refused(tmp_path, strides):
-    path = tmp_path / "one.safetensors"
-    save_encoder(path, build_vit(TINY, seed=0), {"strides": strides})
-
-    with pytest.raises(CheckpointError, match="states strides that are not positive integers"):
-        identify_encoder(str(path))

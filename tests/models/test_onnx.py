@@ -1,6 +1,5 @@
 """ONNX files of ViTs and DINOv2, exported here under the names that transformers gives."""
 
-import shutil
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -104,7 +103,9 @@ def embedded(m: Any, images: Tensor, *, resized: bool) -> Tensor:
     return x + torch.cat([first, patches.reshape(1, -1, DIM)], 1)
 
 
-def transformers(kind: Callable[[nn.Module], Part], activation: nn.Module | None = None) -> Part:
+def transformers(
+    kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
+) -> Part:
     """Embeddings, encoder and layernorm, as ViTModel and Dinov2Model have them."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def transformers(kind: Callable[[nn.Module], Part], activation: nn.Module | None
             projection=nn.Conv2d(3, DIM, PATCH, PATCH),
         ),
     )
-    stack = nn.ModuleList(kind(activation or nn.GELU()) for _ in range(DEPTH))
+    stack = nn.ModuleList(kind(activation or nn.GELU()) for _ in range(depth))
     return Part(
         lambda m, x: m.layernorm(m.encoder(m.embeddings(x))),
         embeddings=embeddings,
@@ -147,12 +148,11 @@ def export(model: nn.Module, path, *, side: int = GRID * PATCH, opset: int = 14)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("opset", [14, 17])
-@pytest.mark.parametrize("kind", [vit_layer, dinov2_layer])
-@pytest.mark.parametrize("side", [24, 16])
+@pytest.mark.parametrize(
+    ("kind", "opset", "side"),
+    [(vit_layer, 14, 24), (vit_layer, 17, 24), (dinov2_layer, 17, 24), (dinov2_layer, 14, 16)],
+)
 def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
-    if kind is vit_layer and side != 24:
-        pytest.skip("its positions are not resized")
     torch.manual_seed(1)
     export(with_head(transformers(kind)), tmp_path / "m.onnx", opset=opset)
     images = torch.randn(2, 3, side, side)
@@ -176,60 +176,39 @@ def test_an_export_gives_what_onnxruntime_gives(tmp_path, kind, opset, side):
 def test_a_file_that_is_no_such_export_is_one_line(tmp_path, capsys):
     path = tmp_path / "m.onnx"
     torch.manual_seed(1)
-    export(transformers(dinov2_layer, nn.ReLU()), path)
-    with pytest.raises(CheckpointError, match="an MLP without GELU"):
+    export(transformers(dinov2_layer, nn.ReLU(), 1), path)
+    with pytest.raises(CheckpointError) as raised:
         load_encoder(str(path))
-    export(nn.Conv2d(3, 4, 3), path)
-    with pytest.raises(CheckpointError, match="no names of parameters"):
-        load_encoder(str(path))
-    export(transformers(dinov2_layer), path)
-    shutil.copy(path, tmp_path / "cut.onnx")
+    assert raised.value.hint == ("--checkpoint", "timm:{timm_name}@{file}")
     (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    for name in ("cut.onnx", "absent.onnx"):
+    export(nn.Conv2d(3, 4, 3), path)
+    for name in ("cut.onnx", "m.onnx", "absent.onnx"):
         assert main(["models", str(tmp_path / name)]) == 4
-    assert main(["models", str(path)]) == 0
-    said = capsys.readouterr()
-    assert "no ONNX file" in said.err
-    assert "transformers" in said.out
+    assert capsys.readouterr().err.count("\n") == 3
 
 
-def _without_inputs(node: Any) -> None:
-    del node.input[:]
-
-
-def _without_outputs(node: Any) -> None:
-    del node.output[:]
-
-
-def _input_of_itself(node: Any) -> None:
-    node.op_type = "Concat"
-    node.input.extend(node.output)
-
-
-def _scopes_of(text: str) -> Callable[[Any], None]:
-    def damage(node: Any) -> None:
-        node.name = ""
-        entry = node.metadata_props.add()
-        entry.key, entry.value = "pkg.torch.onnx.name_scopes", text
-
-    return damage
+def _other_scopes(node: Any) -> None:
+    node.name = ""
+    entry = node.metadata_props.add()
+    entry.key, entry.value = "pkg.torch.onnx.name_scopes", "['', 3]"
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        _without_inputs,
-        _without_outputs,
-        _input_of_itself,
-        *map(_scopes_of, ("][", "5", "(" * 100_000, "['', 3]")),
+        lambda node: node.ClearField("input"),
+        lambda node: node.ClearField("output"),
+        # An input of itself.
+        lambda node: node.input.extend(node.output),
+        _other_scopes,
     ],
 )
 def test_a_graph_with_any_damaged_node_is_a_checkpoint_error(tmp_path, damage):
     torch.manual_seed(1)
-    export(transformers(vit_layer), tmp_path / "whole.onnx")
+    export(transformers(vit_layer, depth=1), tmp_path / "whole.onnx")
     whole = onnx.load(tmp_path / "whole.onnx")
     path, refused = tmp_path / "damaged.onnx", 0
-    for place in range(len(whole.graph.node)):
+    for place in range(0, len(whole.graph.node), 3):
         damaged = onnx.ModelProto()
         damaged.CopyFrom(whole)
         damage(damaged.graph.node[place])

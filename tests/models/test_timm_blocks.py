@@ -1,4 +1,4 @@
-"""Models of timm whose blocks are found in a trial pass, against timm's own features."""
+"""Models of timm, made small, against timm's own features of every block."""
 
 from copy import deepcopy
 from typing import Any
@@ -11,39 +11,41 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_blocks import UnsupportedBlocks, trace_blocks
-from tests.support.foreign_weights import saved
+from tests.support.foreign_weights import assert_same_weights, folder_of, normalise, saved
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
-HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (96, 96)}
+HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (64, 96)}
 HIERA |= {"mask_unit_size": (8, 8)}
 SAM: dict[str, Any] = {**SMALL, "img_size": 48, "window_size": 2, "global_attn_indexes": [1]}
-# Name in timm, arguments, native size, another size, strides, whether [CLS] exists, registers.
-MODELS: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], int, int]] = [
-    ("hiera_tiny_224", HIERA, (96, 96), False, (4, 8, 8, 16, 16, 32), 0, 0),
-    (
-        "hiera_small_abswin_256",
-        {**HIERA, "img_size": (64, 96)},
-        (64, 96),
-        False,
-        (4, 8, 8, 16, 16, 32),
-        0,
-        0,
-    ),
+# Name, what is special, patch size, prefix tokens, registers among them.
+VITS = [
+    ("vit_tiny_patch16_224", "plain", 16, 1, 0),
+    ("vit_small_patch14_reg4_dinov2", "registers without positions, LayerScale", 14, 5, 4),
+    ("vit_base_patch16_224_miil", "no bias of q, k, v", 16, 1, 0),
+    ("deit_tiny_distilled_patch16_224", "two class tokens", 16, 2, 0),
+    ("deit3_small_patch16_224", "[CLS] without a position", 16, 1, 0),
+    ("vit_base_patch16_siglip_gap_224", "no [CLS]", 16, 0, 0),
+    ("vit_base_patch16_reg4_gap_256", "registers, no [CLS]", 16, 4, 4),
+    ("vit_base_patch16_clip_quickgelu_224", "a norm before the blocks", 16, 1, 0),
+    ("eva_giant_patch14_224", "biases beside qkv", 14, 1, 0),
+    ("eva02_base_patch14_224", "rotary positions, three layers in place of qkv", 14, 1, 0),
+    ("vit_small_patch16_dinov3", "DINOv3", 16, 5, 4),
+    ("vit_base_patch16_rope_mixed_ape_224", "rotary positions of each block", 16, 1, 0),
+    ("vit_tiny_r_s16_p8_224", "patches behind convolutions", 32, 1, 0),
+]
+# Name, arguments, native size, whether other sizes are accepted, strides, prefix, registers.
+TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], int, int]] = [
+    ("hiera_tiny_224", HIERA, (64, 96), False, (4, 8, 8, 16, 16, 32), 0, 0),
     ("beit_base_patch16_224", {**SMALL, "img_size": (48, 80)}, (48, 80), False, (16, 16), 1, 0),
-    ("beitv2_base_patch16_224", {**SMALL, "img_size": (48, 80)}, (48, 80), False, (16, 16), 1, 0),
     ("samvit_base_patch16_224", SAM, (48, 48), True, (16, 16), 0, 0),
-    ("samvit_base_patch16", {**SAM, "neck_chans": 16}, (48, 48), True, (16, 16), 0, 0),
     ("naflexvit_base_patch16_gap", SMALL, (384, 384), True, (16, 16), 4, 4),
-    ("naflexvit_base_patch16_parfac_gap", SMALL, (384, 384), True, (16, 16), 4, 4),
-    ("naflexvit_base_patch16_siglip", SMALL, (384, 384), True, (16, 16), 0, 0),
-    # timm states 176 x 176 pixels, which are no whole number of strides.
+    # timm states 176 x 176 pixels, which are no multiple of the largest stride.
     ("resnet10t", {}, (192, 192), True, (4, 8, 16, 32), 0, 0),
-    ("resnet18", {}, (224, 224), True, (4, 4, 8, 8, 16, 16, 32, 32), 0, 0),
     ("resnetv2_18", {}, (224, 224), True, (4, 4, 8, 8, 16, 16, 32, 32), 0, 0),
-    ("regnetx_002", {}, (224, 224), True, (4, 8, *(16,) * 4, *(32,) * 7), 0, 0),
     ("mobilenetv3_small_050", {}, (224, 224), True, (4, 8, 8, *(16,) * 5, 32), 0, 0),
 ]
 
@@ -51,7 +53,7 @@ MODELS: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], 
 def random_model(name: str, **changes: Any) -> Any:
     """Create a model with a random value in every parameter."""
     torch.manual_seed(0)
-    model: Any = timm.create_model(name, num_classes=0, **changes)
+    model: Any = timm.create_model(name, **{"num_classes": 0, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -62,28 +64,69 @@ def as_encoder(model: Any) -> Encoder:
     return timm_encoder(deepcopy(model), uri="memory", name="small", sha256="")
 
 
-def normalise(encoder: Encoder, images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
-    return (images - mean) / std
-
-
-def timm_features(model: Any, images: Tensor) -> list[Tensor]:
-    """Return the features that timm extracts: of all blocks if it can, else of all stages."""
-    options = {"coarse": False} if hasattr(model, "reroll") else {}
-    with torch.no_grad():
-        return model.forward_intermediates(images, intermediates_only=True, **options)
-
-
 def same(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def keys_by_hand(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Return the input of an attention, and its keys from timm's own layers in float64."""
+    attention = model.blocks[layer].attn
+    seen: list[Tensor] = []
+    handle = attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(images)
+    handle.remove()
+    if attention.qkv is None:
+        weight, bias = attention.k_proj.weight, attention.k_proj.bias
+    else:
+        weight = attention.qkv.weight.chunk(3)[1]
+        bias = getattr(attention, "k_bias", None)
+        if bias is None and attention.qkv.bias is not None:
+            bias = attention.qkv.bias.chunk(3)[1]
+    keys = seen[0].double() @ weight.double().T
+    return seen[0], (keys if bias is None else keys + bias.double()).float()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "what", "patch", "prefix", "registers"), VITS)
+def test_tokens_keys_and_cls_of_vits_are_those_of_timm(name, what, patch, prefix, registers):
+    size = (3 * patch, 5 * patch)
+    model = random_model(
+        name, depth=2, embed_dim=64, num_heads=2, dynamic_img_size=True, img_size=size
+    )
+    encoder, has_cls = as_encoder(model), prefix > registers
+    assert (encoder.patch_size, encoder.native_size) == (patch, size)
+    assert (encoder.num_prefix_tokens, encoder.num_registers) == (prefix, registers), what
+    assert encoder.has_cls is has_cls
+    images = torch.rand(2, 3, *size)
+    facets: list[Facet] = ["token", "token_normed", "key", *(["cls"] if has_cls else [])]
+
+    found = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
+
+    blocks = model.forward_intermediates(
+        normalise(encoder, images), intermediates_only=True,
+        return_prefix_tokens=prefix > 0, output_fmt="NLC",
+    )  # fmt: skip
+    for layer, tokens in enumerate(blocks):
+        patches, front = tokens if prefix else (tokens, tokens)
+        same(found[layer]["token"].flatten(1, 2), patches)
+        same(found[layer]["token_normed"].flatten(1, 2), model.norm(patches))
+        if has_cls:
+            same(found[layer]["cls"], front[:, 0])
+        _, keys = keys_by_hand(model, normalise(encoder, images), layer)
+        same(found[layer]["key"].flatten(1, 2), keys[:, prefix:])
+    found = FeatureExtractor(encoder, layers=[1], facets=["token", "key"], pad=True)(
+        torch.rand(1, 3, 4 * patch - 3, 2 * patch)
+    )[1]
+    assert found["token"].shape[:3] == found["key"].shape[:3] == (1, 4, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "native", "any_size", "strides", "prefix", "registers"),
-    MODELS,
-    ids=[model[0] for model in MODELS],
+    TRACED,
+    ids=[row[0] for row in TRACED],
 )
-def test_features_of_every_block_are_those_of_timm(
+def test_features_of_traced_blocks_are_those_of_timm(
     name, changes, native, any_size, strides, prefix, registers
 ):
     model = random_model(name, **changes)
@@ -92,81 +135,69 @@ def test_features_of_every_block_are_those_of_timm(
     assert (encoder.native_size, encoder.any_size) == (native, any_size)
     assert encoder.strides == strides
     assert (encoder.num_prefix_tokens, encoder.num_registers) == (prefix, registers)
-    for size in [native, (64, 96)] if any_size else [native]:
-        images = torch.rand(2, 3, *size)
-        features = FeatureExtractor(encoder, layers=range(encoder.depth))(images)
-        expected = timm_features(model, normalise(encoder, images))
-        # timm has no features of the blocks within a stage of a ConvNet.
-        ends = [
-            layer
-            for layer in range(encoder.depth)
-            if strides[layer + 1 : layer + 2] != strides[layer : layer + 1]
-        ]
-        layers = range(encoder.depth) if len(expected) == encoder.depth else ends
-        for layer, maps in zip(layers, expected[-len(layers) :], strict=True):
-            same(features[layer]["token"], maps.permute(0, 2, 3, 1))
+    layers = range(encoder.depth)
+    images = torch.rand(2, 3, *((64, 96) if any_size else native))
+    features = FeatureExtractor(encoder, layers=layers)(images)
+    options = {"coarse": False} if hasattr(model, "reroll") else {}
+    with torch.no_grad():
+        expected = model.forward_intermediates(
+            normalise(encoder, images), intermediates_only=True, **options
+        )
+    # timm has no features of the blocks within a stage of a ConvNet.
+    ends = [i for i in layers if strides[i + 1 : i + 2] != strides[i : i + 1]]
+    compared = layers if len(expected) == encoder.depth else ends
+    for layer, maps in zip(compared, expected[-len(compared) :], strict=True):
+        same(features[layer]["token"], maps.permute(0, 2, 3, 1))
+    if not any_size:
+        with pytest.raises(ConfigurationError, match=f"{native[0]} x {native[1]}"):
+            FeatureExtractor(encoder, layers=[1])(torch.rand(1, 3, 32, 32))
 
 
-def test_blocks_of_a_resnet_are_its_residual_blocks():
-    model = random_model("resnet18")
-    encoder = as_encoder(model)
-    images = torch.rand(1, 3, 64, 96)
+def test_a_resnet_of_torchvision_gives_its_residual_blocks(tmp_path):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18().eval()
+    path = saved(tmp_path / "weights.pth", model.state_dict())
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(str(path))
+    assert raised.value.hint == ("--checkpoint", "timm:{timm_name}@{file}")
     outputs: list[Tensor] = []
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
-        for block in stage:
+        for block in stage.children():
             block.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    with torch.no_grad():
-        model(normalise(encoder, images))
 
-    features = FeatureExtractor(encoder, layers=range(8))(images)
+    encoder = load_encoder(f"timm:resnet18@{path}")
 
-    for layer, output in enumerate(outputs):
-        assert torch.equal(features[layer]["token"], output.permute(0, 2, 3, 1))
     assert (encoder.depth, encoder.num_heads, encoder.dim) == (8, 0, 512)
     assert encoder.position_rule is None
-
-
-def attention_input(model: Any, layer: int, images: Tensor) -> Tensor:
-    inputs: list[Tensor] = []
-    handle = model.blocks[layer].attn.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    assert (len(encoder.contents.ignored), encoder.loaded_keys) == (2, encoder.total_keys - 2)
+    images = torch.rand(1, 3, 64, 96)
     with torch.no_grad():
-        model(images)
-    handle.remove()
-    return inputs[0]
+        model(normalise(encoder, images))
+    facets: list[Facet] = ["token", "token_normed"]
+    features = FeatureExtractor(encoder, layers=range(8), facets=facets)(images)
+    for layer, output in enumerate(outputs):
+        assert torch.equal(features[layer]["token"], output.permute(0, 2, 3, 1))
+        # There is no final norm.
+        assert torch.equal(features[layer]["token_normed"], features[layer]["token"])
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_keys_of_beit_include_the_biases_beside_qkv(layer):
-    model = random_model("beit_base_patch16_224", **SMALL, img_size=32)
+@pytest.mark.parametrize(
+    ("name", "changes", "layer"),
+    [("hiera_tiny_224", HIERA, 2), ("samvit_base_patch16_224", SAM, 1)],
+)
+def test_everything_inside_a_block_is_arranged_row_by_row(name, changes, layer):
+    model = random_model(name, **changes)
     encoder = as_encoder(model)
-    images = torch.rand(2, 3, 32, 32)
-    x = attention_input(model, layer, normalise(encoder, images)).double()
-    attention = model.blocks[layer].attn
-    biases = (attention.q_bias, attention.k_bias, attention.v_bias)
-
-    features = FeatureExtractor(encoder, layers=[layer], facets=["query", "key", "value"])(images)
-
-    for facet, weight, bias in zip(
-        ["query", "key", "value"], attention.qkv.weight.chunk(3), biases, strict=True
-    ):
-        expected = (x @ weight.double().T + bias.double()).float()[:, 1:]
-        same(features[layer][facet].flatten(1, 2), expected)
-
-
-def test_everything_inside_a_block_of_hiera_is_arranged_row_by_row():
-    model = random_model("hiera_tiny_224", **HIERA)
-    encoder = as_encoder(model)
-    images = torch.rand(2, 3, 96, 96)
-    layer = 2
-    x = attention_input(model, layer, normalise(encoder, images)).double()
-    attention = model.blocks[layer].attn
-    keys = x @ attention.qkv.weight.chunk(3)[1].double().T + attention.qkv.bias.chunk(3)[1].double()
+    images = torch.rand(2, 3, *encoder.native_size)
+    x, keys = keys_by_hand(model, normalise(encoder, images), layer)
     facets = ["key", "attn_skip", "mlp_out", "token", "blocks.*.norm1"]
 
     features = FeatureExtractor(encoder, layers=[layer], facets=facets)(images)[layer]
 
-    same(features["key"], model.reroll(keys.float(), layer))
-    same(features["blocks.*.norm1"], model.reroll(x.float(), layer))
+    if name.startswith("hiera"):
+        x, keys = model.reroll(x, layer), model.reroll(keys, layer)
+    same(features["blocks.*.norm1"], x)
+    same(features["key"], keys)
     same(features["attn_skip"] + features["mlp_out"], features["token"])
 
 
@@ -175,164 +206,79 @@ def test_everything_inside_a_block_of_hiera_is_arranged_row_by_row():
     [
         # The block pools its queries, so it has more keys than tokens.
         ("hiera_tiny_224", HIERA, 1, "key"),
+        # The block attends within windows.
         ("samvit_base_patch16_224", SAM, 0, "key"),
-        ("resnet10t", {}, 0, "key"),
-        ("resnet10t", {}, 0, "cls"),
-        ("naflexvit_base_patch16_gap", SMALL, 0, "cls"),
+        # One layer computes queries, keys, values and the MLP.
+        ("vit_pwee_patch16_reg1_gap_256", {**SMALL, "img_size": 32}, 1, "key"),
+        # There are fewer keys than queries.
+        ("vit_base_patch16_sapiens2", {**SMALL, "num_kv_heads": (2, 1), "img_size": 32}, 1, "key"),
+        ("naflexvit_base_patch16_gap", {**SMALL, "img_size": 32}, 0, "cls"),
     ],
 )
 def test_facets_that_a_block_does_not_have_are_refused(name, changes, layer, facet):
     encoder = as_encoder(random_model(name, **changes))
+    images = torch.rand(1, 3, *encoder.native_size)
+
     with pytest.raises(UnfitEncoder) as raised:
-        FeatureExtractor(encoder, layers=[layer], facets=[facet])(
-            torch.rand(1, 3, *encoder.native_size)
-        )
+        FeatureExtractor(encoder, layers=[layer], facets=[facet])(images)
+
     assert raised.value.hint == ("probe.facet=token", "or", "--facet", "token")
-
-
-def test_keys_of_global_blocks_of_sam_are_those_of_its_linear_layer():
-    model = random_model("samvit_base_patch16_224", **SAM)
-    encoder = as_encoder(model)
-    images = torch.rand(2, 3, 48, 48)
-    x = attention_input(model, 1, normalise(encoder, images))
-    qkv = model.blocks[1].attn.qkv
-
-    features = FeatureExtractor(encoder, layers=[1], facets=["key"])(images)
-
-    same(features[1]["key"], (x @ qkv.weight.chunk(3)[1].T + qkv.bias.chunk(3)[1]).detach())
-
-
-@pytest.mark.parametrize("name", ["beit_base_patch16_224", "vit_relpos_small_patch16_224"])
-def test_a_model_of_one_size_refuses_other_sizes(name):
-    encoder = as_encoder(random_model(name, **SMALL, img_size=32))
-    assert FeatureExtractor(encoder, layers=[1])(torch.rand(1, 3, 32, 32))
-    with pytest.raises(ConfigurationError, match="32 x 32"):
-        FeatureExtractor(encoder, layers=[1])(torch.rand(1, 3, 32, 48))
+    tokens = FeatureExtractor(encoder, layers=[layer])(images)[layer]["token"]
+    assert tokens.shape[1] == encoder.native_size[0] // encoder.stride(layer)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "width"),
+    ("name", "changes", "norm"),
     [
-        ("hiera_tiny_224", HIERA, 64),
-        ("samvit_base_patch16_224", {**SAM, "neck_chans": None}, 32),
+        ("hiera_tiny_224", HIERA, "head.norm"),
+        ("samvit_base_patch16_224", {**SAM, "neck_chans": None}, "neck"),
         (
             "swinv2_tiny_window8_256",
-            {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)},
-            64,
+            {"embed_dim": 8, "depths": (1,) * 4, "num_heads": (1,) * 4, "img_size": 64},
+            "norm",
         ),
     ],
 )
-def test_the_final_norm_is_applied_to_tokens(name, changes, width):
+def test_the_final_norm_is_applied_to_tokens(name, changes, norm):
     model = random_model(name, **changes)
-    encoder = as_encoder(model)
-    norm: Any = next(
-        part
-        for part in (
-            getattr(model, "norm", None),
-            getattr(model.head, "norm", None),
-            getattr(model, "neck", None),
-        )
-        if isinstance(part, nn.LayerNorm)
-    )
-    last = encoder.depth - 1
+    encoder, part = as_encoder(model), model.get_submodule(norm)
+    last, facets = encoder.depth - 1, ["token", "token_normed"]
     images = torch.rand(1, 3, *encoder.native_size)
 
-    features = FeatureExtractor(encoder, layers=[last], facets=["token", "token_normed"])(images)
+    features = FeatureExtractor(encoder, layers=[last], facets=facets)(images)[last]
 
-    expected = nn.functional.layer_norm(
-        features[last]["token"], (width,), norm.weight, norm.bias, norm.eps
+    normed = nn.functional.layer_norm(
+        features["token"], part.normalized_shape, part.weight, part.bias, part.eps
     )
-    same(features[last]["token_normed"], expected)
+    same(features["token_normed"], normed)
 
 
-def test_without_a_final_norm_normed_tokens_of_every_width_are_the_tokens():
-    encoder = as_encoder(random_model("resnet18"))
-    extractor = FeatureExtractor(encoder, layers=[0, 7], facets=["token", "token_normed"])
-    for features in extractor(torch.rand(1, 3, 64, 64)).values():
-        assert torch.equal(features["token_normed"], features["token"])
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("resnet10t", 64),
-        ("hiera_tiny_224", 224),
-        ("samvit_base_patch16_224", 64),
-        ("naflexvit_base_patch16_gap", 64),
-    ],
-)
-def test_a_file_gives_its_very_weights_without_the_head(tmp_path, name, size):
-    torch.manual_seed(0)
-    model: Any = timm.create_model(name, num_classes=5).eval()
-    path = saved(tmp_path / "weights.pth", model.state_dict())
-
-    encoder = load_encoder(f"timm:{name}@{path}")
-
-    images = torch.rand(1, 3, size, size)
-    last = encoder.depth - 1
-    features = FeatureExtractor(encoder, layers=[last])(images)[last]["token"]
-    expected = timm_features(model, normalise(encoder, images))[-1]
-    assert torch.equal(features, expected.permute(0, 2, 3, 1))
-    assert len(encoder.contents.ignored) == 2
-    assert encoder.loaded_keys == encoder.total_keys - 2
-
-
-def test_a_resnet_of_torchvision_is_read_by_its_name_in_timm(tmp_path):
-    torch.manual_seed(0)
-    model = torchvision.models.resnet18().eval()
-    path = saved(tmp_path / "weights.pth", model.state_dict())
-    with pytest.raises(CheckpointError) as raised:
-        load_encoder(str(path))
-    assert raised.value.hint == ("--checkpoint", "timm:{timm_name}@{file}")
-
-    encoder = load_encoder(f"timm:resnet18@{path}")
-
-    images = torch.rand(1, 3, 64, 96)
-    model.avgpool = model.fc = nn.Identity()
-    with torch.no_grad():
-        expected = model(normalise(encoder, images)).unflatten(1, (512, 2, 3))
-    features = FeatureExtractor(encoder, layers=[7])(images)[7]["token"]
-    assert torch.equal(features, expected.permute(0, 2, 3, 1))
-
-
-def test_a_file_of_sam_is_read_by_its_name_in_timm(tmp_path):
-    torch.manual_seed(0)
-    model: Any = timm.create_model("samvit_base_patch16_224", num_classes=0).eval()
+def test_weights_of_sam_under_its_own_names_are_loaded(tmp_path):
+    model = random_model("samvit_base_patch16_224", **SAM)
     weights = {
         f"image_encoder.{name}".replace("mlp.fc", "mlp.lin"): value
         for name, value in model.state_dict().items()
     }
-    weights |= {
-        "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": torch.zeros(2, 8),
-        "mask_decoder.iou_token.weight": torch.zeros(1, 8),
-    }
+    others = {"prompt_encoder.x": torch.zeros(2, 8), "mask_decoder.y": torch.zeros(1, 8)}
+    config = {"architecture": "samvit_base_patch16_224", "model_args": SAM}
 
-    encoder = load_encoder(f"timm:samvit_base_patch16_224@{saved(tmp_path / 'sam.pth', weights)}")
+    encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
 
-    loaded = encoder.module.get_submodule("model").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
-    assert {name.partition(".")[0] for name in encoder.contents.ignored} == {
-        *("prompt_encoder", "mask_decoder")
-    }
+    assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
+    assert encoder.contents.ignored.keys() == others.keys()
 
 
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "names of another library"])
-def test_a_file_that_differs_from_the_architecture_is_refused(tmp_path, fault):
-    model: Any = timm.create_model("resnet10t", num_classes=0)
-    weights = model.state_dict()
-    if fault == "missing":
+@pytest.mark.parametrize("has_timm_names", [True, False])
+def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, has_timm_names):
+    weights = timm.create_model("resnet10t", num_classes=0).state_dict()
+    if has_timm_names:
         del weights["layer2.0.bn1.bias"]
-    elif fault == "unknown":
-        weights["layer5.weight"] = torch.zeros(3)
-    elif fault == "shape":
-        weights["layer2.0.bn1.bias"] = torch.zeros(3)
     else:
         weights = {f"backbone_{name}": value for name, value in weights.items()}
 
     with pytest.raises(CheckpointError) as raised:
         load_encoder(f"timm:resnet10t@{saved(tmp_path / 'weights.pth', weights)}")
 
-    has_timm_names = fault != "names of another library"
     assert ("timm:{timm_name}@{file}" in raised.value.hint) is has_timm_names
 
 
@@ -364,40 +310,15 @@ class Block(nn.Module):
         return self.conv(x.relu_() if self.inplace else x.relu())
 
 
-def test_a_stage_of_equal_blocks_is_divided():
-    assert trace_blocks(Blocks(Block(), Block())).blocks == ("layer.0", "layer.1")
-    # Blocks of two classes, and a block without submodules.
-    assert trace_blocks(Blocks(Block(), nn.Sequential(Block()))).blocks == ("layer",)
-    assert trace_blocks(Blocks(nn.ReLU())).blocks == ("layer",)
-    # The second block modifies the output of the first.
-    assert trace_blocks(Blocks(Block(), Block(inplace=True))).blocks == ("layer",)
+class WithClassToken(nn.Module):
+    """The first of two stages returns maps, and the last one tokens after [CLS]."""
 
-
-def test_features_that_differ_from_those_of_timm_are_refused():
-    with pytest.raises(UnsupportedBlocks):
-        trace_blocks(Blocks(Block(), stride=2))
-
-
-def test_a_trial_pass_changes_neither_random_state_nor_mode():
-    model = Blocks(Block(), Block()).train()
-    state = torch.get_rng_state()
-    trace_blocks(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training
-    assert model.layer[0].training
-
-
-def test_a_model_whose_blocks_count_their_tokens_differently_is_refused():
-    # [CLS] enters before the last block.
-    model = random_model("convit_tiny", depth=3, local_up_to_layer=2)
-    with pytest.raises(CheckpointError) as raised:
-        as_encoder(model)
-    assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")
+    def forward(self, maps: Tensor) -> Tensor:
+        tokens = maps.flatten(2).transpose(1, 2)
+        return torch.cat([tokens[:, :1], tokens], dim=1)
 
 
 class MapThenTokens(Blocks):
-    """A stage that returns maps, then a stage that returns the same positions after [CLS]."""
-
     def __init__(self) -> None:
         super().__init__(Block())
         self.last = WithClassToken()
@@ -411,12 +332,28 @@ class MapThenTokens(Blocks):
         return [super().forward(images)] * 2
 
 
-class WithClassToken(nn.Module):
-    def forward(self, maps: Tensor) -> Tensor:
-        tokens = maps.flatten(2).transpose(1, 2)
-        return torch.cat([tokens[:, :1], tokens], dim=1)
+def test_a_stage_of_equal_blocks_is_divided():
+    model, state = Blocks(Block(), Block()).train(), torch.get_rng_state()
+    assert trace_blocks(model).blocks == ("layer.0", "layer.1")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.layer[0].training
+    # Blocks of two classes, and a block without submodules.
+    assert trace_blocks(Blocks(Block(), nn.Sequential(Block()))).blocks == ("layer",)
+    assert trace_blocks(Blocks(nn.ReLU())).blocks == ("layer",)
+    # The second block modifies the output of the first.
+    assert trace_blocks(Blocks(Block(), Block(inplace=True))).blocks == ("layer",)
 
 
-def test_blocks_that_return_maps_before_blocks_with_cls_are_refused():
+@pytest.mark.parametrize("model", [Blocks(Block(), stride=2), MapThenTokens()])
+def test_stages_that_differ_from_timm_or_each_other_are_refused(model):
     with pytest.raises(UnsupportedBlocks):
-        trace_blocks(MapThenTokens())
+        trace_blocks(model)
+
+
+def test_blocks_with_different_numbers_of_tokens_are_refused():
+    # [CLS] enters before the last block.
+    model = random_model("convit_tiny", depth=3, local_up_to_layer=2)
+    with pytest.raises(CheckpointError) as raised:
+        as_encoder(model)
+    assert raised.value.hint == ("--checkpoint", "{file}.py:{name}")

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +12,17 @@ import timm
 import torch
 from torch import Tensor
 
-from ssl_bench.cli.__main__ import main
-from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import load_encoder
-from tests.support.foreign_weights import folder_of, message_of, saved, timm_model
+from ssl_bench.models import Encoder, load_encoder
+from tests.support.foreign_weights import (
+    assert_same_weights,
+    folder_of,
+    message_of,
+    saved,
+)
 
 NAME = "vit_tiny_patch16_224"
 DINO_NAME = "vit_small_patch16_224.dino"
+THREE = "square grid assumed, 3 x 3 patches"
 
 
 @cache
@@ -28,62 +34,61 @@ def weights_of(name: str = NAME, **changes: Any) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "size", "said"),
-    [
-        (NAME, {}, (224, 224), ""),
-        (NAME, {"img_size": 448}, (448, 448), "square grid assumed, 28 x 28 patches"),
-        (NAME, {"img_size": (288, 512)}, (384, 384), "square grid assumed, 24 x 24 patches"),
-        (NAME, {"patch_size": 8}, (224, 224), "patches of 8 pixels as in the file"),
-        (NAME, {"patch_size": 32, "img_size": 64}, (64, 64), "square grid assumed, 2 x 2"),
-        ("deit_tiny_distilled_patch16_224", {"img_size": 32}, (32, 32), "assumed, 2 x 2"),
-        ("eva02_tiny_patch14_224", {"img_size": 28}, (28, 28), "square grid assumed, 2 x 2"),
-        pytest.param(
-            *("cait_xxs24_224", {"img_size": 32}, (32, 32), "square grid assumed, 2 x 2"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_fault_79_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes, size, said):
-    weights = weights_of(name, **changes)
-    path = saved(tmp_path / "w.pth", weights)
+# Arguments that config.json states, so that models are small.
+SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
-    encoder = load_encoder(f"timm:{name}@{path}")
 
-    assert encoder.native_size == size
-    assert said in encoder.contents.note
-    loaded = encoder.module.get_submodule("model").state_dict()
-    for key in ("pos_embed", "patch_embed.proj.weight", "blocks.1.mlp.fc1.weight"):
-        if key in weights:
-            assert torch.equal(loaded[key], weights[key]), key
+def loaded(folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any) -> Encoder:
+    """Load weights from a folder of Hugging Face."""
+    return load_encoder(folder_of(folder, dict(weights), {"architecture": name, **config}))
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "size", "prefix", "note"),
     [
-        (NAME, {"img_size": (96, 160)}, "pos_embed is 1 x 61 x 192, expected 1 x 197 x 192"),
-        (NAME, {"class_token": False, "global_pool": "avg"}, "pos_embed is 1 x 196 x 192"),
-        (NAME, {"embed_dim": 96}, "cls_token is 1 x 1 x 96, expected 1 x 1 x 192"),
-        (NAME, {"mlp_ratio": 2}, "mlp.fc1.weight is 384 x 192, expected 768 x 192"),
-        (NAME, {"in_chans": 4}, "patch_embed.proj.weight is 192 x 4 x 16 x 16, expected 192 x 3"),
-        ("convnext_atto", {"in_chans": 1}, "stem.0.weight is 40 x 1 x 4 x 4, expected 40 x 3"),
-        pytest.param(
-            "swin_tiny_patch4_window7_224",
-            {"window_size": 8, "img_size": 256},
-            "relative_position_bias_table is 225 x 3, expected 169 x 3",
-            marks=pytest.mark.slow,
+        (NAME, {}, (224, 224), 1, ""),
+        (NAME, {"img_size": 448}, (448, 448), 1, "square grid assumed, 28 x 28 patches"),
+        (NAME, {"img_size": (288, 512)}, (384, 384), 1, "square grid assumed, 24 x 24 patches"),
+        (NAME, {"patch_size": 8}, (224, 224), 1, "patches of 8 pixels as in the file"),
+        (
+            *(NAME, {"patch_size": 32, "img_size": 64}, (64, 64), 1),
+            "patches of 32 pixels as in the file; square grid assumed, 2 x 2 patches",
         ),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 48}, (48, 48), 2, THREE),
+        ("cait_xxs24_224", {"img_size": 48}, (48, 48), 0, THREE),
+        ("deit3_small_patch16_224", {"img_size": 48}, (48, 48), 0, THREE),
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 42}, (42, 42), 0, THREE),
+        ("eva02_base_patch14_224", {"img_size": 42}, (42, 42), 1, THREE),
     ],
 )
-def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, capsys, name, changes, said):
-    path = saved(tmp_path / "w.pth", weights_of(name, **changes))
+def test_fault_79_sizes_are_taken_from_the_file_and_said(
+    tmp_path, name, changes, size, prefix, note
+):
+    weights = weights_of(name, **SMALL, **changes)
 
-    assert main(["models", f"timm:{name}@{path}"]) == 4
+    encoder = loaded(tmp_path / "f", weights, name, model_args=SMALL)
 
-    error = capsys.readouterr().err
-    assert said in error
-    assert "nothing is resized" in error
-    assert error.count("\n") == 1
+    assert (encoder.native_size, encoder.contents.note) == (size, note)
+    patches = size[0] * size[1] // encoder.patch_size**2
+    assert weights["pos_embed"].shape[1] == patches + prefix
+    state = encoder.module.get_submodule("model").state_dict()
+    for key in ("pos_embed", "patch_embed.proj.weight", "blocks.1.norm2.weight"):
+        assert torch.equal(state[key], weights[key]), key
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        *(("pos_embed", shape) for shape in [(1, 61, 64), (), (1, 0, 64)]),
+        *(("patch_embed.proj.weight", shape) for shape in [(64, 4, 16, 16), (5,), (64, 3, 16, 8)]),
+        ("blocks.1.mlp.fc1.weight", (128, 64)),
+    ],
+)
+def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, key, shape):
+    weights = weights_of(**SMALL) | {key: torch.randn(shape)}
+    config = {"architecture": NAME, "model_args": SMALL}
+    said = message_of(folder_of(tmp_path / "f", weights, config))
+    assert f"{key} is " in said
 
 
 ATTO = "convnext_atto"
@@ -96,29 +101,19 @@ def advised_config(line: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes"),
     [
-        (
-            NAME,
-            {"depth": 2},
-            "has 2 blocks of width 192, but timm:vit_tiny_patch16_224 has 12; put",
-        ),
-        (DINO_NAME, {"depth": 2}, f"has 2 blocks of width 384, but timm:{DINO_NAME} has 12; put"),
-        (NAME, {"depth": 2, "reg_tokens": 4}, "has 2 blocks of width 192, but timm:vit_tiny_"),
-        (
-            ATTO,
-            {"depths": (1, 1, 2, 1)},
-            "has 5 blocks of width 40, but timm:convnext_atto has 12; put",
-        ),
+        (DINO_NAME, {"depth": 2}),
+        (NAME, {"depth": 2, "reg_tokens": 4}),
+        (ATTO, {"depths": (1, 1, 2, 1)}),
     ],
 )
-def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, said):
+def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes):
     weights = weights_of(name, **changes)
     path = saved(tmp_path / "w.pth", weights)
 
     line = message_of(f"timm:{name}@{path}")
 
-    assert said in line
     config = advised_config(line)
     config["model_args"] |= changes
     encoder = load_encoder(folder_of(tmp_path / "f", weights, config))
@@ -132,19 +127,6 @@ def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes, 
         assert (told.mean, told.std) == (usual.mean, usual.std)
 
 
-@pytest.mark.parametrize(
-    ("key", "shape"),
-    [
-        *(("pos_embed", shape) for shape in [(), (1, 0, 192)]),
-        *(("patch_embed.proj.weight", shape) for shape in [(5,), (192, 3, 16, 8)]),
-    ],
-)
-def test_fault_79_any_other_shape_names_the_tensor(tmp_path, key, shape):
-    weights = weights_of() | {key: torch.randn(shape)}
-    said = message_of(f"timm:{NAME}@{saved(tmp_path / 'w.pth', weights)}")
-    assert f"{key} is " in said
-
-
 def test_fault_79_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path, monkeypatch):
     load = timm.models.VisionTransformer.load_state_dict
 
@@ -152,37 +134,39 @@ def test_fault_79_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path
         return load(model, weights | {"norm.bias": weights["norm.bias"] + 1}, *given, **more)
 
     monkeypatch.setattr(timm.models.VisionTransformer, "load_state_dict", changed)
-    assert "norm.bias is " in message_of(f"timm:{NAME}@{saved(tmp_path / 'w.pth', weights_of())}")
+    config = {"architecture": NAME, "model_args": SMALL}
+    assert "norm.bias is " in message_of(folder_of(tmp_path / "f", weights_of(**SMALL), config))
 
 
 # 7 x 28 patches are as many as the 14 x 14 of the name.
-@pytest.mark.parametrize("grid", [(7, 28), (3, 5)])
-@pytest.mark.parametrize("place", ["model_args", "pretrained_cfg"])
+@pytest.mark.parametrize(
+    ("grid", "place"),
+    [((7, 28), "model_args"), ((7, 28), "pretrained_cfg"), ((3, 5), "model_args")],
+)
 def test_fault_79_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
     size = (16 * grid[0], 16 * grid[1])
-    weights = weights_of(depth=2, img_size=size)
-    said: dict[str, Any] = {"model_args": {"depth": 2}}
+    weights = weights_of(**SMALL, img_size=size)
+    said: dict[str, Any] = {"model_args": dict(SMALL)}
     if place == "model_args":
         said["model_args"]["img_size"] = size
     else:
         said["pretrained_cfg"] = {"input_size": [3, *size]}
 
-    encoder = load_encoder(folder_of(tmp_path / "f", weights, {"architecture": NAME, **said}))
+    encoder = loaded(tmp_path / "f", weights, **said)
 
     assert encoder.native_size == size
-    loaded = encoder.module.get_submodule("model").state_dict()
-    assert all(torch.equal(loaded[key], weights[key]) for key in weights if "qkv" not in key)
+    assert_same_weights(encoder.module.get_submodule("model"), weights)
 
 
-OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 192, expected 1 x 197 x 192"
+OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_args": {"depth": 2, "img_size": 224}}, OF_ANOTHER_SIZE),
+        ({"model_args": {**SMALL, "img_size": 224}}, OF_ANOTHER_SIZE),
         (
-            {"model_args": {"depth": 2}, "pretrained_cfg": {"input_size": [3, 224, 224]}},
+            {"model_args": SMALL, "pretrained_cfg": {"input_size": [3, 224, 224]}},
             OF_ANOTHER_SIZE,
         ),
         ({"model_args": [1]}, "model_args=[1], expected an object"),
@@ -192,65 +176,26 @@ OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 192, expected 1 x 197 x 192"
     ],
 )
 def test_fault_79_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):
-    weights = weights_of(depth=2, img_size=448)
+    weights = weights_of(**SMALL, img_size=448)
     assert said in message_of(folder_of(tmp_path / "f", weights, {"architecture": NAME, **config}))
 
 
 @pytest.mark.parametrize(
-    ("address", "channels"),
-    [("file", 1), ("file", 13), ("timm file", 4), ("model_args", 13), ("input_size", 4)],
+    ("place", "channels"), [("file", 1), ("model_args", 13), ("pretrained_cfg", 4)]
 )
-def test_fault_79_images_of_other_channels_are_refused(tmp_path, capsys, address, channels):
-    weights = weights_of(in_chans=channels)
-    path = saved(tmp_path / "w.pth", weights)
-    if address == "model_args":
-        colours = {"mean": [0.5] * channels, "std": [0.5] * channels}
-        said: dict[str, Any] = {"model_args": {"in_chans": channels}, "pretrained_cfg": colours}
-        uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
-    elif address == "input_size":
-        said = {"pretrained_cfg": {"input_size": [channels, 224, 224]}}
-        uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
+def test_fault_79_images_of_other_channels_are_refused(tmp_path, place, channels):
+    weights = weights_of(in_chans=channels, **SMALL)
+    said: dict[str, Any] = {"model_args": dict(SMALL)}
+    if place == "model_args":
+        said["model_args"]["in_chans"] = channels
+        said["pretrained_cfg"] = {"mean": [0.5] * channels, "std": [0.5] * channels}
     else:
-        uri = str(path) if address == "file" else f"timm:{NAME}@{path}"
+        said["pretrained_cfg"] = {"input_size": [channels, 224, 224]}
+    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
 
-    assert main(["models", uri]) == 4
+    error = message_of(tmp_path / "f/model.safetensors" if place == "file" else uri)
 
-    error = capsys.readouterr().err
-    assert f"{channels} channels" in error or f"192 x {channels} x 16 x 16" in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [
-        ("deit3_small_patch16_224", 0),
-        ("vit_small_patch14_reg4_dinov2", 0),
-        ("vit_base_patch16_siglip_224", 0),
-        ("vit_base_patch16_reg4_gap_256", 0),
-        ("eva02_base_patch14_224", 1),
-    ],
-)
-def test_fault_79_positions_are_counted_without_the_tokens_of_a_family(tmp_path, name, prefix):
-    small = {"depth": 1, "embed_dim": 64, "num_heads": 2}
-    patch = 14 if "patch14" in name else 16
-    weights = weights_of(name, img_size=3 * patch, **small)
-    encoder = load_encoder(
-        folder_of(tmp_path / "f", weights, {"architecture": name, "model_args": small})
-    )
-    assert weights["pos_embed"].shape[1] == 9 + prefix
-    assert encoder.native_size == (3 * patch, 3 * patch)
-    assert encoder.contents.note == "square grid assumed, 3 x 3 patches"
-
-
-def test_fault_79_heads_and_grid_of_bare_files_are_announced(tmp_path, capsys):
-    # MoCo-v3's linear evaluation saves its ViT-S, of 12 heads, under the names of DINO.
-    weights = {f"module.{n}": w for n, w in timm_model(dim=384, heads=12).state_dict().items()}
-    path = saved(tmp_path / "linear.pth", {"state_dict": weights, "arch": "vit_small"})
-
-    assert main(["models", str(path)]) == 0
-
-    said = capsys.readouterr().out
-    assert "square grid assumed, 4 x 4 patches; 6 heads of 64 channels assumed, if it has" in said
+    assert f"{channels} channels" in error or f"64 x {channels} x 16 x 16" in error
 
 
 def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
@@ -258,6 +203,7 @@ def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
     weights = weights_of(**changes)
     bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
     config = advised_config(bare.contents.note) | {"architecture": NAME}
+    assert "3 heads of 64 channels assumed" in bare.contents.note
     assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
     config["model_args"] |= {"depth": 2}
 
@@ -265,8 +211,8 @@ def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
 
 
 def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
-    name, small = "vit_small_patch14_reg4_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}
-    weights = weights_of(name, img_size=28, **small)
+    name = "vit_small_patch14_reg4_dinov2"
+    weights = weights_of(name, img_size=28, **SMALL)
     positions = torch.randn(1, 1, 64)
     own = {
         **weights,
@@ -277,15 +223,9 @@ def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
     }
     del own["reg_token"]
 
-    one, other = (
-        load_encoder(
-            folder_of(tmp_path / place, content, {"architecture": name, "model_args": small})
-        )
-        for place, content in (("own", own), ("timm", weights))
-    )
+    encoder = loaded(tmp_path / "own", own, name, model_args=SMALL)
 
-    images = torch.rand(1, 3, 28, 42)
-    found, expected = (
-        FeatureExtractor(e, layers=[1], facets=["token"])(images)[1]["token"] for e in (one, other)
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    state = encoder.module.get_submodule("model").state_dict()
+    assert state.keys() == weights.keys()
+    for key, value in weights.items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-6)

@@ -1,6 +1,7 @@
 """Weights in other people's layouts, made of random models of timm, and their comparison."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
@@ -61,6 +62,27 @@ def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) 
                     msg=f"{layer} {facet} {size}",
                 )  # fmt: skip
     return encoder
+
+
+def assert_same_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    loaded = module.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def normalise(encoder: Encoder, images: Tensor) -> Tensor:
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
+    return (images - mean) / std
+
+
+def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
+    """Return the weights after all substitutions, by pattern, in the order of `names`."""
+    found: Weights = {}
+    for name, value in weights.items():
+        for pattern, theirs in names.items():
+            name = re.sub(pattern, theirs, name)
+        found[name] = value
+    return found
 
 
 def saved(path: Path, content: Mapping[str, Any]) -> Path:
