@@ -1,8 +1,8 @@
 """The DINO objective against its definition, view by view and tensor by tensor."""
 
 import math
-import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives import dino
 from pretrain.objectives.dino import Dino
-from pretrain.optimizers.recipes import AdamW, parameter_groups
+from pretrain.optimizers.recipes import AdamW
 from pretrain.schedules import Timeline
 from tests.benchmarks import pretrain as bench
 from tests.pretrain.plans import CPU, TINY
@@ -48,29 +48,23 @@ def views_of(batch=3, num_locals=2, seed=0):
     ]
 
 
-@pytest.mark.parametrize("chunk", [7, 30, 2048])
+@pytest.mark.parametrize("chunk", [7, 2048])
 @pytest.mark.parametrize("num_views", [2, 5])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
-def test_one_pass_gives_the_loss_and_gradients_of_the_double_loop(
-    chunk, num_views, dtype, tolerance, monkeypatch
-):
+def test_one_pass_gives_the_loss_and_gradients_of_the_double_loop(chunk, num_views, monkeypatch):
     monkeypatch.setitem(dino._CHUNK, "cpu", chunk)
     generator = torch.Generator().manual_seed(0)
-    embeddings = torch.randn(num_views, 6, 8, dtype=dtype, generator=generator)
-    embeddings = F.normalize(embeddings, dim=-1).requires_grad_()
-    directions = torch.randn(30, 8, dtype=dtype, generator=generator).requires_grad_()
-    lengths = torch.rand(30, 1, dtype=dtype, generator=generator).requires_grad_()
-    targets = torch.randn(2, 6, 30, dtype=dtype, generator=generator).mul(3).softmax(-1)
+    randn = partial(torch.randn, dtype=torch.float64, generator=generator)
+    embeddings = F.normalize(randn(num_views, 6, 8), dim=-1).requires_grad_()
+    directions, lengths = randn(30, 8).requires_grad_(), randn(30, 1).abs().requires_grad_()
+    targets = randn(2, 6, 30).mul(3).softmax(-1)
 
     ours = dino.cross_view_loss(embeddings, directions, lengths, targets, temperature=0.1)
     plain = plain_loss(embeddings, lengths * F.normalize(directions), targets, 0.1)
 
-    assert ours.item() == pytest.approx(plain.item(), rel=tolerance)
+    torch.testing.assert_close(ours, plain, atol=0, rtol=1e-10)
     inputs = (embeddings, directions, lengths)
-    for one, other in zip(
-        torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
-    ):
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    gradients = (torch.autograd.grad(3 * loss, inputs) for loss in (ours, plain))
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-10)
 
 
 def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
@@ -119,14 +113,10 @@ def test_the_head_is_three_layers_onto_the_sphere_and_unit_prototypes():
     assert not head.get_parameter("mlp.0.bias").any()
 
 
-def test_the_lengths_of_the_prototypes_are_trained_only_if_asked():
-    fixed, free = (
-        parameter_groups(learner_of(norm_last_layer=norm).student.named_parameters())
-        for norm in (True, False)
-    )
-
-    assert len(free[0]["params"]) == len(fixed[0]["params"]) + 1
-    assert len(free[1]["params"]) == len(fixed[1]["params"])
+def test_the_lengths_of_the_prototypes_are_trained_only_with_norm_last_layer_false():
+    for is_fixed in (True, False):
+        length = learner_of(norm_last_layer=is_fixed).student.head.last_layer.weight_g
+        assert length.requires_grad != is_fixed
 
 
 def test_the_teacher_starts_as_the_student_and_follows_it_by_the_momentum():
@@ -206,31 +196,34 @@ def test_the_teacher_sees_no_drop_path():
 
 
 @pytest.mark.parametrize(
-    ("loss", "entropy", "hint"),
+    ("loss", "entropy", "is_collapsed"),
     [
-        (1.0, 0.999, r"ln\(out_dim\) = 3\.00"),
-        (0.004, 0.001, "stays at 0"),
-        (1.03, 0.8, None),
-        (0.99, 1.0, None),
-        (0.3, 0.001, None),
+        (1.0, 0.999, True),
+        (0.004, 0.001, True),
+        (1.03, 0.8, False),
+        (0.99, 1.0, False),
+        (0.3, 0.001, False),
     ],
 )
-def test_a_loss_and_an_entropy_at_the_ceiling_or_at_zero_are_a_collapse(loss, entropy, hint):
+def test_a_loss_and_an_entropy_at_the_ceiling_or_at_zero_are_a_collapse(
+    loss, entropy, is_collapsed
+):
     learner, ceiling = learner_of(), math.log(20)
 
     symptom = learner.diagnose({"loss": loss * ceiling, "teacher_entropy": entropy * ceiling})
 
-    assert re.search(hint, str(symptom)) if hint else symptom is None
-    assert symptom is None or "objective.momentum=0.99" in symptom.hint
+    assert (symptom is not None) == is_collapsed
+    if symptom is not None:
+        assert ("3.00" in str(symptom)) == (loss > 0.5)
+        assert "objective.momentum=0.99" in symptom.hint
 
 
-@pytest.mark.parametrize("fused_attention", [True, False])
-def test_the_plain_loop_and_ours_have_the_same_losses(fused_attention):
+def test_the_plain_loop_and_ours_have_the_same_losses():
     objective = Dino(
         out_dim=32, hidden_dim=16, bottleneck_dim=8, freeze_last_layer_epochs=0.0,
         crops=MultiCrop(num_locals=3),
     )  # fmt: skip
-    setting = bench.Setting(CPU, TINY, objective, 4, fused_attention)
+    setting = bench.Setting(CPU, TINY, objective, 4)
     groups = setting.groups()
     ours, trainer = bench.ours(setting, AdamW(lr=2.0), groups)
     plain = bench.plain(setting, groups, trainer.values)

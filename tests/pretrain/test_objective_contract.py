@@ -20,10 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.distributed import TrainingRanks
+from pretrain.memory import out_of_memory_error
 from pretrain.objectives.objective import Generating, Learner
-from pretrain.optimizers.recipes import AdamW
+from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
+from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.compose import build, compose_config, list_keys
@@ -239,9 +242,7 @@ def test_scheduled_values_are_finite_numbers_at_every_step(name):
     learner = learner_of(plan_of(name, first_kind(name)))
 
     for step in range(TIMELINE.total_steps):
-        for value in learner.values(step).values():
-            assert isinstance(value, float)
-            assert math.isfinite(value)
+        assert all(map(math.isfinite, learner.values(step).values()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,7 +255,18 @@ def test_views_that_are_cut_in_chunks_are_those_that_are_cut_at_once(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(name, tmp_path):
+def test_smaller_parts_of_blank_images_can_be_computed(name):
+    plan = plan_of(name, first_kind(name), optimizer=Soap(), train=TrainOptions(batch_size=4))
+    ranks = TrainingRanks(device=CPU)
+    trainer = Trainer(learner_of(plan), plan.optimizer, plan.train, TIMELINE, ranks)
+
+    error = out_of_memory_error("full", 0, plan, trainer, has_state=False)
+
+    assert error.hint == ("train.accumulation=2", "--overwrite")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stopped_run_continues_bit_for_bit_with_other_workers(name, tmp_path):
     options = {"batch_size": 4, "max_steps": 6, "accumulation": 2, "num_workers": 0, "seed": 3}
     plan = plan_of(name, first_kind(name), optimizer=AdamW(lr=0.05))
     if not isinstance(plan.objective, Generating):

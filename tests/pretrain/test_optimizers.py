@@ -4,7 +4,7 @@ import copy
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ViTConfig, build_vit
+from ssl_bench.models import build_vit
 from tests.pretrain.plans import CPU, SMALL_DINO, TINY
 
 
@@ -66,13 +66,14 @@ def test_matrices_and_tokens_are_decayed_and_biases_and_vectors_are_not(model):
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
-def test_without_decay_of_tokens_they_alone_join_the_exempt(model, layer_decay):
+def test_with_decay_tokens_false_only_tokens_become_exempt(model, layer_decay):
     model["backbone"].reg_token = nn.Parameter(torch.zeros(1, 2, 12))
     model["mask_token"] = nn.ParameterDict({"mask_token": torch.zeros(1, 1, 12)})
-    named = list(model.named_parameters())
     exempt = {}
     for decay_tokens in (True, False):
-        groups = parameter_groups(named, layer_decay=layer_decay, decay_tokens=decay_tokens)
+        groups = parameter_groups(
+            model.named_parameters(), layer_decay=layer_decay, decay_tokens=decay_tokens
+        )
         exempt[decay_tokens] = set().union(*(names_of(group, model) for group in groups[1::2]))
 
     assert exempt[False] - exempt[True] == {
@@ -97,40 +98,26 @@ def test_a_matrix_is_decayed_by_its_name(name, decays, decays_as_token):
         assert bool(decayed["params"]) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipping_equals_a_loop_over_the_tensors(dtype):
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("most", [3.0, 1e6])
+def test_clipping_equals_that_of_torch(whole, most):
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 5), (3,), (), (2, 3, 2, 2), (30, 30)]
-    gradients = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    frozen = nn.Parameter(torch.zeros(3))
-
-    norms = clip_gradients(iter([frozen, *parameters]), 3.0)
-
-    factors = [min(1.0, 3.0 / (g.square().sum().sqrt().item() + 1e-6)) for g in gradients]
-    assert factors.count(1.0) == 2
-    for parameter, gradient, factor in zip(parameters, gradients, factors, strict=True):
-        torch.testing.assert_close(parameter.grad, factor * gradient, rtol=1e-6, atol=0)
-    torch.testing.assert_close(norms, torch.stack([g.norm() for g in gradients]))
-    assert frozen.grad is None
-
-
-@pytest.mark.parametrize("most", [0.1, 3.0, 1e6])
-def test_clipping_of_the_whole_equals_that_of_torch(most):
-    generator = torch.Generator().manual_seed(0)
-    ours, theirs = ([nn.Parameter(torch.zeros(s)) for s in [(4, 5), (3,), (30, 30)]] for _ in "ab")
+    ours, theirs = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
     for one, other in zip(ours, theirs, strict=True):
         one.grad = torch.randn(one.shape, generator=generator)
         other.grad = one.grad.clone()
+    frozen = nn.Parameter(torch.zeros(3))
 
-    norms = clip_gradients(ours, most, whole=True)
+    norms = clip_gradients(iter([frozen, *ours]), most, whole=whole)
 
-    total = torch.nn.utils.clip_grad_norm_(theirs, most)
-    torch.testing.assert_close(norms.norm(), total)
+    # Torch clips the whole; alone, each tensor is the whole.
+    groups = [theirs] if whole else [[parameter] for parameter in theirs]
+    expected = torch.stack([nn.utils.clip_grad_norm_(group, most) for group in groups])
+    torch.testing.assert_close(norms.norm()[None] if whole else norms, expected)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+    assert frozen.grad is None
 
 
 def test_recipes_hand_their_fields_to_the_optimizer():
@@ -261,11 +248,12 @@ def has_gradient(index: int, step: int) -> bool:
     return step >= LATE.get(index, 0) and not (index == 8 and 20 <= step < 23)
 
 
-def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence) -> None:
-    for step, gradients in enumerate(noise):
+def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
+    """Take steps from number `at` on."""
+    for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            coupled = gradient + 0.3 * parameter.detach()
+            coupled = gradient.to(parameter.dtype) + 0.3 * parameter.detach()
             parameter.grad = coupled if has_gradient(index, step) else None
         optimizer.step()
 
@@ -304,7 +292,7 @@ def test_fifty_steps_equal_the_plain_algorithm_in_float64(stagger, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_gradients_leave_orthonormal_bases_that_begin_with_them(device):
-    # As of a class token: 24 axes, and a gradient more at each step.
+    # Like a class token: 24 axes, and a gradient more at each step.
     token = nn.Parameter(torch.zeros(1, 24, device=device))
     optimizer = SOAP([token], betas=BETAS[:2], precondition_frequency=4)
     generator = torch.Generator().manual_seed(0)
@@ -329,91 +317,53 @@ def test_bases_of_a_parameter_without_any_gradient_stay_orthonormal(device):
         assert torch.allclose((basis.T @ basis).cpu(), torch.eye(len(basis)), atol=1e-6)
 
 
-def digits() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """A network of square matrices, whose gradients have full rank, its images and its loss."""
+def test_losses_agree_with_another_implementation():
+    # A network of square matrices, whose gradients have full rank.
     pixels, classes = map(torch.from_numpy, load_digits(return_X_y=True))
     images = pixels.view(-1, 4, 2, 4, 2).mean((2, 4)).flatten(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     images = (images - images.mean(0)) / images.std(0)
-    return model, images, lambda found: nn.functional.cross_entropy(found, classes)
-
-
-def tokens() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """Gradients of rectangular matrices leave a null space, where any basis is an eigenbasis."""
-    model = build_vit(ViTConfig(image_size=16, patch_size=4, dim=32, depth=3, num_heads=2), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    images, wanted = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in [(64, 3, 16, 16), (64, 32)]
-    )
-    return model, images, lambda found: (found - wanted).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("problem", "steps", "lr", "learnt", "apart"),
-    # The other one decomposes in float32, hence not closer.
-    [(digits, 60, 1e-2, 1.0, 1e-5), (tokens, 25, 5e-5, 0.05, 1e-3)],
-)
-def test_losses_agree_with_another_implementation(problem, steps, lr, learnt, apart):
     losses = {}
     for kind in (SOAP, pytorch_optimizer.SOAP):
-        model, images, loss_of = problem()
-        optimizer = kind(list(model.double().parameters()), lr=lr, weight_decay=0.0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
+        optimizer = kind(list(model.parameters()), lr=1e-2, weight_decay=0.0)
         losses[kind] = []
-        for _ in range(steps):
-            loss = loss_of(model(images))
+        for _ in range(60):
+            loss = nn.functional.cross_entropy(model(images), classes)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses[kind].append(loss.item())
     ours, others = losses.values()
-    assert ours[0] - ours[-1] > learnt
-    assert max(abs(a - b) for a, b in zip(ours, others, strict=True)) <= apart
+    assert ours[0] - ours[-1] > 1.0
+    # The other one decomposes in float32, hence not closer.
+    assert ours == pytest.approx(others, abs=1e-5, rel=0)
 
 
-def problem(dtype: torch.dtype) -> tuple[list[nn.Parameter], SOAP]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(6, 6), (6, 6), (5, 3), (6,), (), (4, 3, 2, 2)]
-    parameters = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.0}]
-    return parameters, SOAP(groups, lr=1e-2, precondition_frequency=4, stagger=True)
-
-
-def advance(parameters: Sequence[nn.Parameter], optimizer: SOAP, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for index, parameter in enumerate(parameters):
-            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            parameter.grad = None if index == 1 and step < 3 else gradient
-        optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_restored_run_continues_bit_for_bit(dtype):
-    straight, optimizer = problem(dtype)
-    advance(straight, optimizer, range(6))
-    file = io.BytesIO()
-    torch.save((optimizer.state_dict(), straight), file)
-    advance(straight, optimizer, range(6, 17))
-
-    file.seek(0)
-    restored, other = problem(dtype)
-    with torch.serialization.safe_globals([nn.Parameter]):
-        state, weights = torch.load(file, weights_only=True)
-    for parameter, weight in zip(restored, weights, strict=True):
-        parameter.data.copy_(weight.data)
-    other.load_state_dict(state)
-    kept = torch.float64 if dtype is torch.float64 else torch.float32
-    assert {state["exp_avg"].dtype for state in other.state.values()} == {kept}
-    advance(restored, other, range(6, 17))
-    assert all(torch.equal(a, b) for a, b in zip(straight, restored, strict=True))
+    weights, noise = weights_and_gradients(17)
+    runs = []
+    for is_restored in (False, True):
+        parameters = [nn.Parameter(weight.to(dtype, copy=True)) for weight in weights]
+        optimizer = SOAP(parameters, precondition_frequency=4, stagger=True)
+        optimise(optimizer, parameters, noise[:6])
+        if is_restored:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer = SOAP(parameters, precondition_frequency=4, stagger=True)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+        optimise(optimizer, parameters, noise[6:], at=6)
+        runs.append([*parameters, *everything(optimizer, parameters)])
+        kept = torch.float64 if dtype is torch.float64 else torch.float32
+        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {kept}
+    assert same(*runs)
 
 
 @pytest.mark.parametrize(
     ("sides", "expected"),
     [([3] * 20, dict.fromkeys(range(10), 2)), ([3, 4, 5], {0: 1, 1: 1, 2: 1})],
-    ids=["one shape", "three shapes"],
 )
 def test_staggered_refreshes_are_spread_over_the_period(sides, expected):
     parameters = [nn.Parameter(torch.randn(side, side)) for side in sides]
@@ -421,8 +371,7 @@ def test_staggered_refreshes_are_spread_over_the_period(sides, expected):
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    phases = Counter(optimizer.state[parameter]["phase"] for parameter in parameters)
-    assert phases == expected
+    assert Counter(optimizer.state[p]["phase"] for p in parameters) == expected
 
 
 def test_statistics_on_which_float32_fails_are_decomposed_in_float64(monkeypatch):
@@ -474,30 +423,24 @@ def test_two_processes_whose_decompositions_differ_or_are_shared_equal_one(tmp_p
     alone = trained(shard_refreshes=False)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+        assert same(alone, found)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"precondition_frequency": 0}, "1 or more"), ({"betas": (0.9, 1.0)}, r"\[0, 1\)")],
-)
-def test_impossible_hyperparameters_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"precondition_frequency": 0}, {"betas": (0.9, 1.0)}])
+def test_impossible_hyperparameters_are_refused(options):
+    with pytest.raises(ValueError, match="got"):
         SOAP([nn.Parameter(torch.zeros(2))], **options)
 
 
-LOST_SHAPES = ((4, 3), (4, 3), (5,), (2, 3, 2, 2))
 # No refresh falls into a test that compares with a run that never had the lost step.
 RECIPES = [AdamW(lr=0.1), Soap(lr=0.1, precondition_frequency=100)]
 
 
-def lost_parameters() -> list[nn.Parameter]:
+def begin(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in LOST_SHAPES]
-
-
-def made_of(recipe: Any, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return recipe.build([{"params": weights, "weight_decay": 0.1}])
+    shapes = [(4, 3), (4, 3), (5,), (2, 3, 2, 2)]
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return weights, recipe.build([{"params": weights, "weight_decay": 0.1}])
 
 
 def step(
@@ -527,84 +470,77 @@ def everything(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) ->
     return [*(w.detach().clone() for w in weights), *tensors(dict(optimizer.state))]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, Soap(lr=0.1, precondition_frequency=1)])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_moments_statistics_and_bases_stay_as_they_were(recipe, value):
-    weights = lost_parameters()
-    made = made_of(recipe, weights)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_lost_step_changes_no_weight_moment_statistic_or_basis(recipe, value):
+    weights, optimizer = begin(recipe)
     for seed in range(4):
-        step(made, weights, seed)
-    before = everything(made, weights)
-    assert len(before) > 3 * len(LOST_SHAPES) - 2
+        step(optimizer, weights, seed)
+    before = everything(optimizer, weights)
+    assert len(before) > 3 * len(weights) - 2
 
-    step(made, weights, 4, value=value)
-    assert same(everything(made, weights), before)
+    step(optimizer, weights, 4, value=value)
+    assert same(everything(optimizer, weights), before)
 
-    step(made, weights, 5)
-    assert not same(everything(made, weights), before)
+    step(optimizer, weights, 5)
+    assert not same(everything(optimizer, weights), before)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("at", [2, 3, 6])
-def test_what_follows_is_what_would_have_been_without_it(recipe, at):
+@pytest.mark.parametrize("at", [2, 6])
+def test_later_steps_are_those_of_a_run_without_the_lost_one(recipe, at):
     runs = []
     for has_lost_one in (False, True):
-        weights = lost_parameters()
-        made = made_of(recipe, weights)
+        weights, optimizer = begin(recipe)
         for seed in range(9):
             if has_lost_one and seed == at:
-                step(made, weights, 77, value=math.nan)
-                state = copy.deepcopy(made.state_dict())
-                # What was saved knows of it.
-                made = made_of(recipe, weights)
-                made.load_state_dict(state)
-            step(made, weights, seed)
-        runs.append(everything(made, weights))
+                step(optimizer, weights, 77, value=math.nan)
+                # The saved state counts the lost step too.
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = recipe.build([{"params": weights, "weight_decay": 0.1}])
+                optimizer.load_state_dict(state)
+            step(optimizer, weights, seed)
+        runs.append(everything(optimizer, weights))
     assert same(*runs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_first_step_that_is_lost_does_not_spoil_the_others(recipe):
-    weights = lost_parameters()
-    made = made_of(recipe, weights)
+    weights, optimizer = begin(recipe)
     before = [weight.detach().clone() for weight in weights]
-    step(made, weights, 0, value=math.nan)
-    assert same([w.detach() for w in weights], before)
+    step(optimizer, weights, 0, value=math.nan)
+    assert same(weights, before)
     for seed in range(1, 6):
-        step(made, weights, seed)
-    assert all(t.isfinite().all() for t in everything(made, weights))
-    assert not same([w.detach() for w in weights], before)
+        step(optimizer, weights, seed)
+    assert all(t.isfinite().all() for t in everything(optimizer, weights))
+    assert not same(weights, before)
 
 
-def views(seed: int, value: float = 0.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    crops = [torch.randn(4, 3, 16, 16, generator=generator), torch.randn(2, 3, 16, 16)]
-    crops[0][0, 0, 0, 0] += value
-    return crops
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_image_that_is_not_finite_leaves_student_and_center(recipe):
+def test_an_image_that_is_not_finite_leaves_student_and_center():
     model, timeline = replace(TINY, dim=8, depth=1), Timeline(20, 10)
     learner = SMALL_DINO.build(model, timeline, seed=0)
-    options, ranks = TrainOptions(batch_size=2, warmup_epochs=0.0), TrainingRanks(CPU)
-    one = Trainer(learner, recipe, options, timeline, ranks)
-    for seed in range(3):
-        one.take_step(seed, [views(seed)])
-    before = {name: value.clone() for name, value in one.learner.state_dict().items()}
+    options = TrainOptions(batch_size=2, warmup_epochs=0.0)
+    trainer = Trainer(learner, AdamW(lr=0.1), options, timeline, TrainingRanks(CPU))
 
-    report = one.take_step(3, [views(3, math.nan)])
+    def take(number: int, value: float = 0.0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        crops = [torch.randn(4, 3, 16, 16), torch.randn(2, 3, 16, 16)]
+        crops[0][0, 0, 0, 0] += value
+        report = trainer.take_step(number, [crops])
+        return report, {name: value.clone() for name, value in learner.state_dict().items()}
+
+    for number in range(3):
+        _, before = take(number)
+    report, after = take(3, math.nan)
     assert not report["gradient_norm"].isfinite()
-    after = one.learner.state_dict()
-    kept = [n for n in after if not n.startswith("teacher.")]
+    kept = [name for name in after if not name.startswith("teacher.")]
     assert "center" in kept
     assert all(torch.equal(after[name], before[name]) for name in kept)
     assert all(value.isfinite().all() for value in after.values())
 
-    report = one.take_step(4, [views(4)])
+    report, later = take(4)
     assert report["loss"].isfinite()
-    assert not torch.equal(one.learner.state_dict()["center"], before["center"])
+    assert not torch.equal(later["center"], before["center"])

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.plan import Pretraining
 from pretrain.schedules import Cosine
 from pretrain.step import Trainer
 from ssl_bench.composition.compose import build, compose_config
@@ -41,15 +38,6 @@ def root(tmp_path_factory) -> Path:
     return album(tmp_path_factory.mktemp("album"))
 
 
-@pytest.fixture(scope="module")
-def of_four(root, tmp_path_factory) -> tuple[Pretraining, Path]:
-    """A run of four images a step, and its folder."""
-    plan, out = plan_of(root, batch_size=4), tmp_path_factory.mktemp("four")
-    with unchecked_types():
-        plan.run(out, device="cpu")
-    return plan, out
-
-
 def do_at(monkeypatch, call, action):
     """Run an action when the crops of the given step are finished, before the step is taken."""
     finish, calls = MultiCrop.finish, []
@@ -63,17 +51,16 @@ def do_at(monkeypatch, call, action):
     monkeypatch.setattr(MultiCrop, "finish", counted)
 
 
-def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
+def test_a_run_leaves_its_teacher_as_encoder_and_a_row_for_each_step(
     root, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     path = plan_of(root).run(tmp_path, device="cpu")
 
-    # Without a terminal a line now and then tells how far the run is.
+    # Without a terminal, lines report the progress.
     where, first, *lines = capsys.readouterr().err.splitlines()
-    assert where == f"run folder {tmp_path}"
-    assert first == "13 images, 8 steps, batch 2"
+    assert (where, first) == (f"run folder {tmp_path}", "13 images, 8 steps, batch 2")
     assert len(lines) == 8
     assert re.fullmatch(
         r"step 7/8  epoch 1  loss \d\.\d{3}  [\d.]+ images/s  data wait \d+ %  "
@@ -106,19 +93,20 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(
         (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05), 7),
     ],
 )
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    root, tmp_path, number, error, optimizer, seed
-):
+def test_a_stopped_run_continues_bit_for_bit(root, tmp_path, number, error, optimizer, seed):
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=optimizer, seed=seed)
 
     assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 
 
-def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(root, tmp_path, monkeypatch):
+def test_a_run_that_fails_repeats_the_steps_after_its_checkpoint(root, tmp_path, monkeypatch):
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
     plan.run(tmp_path / "whole", device="cpu")
 
-    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # pyrefly: ignore[missing-attribute]
+    def fail():
+        raise AttributeError
+
+    do_at(monkeypatch, 8, fail)
     with pytest.raises(AttributeError):
         plan.run(tmp_path / "killed", device="cpu")
     monkeypatch.undo()
@@ -134,7 +122,7 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(root, tmp
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
 )
-def test_who_asks_to_stop_before_the_first_step_waits_for_nothing(
+def test_a_signal_before_the_first_step_ends_the_run_at_once(
     root, tmp_path, monkeypatch, number, error
 ):
     def reads_the_images(images):
@@ -149,7 +137,7 @@ def test_who_asks_to_stop_before_the_first_step_waits_for_nothing(
     assert not (tmp_path / LOG).exists()
 
 
-def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(root, tmp_path, monkeypatch):
+def test_a_second_interrupt_ends_the_step_too(root, tmp_path, monkeypatch):
     def interrupt_twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -163,7 +151,7 @@ def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(root, tmp_path
     assert len(log_rows(tmp_path)) == 2
 
 
-def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(root, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_step_changes_nothing(root, tmp_path, monkeypatch):
     do_at(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     plan_of(root).run(tmp_path, device="cpu")
@@ -171,49 +159,27 @@ def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(root, tmp_path, mon
     assert len(log_rows(tmp_path)) == 8
 
 
-def test_time_that_is_up_saves_and_says_so(root, tmp_path, capsys):
-    plan = plan_of(root, max_minutes=0.0)
+def change_loss(monkeypatch, change):
+    """Let DINO's loss pass through a function of value, report and step."""
+    usual = DinoLearner.loss
 
-    plan.run(tmp_path, device="cpu")
+    def changed(self, network, views, step):
+        return change(*usual(self, network, views, step), step)
 
-    assert len(log_rows(tmp_path)) == 1
-    assert "time limit reached: 1 of 8 steps are saved" in capsys.readouterr().err
-    forever = replace(plan, train=replace(plan.train, max_minutes=None))
-    forever.run(tmp_path, resume=True, device="cpu")
-    assert len(log_rows(tmp_path)) == 8
-
-
-@pytest.mark.slow
-@unchecked_types()
-def test_accumulated_parts_learn_what_the_whole_batch_does(of_four, tmp_path):
-    plan, one = of_four
-    parts = replace(plan, train=replace(plan.train, accumulation=2))
-
-    parts.run(tmp_path, device="cpu")
-
-    whole, parts = (state_of(out)["learner"] for out in (one, tmp_path))
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
-
-
-def poison(monkeypatch, steps):
-    loss = DinoLearner.loss
-
-    def poisoned(self, network, views, step):
-        value, report = loss(self, network, views, step)
-        return (value * torch.nan if step in steps else value), report
-
-    monkeypatch.setattr(DinoLearner, "loss", poisoned)
+    monkeypatch.setattr(DinoLearner, "loss", changed)
 
 
 def test_a_run_that_stays_non_finite_stops_and_keeps_the_last_good_state(
     root, tmp_path, monkeypatch
 ):
-    poison(monkeypatch, [1, 3, 4])
+    change_loss(
+        monkeypatch, lambda value, report, step: (value * [1, math.nan][step in (1, 3, 4)], report)
+    )
 
-    with pytest.raises(ConfigurationError, match="not finite for 2 steps up to step 5"):
+    with pytest.raises(ConfigurationError) as caught:
         plan_of(root, non_finite_patience=2, checkpoint_minutes=0.0).run(tmp_path, device="cpu")
 
+    assert "optimizer.lr={lower_rate}" in caught.value.hint
     state = state_of(tmp_path)
     assert state["step"] == 4
     assert all(weight.isfinite().all() for weight in state["learner"].values())
@@ -222,22 +188,19 @@ def test_a_run_that_stays_non_finite_stops_and_keeps_the_last_good_state(
 
 
 def test_a_collapsed_run_stops_with_a_hint(root, tmp_path, monkeypatch):
-    loss = DinoLearner.loss
+    ceiling = torch.tensor(math.log(32))
+    change_loss(
+        monkeypatch,
+        lambda value, report, _: (value * 0 + ceiling, report | {"teacher_entropy": ceiling}),
+    )
 
-    def collapsed(self, network, views, step):
-        value, report = loss(self, network, views, step)
-        ceiling = torch.tensor(math.log(32))
-        return value * 0 + ceiling, report | {"teacher_entropy": ceiling}
-
-    monkeypatch.setattr(DinoLearner, "loss", collapsed)
-    with pytest.raises(
-        ConfigurationError, match=r"stopped at step 4.*ln\(out_dim\).*optimizer\.lr="
-    ):
+    with pytest.raises(ConfigurationError, match="step 4") as caught:
         plan_of(root, collapse_patience=3).run(tmp_path, device="cpu")
+    assert "optimizer.lr={lower_rate}" in caught.value.hint
 
 
 def test_a_batch_that_the_images_do_not_fill_is_refused(root, tmp_path):
-    with pytest.raises(ConfigurationError, match="13") as caught:
+    with pytest.raises(ConfigurationError) as caught:
         plan_of(root, batch_size=14).run(tmp_path, device="cpu")
     assert caught.value.hint[0] == "train.batch_size=null"
     with pytest.raises(ConfigurationError, match=r"multiple of 3"):
@@ -275,71 +238,70 @@ def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
     assert built.monitor == Monitor()
 
 
-@pytest.mark.slow
-def test_two_processes_learn_what_one_does(of_four, tmp_path):
-    alone, together = of_four[1], tmp_path / "two"
-    script = (
-        "import sys, pathlib, hydra.utils, omegaconf, torch; torch.set_num_threads(1);"
-        "plan = omegaconf.OmegaConf.load(sys.argv[1]);"
-        "plan = hydra.utils.instantiate(plan, _convert_='all');"
-        "plan.run(pathlib.Path(sys.argv[2]), device='cpu')"
-    )
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+@unchecked_types()
+def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
+    for name, accumulation in (("whole", 1), ("parts", 2)):
+        plan = plan_of(root, batch_size=4, max_steps=4, accumulation=accumulation)
+        plan.run(tmp_path / name, device="cpu")
 
-    arguments = [str(tmp_path / "script.py"), str(alone / "config.yaml"), str(together)]
-    subprocess.run([*command, *arguments], check=True, cwd=Path(__file__).parents[2])
-
-    one, two = (state_of(out)["learner"] for out in (alone, together))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
-    losses = [[row["loss"] for row in log_rows(out)] for out in (alone, together)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    whole, parts = (state_of(tmp_path / name)["learner"] for name in ("whole", "parts"))
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
-# Checks would be compiled too, into ten times as many graphs; one block, as each takes a while.
+# Checks would be compiled too, into ten times as many graphs.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "objective", [SMALL_DINO, Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)]
+    "objective",
+    [
+        replace(SMALL_DINO, crops=MultiCrop(num_locals=0)),
+        Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3),
+    ],
 )
 @unchecked_types()
-def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, objective):
-    plan = plan_of(root, max_steps=3, model=replace(TINY, depth=1), objective=objective)
-    plan.run(tmp_path / "eager", device="cpu")
-    compiled = replace(plan, train=replace(plan.train, compile=True))
-
-    compiled.run(tmp_path / "compiled", device="cpu")
+def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, monkeypatch, objective):
+    # The graphs are those of any backend. Only the code that torch generates is left out.
+    compile_usually = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **more: compile_usually(module, backend="aot_eager", **more),
+    )
+    for name, compiled in (("eager", False), ("compiled", True)):
+        plan = plan_of(root, max_steps=2, model=replace(TINY, depth=1), objective=objective)
+        plan = replace(plan, train=replace(plan.train, compile=compiled))
+        plan.run(tmp_path / name, device="cpu")
 
     losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+def test_a_gpu_is_given_bfloat16_compiled_code_and_workers():
+    gpu, cpu, options = torch.device("cuda"), torch.device("cpu"), TrainOptions()
+    for device, expected in ((gpu, True), (cpu, False)):
+        assert options.uses_compile(device) == options.uses_bfloat16(device) == expected
+    assert options.count_workers(gpu) > options.count_workers(cpu) == 0
+    for value, precision in ((True, "bfloat16"), (False, "float32")):
+        chosen = TrainOptions(compile=value, precision=precision)
+        assert chosen.uses_compile(gpu) == chosen.uses_compile(cpu) == value
+        assert chosen.uses_bfloat16(gpu) == chosen.uses_bfloat16(cpu) == value
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (MultiCrop, {"global_scale": (0.5, 0.4)}, "minimum <= maximum"),
-        (MultiCrop, {"blur_probability": (1.0, 0.5)}, "a list of 3 items"),
-        (MultiCrop, {"num_locals": -1}, "num_locals expects a whole number"),
+        (MultiCrop, {"global_scale": (0.5, 0.4)}, "global_scale"),
+        (MultiCrop, {"blur_probability": (1.0, 0.5)}, "blur_probability"),
         (SingleCrop, {"scale": (0.5, 0.4)}, r"crops\.scale"),
-        (SingleCrop, {"num_ops": -1}, r"crops\.num_ops"),
         (SingleCrop, {"magnitude": 11}, r"crops\.magnitude"),
-        (SingleCrop, {"color_jitter": -0.1}, r"crops\.color_jitter"),
-        (SingleCrop, {"erasing_probability": 1.1}, r"crops\.erasing_probability"),
-        (Dino, {"momentum": 1.5}, r"objective\.momentum expects a number in \[0, 1\]"),
-        (Dino, {"out_dim": 0}, r"objective\.out_dim"),
-        (Mae, {"mask_ratio": 1.0}, r"mask_ratio expects a number in \(0, 1\), got 1\.0"),
-        (Mae, {"decoder_depth": 0}, r"decoder_depth expects a whole number .*, got 0"),
-        (Mae, {"decoder_dim": 18}, r"a multiple of 4 and of .*heads = 8, got 18"),
-        (Monitor, {"knn_epochs": 0}, r"monitor\.knn_epochs expects a whole number"),
-        (Monitor, {"temperature": 0.0}, r"monitor\.temperature"),
-        (Monitor, {"crop_share": 0.0}, r"monitor\.crop_share"),
-        (Monitor, {"results": "results"}, r"monitor\.accuracy_epochs=NUMBER"),
-        (TrainOptions, {"layer_decay": 0.0}, "layer_decay expects a number in"),
-        (TrainOptions, {"layer_decay": 1.1}, "layer_decay expects a number in"),
-        (TrainOptions, {"epochs": 3, "keep_epochs": [2, 5]}, r"train\.epochs=5"),
-        (DataOptions, {"std": [1.0, 1.0, 0.0]}, r"data\.std expects a list of 3 items"),
-        (DataOptions, {"std": [1.0, 1.0]}, r"data\.std expects a list of 3 items"),
-        (DataOptions, {"mean": [0.0, 0.0, 128.0]}, r"data\.mean expects a list of 3 items"),
+        (Mae, {"mask_ratio": 1.0}, "mask_ratio"),
+        (Mae, {"decoder_dim": 18}, "decoder_dim"),
+        (Monitor, {"knn_epochs": 0}, r"monitor\.knn_epochs"),
+        (Monitor, {"results": "results"}, r"monitor\.accuracy_epochs"),
+        (TrainOptions, {"layer_decay": 1.1}, "layer_decay"),
+        (TrainOptions, {"epochs": 3, "keep_epochs": [2, 5]}, r"train\.keep_epochs"),
+        (DataOptions, {"std": [1.0, 1.0, 0.0]}, r"data\.std"),
+        (DataOptions, {"mean": [0.0, 0.0, 128.0]}, r"data\.mean"),
     ],
 )
 def test_options_without_meaning_are_refused_by_name(kind, options, said):
@@ -359,19 +321,10 @@ def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(place, 
 
     said = fails(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
 
-    assert "expected a folder, got the archive train.zip" in said
     assert "unzip train.zip" in said
 
 
-NO_FORM = (
-    "upsample_bicubic2d_backward_out_cuda does not have a deterministic implementation, but you "
-    "set 'torch.use_deterministic_algorithms(True)'. You can turn off determinism"
-)
-
-
-def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_deterministic_run_refuses_operations_without_such_a_form(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen, usual = [], Trainer.take_step
 
@@ -379,7 +332,7 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
         is_on = torch.are_deterministic_algorithms_enabled()
         seen.append((is_on, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
         if number == 1:
-            raise RuntimeError(NO_FORM)
+            raise RuntimeError("upsample_bicubic2d does not have a deterministic implementation")
         return usual(self, number, parts)
 
     monkeypatch.setattr(Trainer, "take_step", step)
@@ -389,8 +342,8 @@ def test_a_run_is_deterministic_from_its_first_step_and_refuses_what_cannot_be(
 
     assert seen == [(True, ":4096:8")] * 2
     assert not torch.are_deterministic_algorithms_enabled()
-    assert said.startswith("ssl-bench: upsample_bicubic2d")
-    assert said.rstrip().endswith("`train.deterministic=false`")
+    assert "upsample_bicubic2d" in said
+    assert "`train.deterministic=false`" in said
 
     def misfit(*_):
         raise RuntimeError("shapes do not fit")

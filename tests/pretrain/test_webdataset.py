@@ -44,11 +44,8 @@ def test_tar_files_give_the_weights_of_the_folder(root, tmp_path, objective):
     assert log_rows(tmp_path / "folder") == log_rows(tmp_path / "tars")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stopped_run_continues_to_the_bit(root, tmp_path, workers):
-    plan = plan_of(root / "shards", num_workers=workers)
-
-    assert_goes_on_to_the_bit(plan, tmp_path, workers=2 - workers)
+def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
+    assert_goes_on_to_the_bit(plan_of(root / "shards", num_workers=2), tmp_path, workers=0)
 
 
 @pytest.mark.slow
@@ -117,11 +114,10 @@ def test_damaged_images_end_a_run_or_are_left_out(root, tmp_path):
     assert config["left_out"] == ["004.tar/damaged.png"]
 
 
-def test_a_part_of_the_images_can_be_learned_from(root):
+def test_a_part_of_the_images_can_be_used(root):
     images = DataOptions(root=str(root / "shards"), limit=5, labels=True).open()
 
-    assert len(images) == 5
-    assert images.name == "webdataset-limit5"
+    assert (len(images), images.name) == (5, "webdataset-limit5")
     assert {images[index].label for index in range(5)} == {0, 1}
 
 
@@ -138,20 +134,15 @@ def test_the_monitor_reads_tar_files(root, tmp_path):
     assert seen["album"] == seen["shards"]
 
 
-@pytest.mark.parametrize("flag", ["data.root={}", "data.root='{}'"])
-def test_a_pattern_can_be_typed(root, monkeypatch, capsys, flag):
+def test_a_pattern_is_accepted_and_missing_tar_files_are_counted(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     say_once.cache_clear()
-    words = ["pretrain", flag.format("shards/{000..003}.tar"), "train.batch_size=2", "--dry-run"]
+    for flag in ("data.root={}", "data.root='{}'"):
+        pattern = flag.format("shards/{000..003}.tar")
+        words = ["pretrain", pattern, "train.batch_size=2", "--dry-run", "--out", "run"]
+        assert main(words) == 0
+        assert "13 of webdataset all" in capsys.readouterr().out
 
-    assert main([*words, "--out", "run"]) == 0
-    out, err = capsys.readouterr()
-    assert "13 of webdataset all" in out
-    assert "13 images in tar files" in err
-
-
-def test_a_missing_tar_file_ends_the_command(root, tmp_path, capsys):
-    words = pretraining(root / "shards/{000..009}.tar", str(tmp_path / "run"))
-
-    assert "6 of 10 tar files are missing" in fails(capsys, words, 3)
-    assert not (tmp_path / "run" / LOG).exists()
+    missing = pretraining(root / "shards/{000..009}.tar", "run")
+    assert "6 of 10 tar files are missing" in fails(capsys, missing, 3)
+    assert not Path("run", LOG).exists()

@@ -1,4 +1,4 @@
-"""Checkpoints are written while the run goes on: what is copied, and what ends a run."""
+"""Checkpoints are written while training continues: what they hold, and what ends a run."""
 
 import os
 import signal
@@ -26,30 +26,41 @@ from tests.support.faults import (
 )
 from tests.support.runs import flat, log_rows
 
-# Four pictures, two a step: saved after steps 2, 4 and 6.
+# Four images, two a step: saved after steps 2, 4 and 6.
 EVERY_EPOCH = "train.checkpoint_epochs=1"
 
 
-def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monkeypatch):
-    words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
-    usual, finish, taken, written = checkpoints.save_state, MultiCrop.finish, [], {}
+def wait_until(is_true, seconds=10.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[int]:
+    """A list that gets an item whenever a step begins."""
+    finish, steps = MultiCrop.finish, []
 
     def counted(self, *arguments):
-        taken.append(1)
+        steps.append(1)
         return finish(self, *arguments)
 
+    monkeypatch.setattr(MultiCrop, "finish", counted)
+    return steps
+
+
+def test_steps_continue_while_a_state_is_written_and_do_not_change_it(place, monkeypatch, taken):
+    words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
+    usual, written = checkpoints.save_state, {}
+
     def slow(out, state):
-        # Until two more steps have begun.
-        end = time.monotonic() + 10
-        while state["step"] == 2 and len(taken) < 4 and time.monotonic() < end:
-            time.sleep(0.005)
+        wait_until(lambda: state["step"] != 2 or len(taken) >= 4)
         written[state["step"]] = len(taken)
         usual(out, state)
         if state["step"] == 2:
             (place / "second").mkdir()
             usual(place / "second", state)
 
-    monkeypatch.setattr(MultiCrop, "finish", counted)
     monkeypatch.setattr(checkpoints, "save_state", slow)
     assert main(pretraining(place / "photos", "run", *words)) == 0
     monkeypatch.setattr(checkpoints, "save_state", usual)
@@ -69,7 +80,7 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
 
 @pytest.mark.slow
 @unchecked_types()
-def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(place):
+def test_a_run_killed_while_it_writes_continues_from_the_previous_state(place):
     run = pretraining(place / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write
 
@@ -95,31 +106,27 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(plac
     assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
-def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
-    place, capsys, monkeypatch
+def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_state_before(
+    place, capsys, monkeypatch, taken
 ):
-    usual, finish, full, taken = checkpoints._write, MultiCrop.finish, [], []
-
-    def waiting(self, *arguments):
-        taken.append(1)
-        # The fifth step ends after the fault.
-        end = time.monotonic() + 10
-        while len(taken) == 5 and not full and time.monotonic() < end:
-            time.sleep(0.005)
-        time.sleep(0.3 * (len(taken) == 5))
-        return finish(self, *arguments)
+    write, log, full = checkpoints._write, train.logging.StepReporter.add, []
 
     def filling(values, file) -> None:
         if values["step"] == 4 or full:
             full.append(1)
             raise OSError(28, "No space left on device")
-        usual(values, file)
+        write(values, file)
+
+    def waiting(self, row, *arguments, **flags):
+        # The fifth step ends after the fault.
+        wait_until(lambda: row["step"] != 5 or full)
+        time.sleep(0.3 * (row["step"] == 5))
+        log(self, row, *arguments, **flags)
 
     monkeypatch.setattr(checkpoints, "_write", filling)
-    monkeypatch.setattr(MultiCrop, "finish", waiting)
+    monkeypatch.setattr(train.logging.StepReporter, "add", waiting)
     said = fails(capsys, pretraining(place / "photos", "run", EVERY_EPOCH), 5)
 
-    assert "cannot write" in said
     assert "No space left on device" in said
     assert len(log_rows("run")) == 5
     assert state_of(place / "run")["step"] == 2
@@ -140,43 +147,37 @@ def test_a_process_that_ends_waits_for_what_it_writes(place):
     assert Path("written").is_file()
 
 
-def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, monkeypatch):
+def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(place, capsys, monkeypatch):
     usual, keep, kept = checkpoints.save_encoder, checkpoints.Saver.keep, []
 
-    def held(*arguments):
+    def slow(*arguments):
         # Nothing is written before the run has asked for all of them.
-        end = time.monotonic() + 20
-        while len(kept) < 3 and time.monotonic() < end:
-            time.sleep(0.005)
+        wait_until(lambda: len(kept) >= 3, 20)
         usual(*arguments)
 
     def counted(self, *arguments):
         keep(self, *arguments)
         kept.append(1)
 
-    quick = pretraining(place / "photos", "quick", "train.keep_every=1")
-    assert main(quick) == 0
+    assert main(pretraining(place / "photos", "quick", "train.keep_every=1")) == 0
     capsys.readouterr()
-    monkeypatch.setattr(checkpoints, "save_encoder", held)
+    monkeypatch.setattr(checkpoints, "save_encoder", slow)
     monkeypatch.setattr(checkpoints.Saver, "keep", counted)
     assert main(pretraining(place / "photos", "run", "train.keep_every=1")) == 0
 
     said = capsys.readouterr().err
     for epoch in (1, 2, 3):
-        assert f"epoch {epoch}: kept epoch{epoch:04d}.safetensors" in said
         name = f"epoch{epoch:04d}.safetensors"
+        assert f"epoch {epoch}: kept {name}" in said
         assert Path("run", name).read_bytes() == Path("quick", name).read_bytes()
 
 
 @pytest.mark.parametrize(("seconds", "mentions"), [(0.0, 1), (1.0, 0)])
-def test_a_monitor_that_takes_long_is_mentioned(place, capsys, monkeypatch, seconds, mentions):
+def test_a_slow_monitor_is_mentioned(place, capsys, monkeypatch, seconds, mentions):
     monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
     monkeypatch.setattr(train, "_MONITOR_SHARE", seconds)
     root = class_folders(place / "classes", 2)
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
-    run = pretraining(place / "photos", "run", *words, "train.max_steps=2")
-    assert main(run) == 0
+    assert main(pretraining(place / "photos", "run", *words, "train.max_steps=2")) == 0
 
-    lines = [line for line in capsys.readouterr().err.splitlines() if "the monitor took" in line]
-    assert len(lines) == mentions
-    assert all("depends on monitor.train_images" in line for line in lines)
+    assert capsys.readouterr().err.count("depends on monitor.train_images") == mentions
