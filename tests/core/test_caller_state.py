@@ -135,32 +135,18 @@ def test_a_training_continues_bit_for_bit_after_a_probe(tmp_path, dataset, task)
     assert all(map(torch.equal, alone, probed))
 
 
-class Keeping(own_module.Own):
-    """A module that keeps its outputs."""
+class MaskedAndKeeping(own_module.Own):
+    """A module that draws random numbers in each pass and keeps its outputs."""
 
     def forward(self, images: Tensor) -> Tensor:
-        output = super().forward(images)
+        output = super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))
         self.outputs = [output * 1]
         return output
 
 
-def test_a_module_that_keeps_activations_can_be_probed(tmp_path):
-    module = Keeping().train()
-    encoder = ssl_bench.Encoder.from_module(module)
+def test_a_module_may_draw_random_numbers_and_keep_activations(tmp_path):
+    module = MaskedAndKeeping().train()
     module(torch.rand(2, 3, 32, 32)).mean().backward()
-
-    assert ssl_bench.probe(encoder, task="conditioning", layer=-1, out=tmp_path, **FEW).records
-
-
-class Masked(own_module.Own):
-    """A module that draws random numbers in each pass, as masked autoencoders do."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))
-
-
-def test_random_draws_of_a_module_do_not_advance_the_generators():
-    module = Masked()
     torch.manual_seed(0)
     np.random.seed(0)
     expected = (torch.rand(1), np.random.rand())
@@ -169,6 +155,7 @@ def test_random_draws_of_a_module_do_not_advance_the_generators():
 
     encoder = ssl_bench.Encoder.from_module(module)
     ssl_bench.extract_features(encoder, torch.ones(1, 3, 32, 32))
+    assert ssl_bench.probe(encoder, task="conditioning", layer=-1, out=tmp_path, **FEW).records
 
     assert (torch.rand(1), np.random.rand()) == expected
 
@@ -208,7 +195,7 @@ def settings_of_torch() -> list[Any]:
     ids=["no_grad", "inference_mode", "autocast", "default dtype", "default device"],
 )
 def test_torch_settings_change_no_score_and_are_restored(tmp_path, setting):
-    asked: dict[str, Any] = {"dataset": "toy_objects", "task": "classification,knn,geometry"}
+    asked: dict[str, Any] = {"dataset": "toy_objects", "task": "classification,geometry"}
     asked |= {"layer": 1, **FEW}
     module = own_module.own().train()
     plain = ssl_bench.probe(module, out=tmp_path / "plain", **asked)
@@ -230,11 +217,8 @@ def test_figures_of_the_caller_stay_open(tmp_path):
     pyplot.switch_backend("svg")
     figure = pyplot.figure()
     try:
-        probed = ssl_bench.probe(
-            own_module.own(), task="conditioning,pca", layer=-1, out=tmp_path, **FEW
-        )
+        ssl_bench.probe(own_module.own(), task="conditioning,pca", layer=-1, out=tmp_path, **FEW)
 
-        assert probed.records
         assert get_backend() == "svg"
         assert pyplot.get_fignums() == [figure.number]
     finally:
