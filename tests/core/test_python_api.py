@@ -155,21 +155,13 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
     words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]
     words += ["--overwrite", "--limit", "3", "--pictures", "2", "probe.tau=0.5", "seed=4"]
+    asked: dict[str, Any] = {"task": "pca,knn", "dataset": "folder,toy", "layer": "0,-1"}
+    asked |= {"data_root": f"folder={tmp_path}", "out": "there", "device": "cpu"}
+    asked |= {"on_bad_image": "skip", "overwrite": True, "limit": 3, "pictures": 2}
 
     assert main(["probe", *words, "--checkpoint", "demo:skip"]) == 3
     with pytest.raises(DataError):
-        ssl_bench.probe(
-            "demo:skip",
-            task="pca,knn",
-            dataset="folder,toy",
-            data_root=f"folder={tmp_path}",
-            layer="0,-1",
-            out="there",
-            device="cpu",
-            on_bad_image="skip",
-            overwrite=True,
-            **{"limit": 3, "pictures": 2, "tau": 0.5, "seed": 4},
-        )
+        ssl_bench.probe("demo:skip", **asked, tau=0.5, seed=4)
 
     typed, called = (
         replace(request, checkpoints=(), overrides=sorted(request.overrides))
@@ -222,18 +214,6 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     for words in ({"task": "geometri"}, {"nothing": 3}, {"layers": [3]}):
         with pytest.raises(ConfigurationError):
             ssl_bench.probe(own_module.own(), **{**asked, **words})
-
-
-def test_images_that_cannot_be_read_are_left_out_on_request(tmp_path):
-    picture(0).save(tmp_path / "a.png")
-    (tmp_path / "b.png").touch()
-    asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
-    asked |= {"layer": "1", "out": tmp_path / "r"}
-
-    with pytest.raises(DataError):
-        ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
-    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
-    assert {record.num_images for record in found} == {1}
 
 
 def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
@@ -310,36 +290,27 @@ def test_what_is_no_encoder_is_refused(module, settings, named):
         ssl_bench.Encoder.from_module(module, **settings)
 
 
-@pytest.mark.parametrize("stem", [8, 12])
-def test_tokens_in_order_are_taken_also_where_patches_overlap(stem):
+def test_tokens_in_order_are_accepted_where_patches_overlap():
     module = _Reordered(lambda tokens: tokens)
-    module.embed = nn.Conv2d(3, 16, stem, 8, padding=(stem - 8) // 2)
+    module.embed = nn.Conv2d(3, 16, 12, 8, padding=2)
 
     encoder = ssl_bench.Encoder.from_module(module, patch_size=8, image_size=32)
 
     assert encoder.num_prefix_tokens == 1
 
 
-def test_a_norm_that_is_not_there_is_refused_when_asked():
+def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
     with pytest.raises(CheckpointError, match="never called"):
         ssl_bench.Encoder.from_module(module)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))
+    blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
+    plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
     assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
     with pytest.raises(UnfitEncoder, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
-
-
-class _Mixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(8, 8, 1)
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return maps + self.mix(maps)
 
 
 class Renamed(own_module.Own):

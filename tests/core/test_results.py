@@ -122,22 +122,18 @@ def test_digest_is_the_sha256_of_the_key_as_sorted_json():
 
 def test_records_share_settings_typed_as_1_and_as_1_point_0(tmp_path):
     store = ResultStore(tmp_path)
-    kinds = [{"n": 7, "tau": 1}, {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}, {"n": 7, "tau": 1}]
+    kinds = [{"n": 7, "tau": 1}, {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}]
     for layer, settings in enumerate(kinds):
         store.save(replace(RECORD, layer=layer, settings=settings))
 
-    records = store.records()
+    one, same, other = store.records()
 
-    shared, other = {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}
-    shown = [repr(record.settings) for record in records]
-    assert shown == list(map(repr, [shared, shared, other, shared]))
-    assert records[0].settings is records[1].settings is records[3].settings
-    assert store.unreadable == {}
+    assert repr(one.settings) == repr(kinds[1])
+    assert one.settings is same.settings
+    assert other.settings == {"n": 7, "tau": True}
     # Each stands for the file that it was read from.
-    assert [record.digest for record in records] == [
-        replace(RECORD, layer=layer, settings=settings).digest
-        for layer, settings in enumerate(kinds)
-    ]
+    for record, settings in zip((one, same, other), kinds, strict=True):
+        assert record.digest == replace(RECORD, layer=record.layer, settings=settings).digest
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -254,31 +250,24 @@ def test_a_changed_row_is_reported_and_stays_damaged(tmp_path, column):
     assert len(store.unreadable) == 1
     store.pack()
     assert len(ResultStore(tmp_path).records()) == 2
-    # Once it is computed again it counts.
+    # Once it is computed again it counts, unless its damaged name says nothing.
     for layer in range(3):
         store.save(replace(RECORD, layer=layer))
     assert len(store.records()) == 3
-    # Nobody knows what a damaged name stood for.
     assert (store.unreadable == {}) == (column != "file")
 
 
-def test_packed_records_with_a_lost_row_are_refused(tmp_path):
-    packed(tmp_path)
-    path = tmp_path / "records.parquet"
-    parquet.write_table(parquet.read_table(path).slice(1), path)
-
-    with pytest.raises(DataError, match="rows"):
-        ResultStore(tmp_path).records()
-
-
-def test_older_packed_records_without_digests_are_read(tmp_path):
+def test_packed_records_without_a_row_are_refused_and_without_digests_read(tmp_path):
     expected = contents(packed(tmp_path))
     path = tmp_path / "records.parquet"
-    table = parquet.read_table(path).drop_columns("sha256").replace_schema_metadata(None)
-    parquet.write_table(table, path)
+    table = parquet.read_table(path)
+    parquet.write_table(table.slice(1), path)
+    with pytest.raises(DataError):
+        ResultStore(tmp_path).records()
 
+    # Older files had no digests.
+    parquet.write_table(table.drop_columns("sha256").replace_schema_metadata(None), path)
     store = ResultStore(tmp_path)
-
     assert contents(store) == expected
     assert store.unreadable == {}
 
