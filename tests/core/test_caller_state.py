@@ -111,7 +111,6 @@ def trained(between: Callable[[nn.Module, int], Any]) -> list[Any]:
         ("toy", "tokencut,pca"),
         ("toy_objects", "knn,classification,clustering"),
         pytest.param("toy", "all", marks=pytest.mark.slow),
-        pytest.param("toy_objects", "all", marks=pytest.mark.slow),
     ],
 )
 def test_a_training_continues_bit_for_bit_after_a_probe(tmp_path, dataset, task):
