@@ -9,7 +9,7 @@ from pretrain.description import describe
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
 from pretrain.papers.copying import Copying
-from ssl_bench.composition.choices import config_folder
+from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import (
     build,
     component_class,
@@ -22,7 +22,7 @@ from ssl_bench.errors import ConfigurationError, split_alternatives
 from ssl_bench.models.initialisers import FILTER_INITIALISERS, INITIALISERS
 
 
-def built_both(config: dict[str, Any]) -> None:
+def build_both(config: dict[str, Any]) -> None:
     build(config, "probe")
     build(config, "dataset")
 
@@ -35,11 +35,9 @@ NO_HINT = "no hint"
     [
         ("probe.panel=3", "probe.panels={value}"),
         ("probe.panels=many", NO_HINT),
-        ("probe.panels=true", NO_HINT),
         ("probe.facet=3", "probe.facet='3'"),
         ("probe.limit=3", "data.limit={value}"),
         ("dataset=VOC", "dataset=voc2007"),
-        ("dataset=voc2021", "dataset=voc2012"),
         ("dataset=zzz", NO_HINT),
         ("probe.panels", "ssl-bench keys"),
         ("probe.panels=[1", NO_HINT),
@@ -48,7 +46,6 @@ NO_HINT = "no hint"
         ("dataset.root=${oc.env:HOME}", NO_HINT),
         ("data=3", "ssl-bench keys"),
         ("data.root=???", NO_HINT),
-        (f"probe.panels={'9' * 5000}", NO_HINT),
         (f"probe.panels={'[' * 2000}", NO_HINT),
         ("probe.panels=choice(1,2)", NO_HINT),
         ("probe.panels=0", NO_HINT),
@@ -57,12 +54,11 @@ NO_HINT = "no hint"
 )
 def test_a_wrong_override_is_refused_with_a_hint(override, hint):
     with pytest.raises(ConfigurationError) as refused:
-        built_both(compose_config("probing", ["probe=pca", "dataset=voc2012", override]))
+        build_both(compose_config("probing", ["probe=pca", "dataset=voc2012", override]))
 
     error = refused.value
     ways = [" ".join(words) for words in split_alternatives(error.hint)] or [NO_HINT]
     assert hint in ways
-    assert "\n" not in str(error)
     assert len(str(error)) < 400
 
 
@@ -75,18 +71,15 @@ def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
             yield from components(item, f"{key}.{name}" if key else name)
 
 
-@pytest.mark.parametrize(
-    "group", ["probe", "dataset", "model", "optimizer", "objective", "experiment"]
-)
+@pytest.mark.parametrize("group", ["probe", "dataset", "model", "optimizer", "objective"])
 def test_every_field_of_every_class_can_be_overridden(group):
     root = "probing" if group in ("probe", "dataset") else "pretraining"
     base = ["probe=pca"] if root == "probing" else []
-    # Of experiments the recipes alone: the runs of papers give values to keys that these have.
-    for name in sorted(path.stem for path in (config_folder() / group).glob("*.yaml")):
+    for name in choices(group):
         config = compose_config(root, [*base, f"{group}={name}"])
         known = list_keys(config)
         known += [key.rsplit(".", n)[0] for key in known for n in range(1, key.count(".") + 1)]
-        assert group == "experiment" or build(config, group) is not None
+        assert build(config, group) is not None
         for key, kind in components(config):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
             assert set(names) <= set(known)
@@ -101,37 +94,30 @@ def test_what_files_leave_out_is_the_default_of_the_class():
         build(compose_config("pretraining", ["optimizer.eps=x"]), "optimizer")
 
 
-def _calls(said: object) -> Iterator[dict[str, object]]:
-    """Every mapping with a `_target_` in a file, those inside others included."""
-    if isinstance(said, dict):
-        yield from [said] if "_target_" in said else []
-        for item in said.values():
-            yield from _calls(item)
+def test_no_file_repeats_a_default():
+    for path in sorted(config_folder().rglob("*.yaml")):
+        for call in calls(yaml.safe_load(path.read_text())):
+            defaults = fill_defaults({"_target_": call["_target_"]}, "")
+            repeated = [name for name in call if call[name] == defaults.get(name, NO_HINT)]
+            assert repeated == ["_target_"], path
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(config_folder().rglob("*.yaml")),
-    ids=lambda path: str(path.relative_to(config_folder())),
-)
-def test_a_file_says_only_what_differs_from_the_defaults(path):
-    for call in _calls(yaml.safe_load(path.read_text())):
-        defaults = fill_defaults({"_target_": call["_target_"]}, "")
-        repeated = [name for name in call if name in defaults and call[name] == defaults[name]]
-        assert repeated == ["_target_"]
+def calls(content: object) -> Iterator[dict[str, object]]:
+    """Every mapping with a `_target_` in a file, including nested ones."""
+    if isinstance(content, dict):
+        yield from [content] if "_target_" in content else []
+        for item in content.values():
+            yield from calls(item)
 
 
-def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
+def test_a_class_alone_is_completed_by_nested_defaults():
     call = fill_defaults({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
 
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
     assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
-
-
-def test_an_address_in_an_older_configuration_builds_the_class_that_was_moved():
+    # The address that older configurations have of a class that was moved.
     older = {"_target_": "pretrain.copying.objective.Copying", "letters": 3}
-
     assert instantiate(older, "objective") == Copying(letters=3)
 
 

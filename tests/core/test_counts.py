@@ -31,7 +31,7 @@ def _dataset(images, classes, seed=0):
     return predicted, target
 
 
-def test_class_counts_equal_a_case_counted_by_hand():
+def test_class_counts_equal_cases_counted_by_hand():
     target = _masks([0, 0, 1], [1, 255, 2])
     heads = torch.stack([_masks([0, 1, 1], [1, 2, 0]), target.clamp(max=2)])
     one, other = class_counts(heads, target, 3)
@@ -40,53 +40,35 @@ def test_class_counts_equal_a_case_counted_by_hand():
     assert iou_per_class(one.numpy()).tolist() == pytest.approx([100 / 3, 200 / 3, 0])
     assert float(mean_iou(one.numpy())) == pytest.approx(100 / 3)
     assert float(pixel_accuracy(one.numpy())) == pytest.approx(60)
+    # The last class below the ignored label.
+    counts = class_counts(_masks([254, 0])[None], _masks([254, 255]), 255)[0]
+    assert counts[:, 254].tolist() == [1, 1, 1]
+
+
+def test_a_class_counts_where_it_is_true_or_predicted():
+    counts = class_counts(_masks([2, 0])[None], _masks([0, 0]), 4)[0].numpy()
+    nan = float("nan")
+    assert iou_per_class(counts).tolist() == pytest.approx([50, nan, 0, nan], nan_ok=True)
+    assert float(mean_iou(counts)) == pytest.approx(25)
 
 
 def test_mean_iou_of_a_dataset_equals_torchmetrics():
     predicted, target = _dataset(8, 5)
     reference = MulticlassJaccardIndex(5, average="macro", ignore_index=255)
-    for one, other in zip(predicted, target, strict=True):
-        reference.update(one[None].long(), other[None].long())
-    counts = torch.cat(
-        [class_counts(p[None], t, 5) for p, t in zip(predicted, target, strict=True)]
-    )
-    ours = mean_iou(counts.sum(0).numpy())
-    assert float(ours) == pytest.approx(100 * float(reference.compute()), abs=1e-4)
-
-
-def test_a_class_that_is_neither_true_nor_predicted_is_left_out_of_the_mean():
-    counts = class_counts(_masks([0, 0, 1])[None], _masks([0, 1, 1]), 4)[0]
-    assert np.isnan(iou_per_class(counts.numpy())).tolist() == [False, False, True, True]
-    assert float(mean_iou(counts.numpy())) == pytest.approx(50)
-
-
-def test_a_class_that_is_only_predicted_counts_as_zero():
-    counts = class_counts(_masks([2, 0])[None], _masks([0, 0]), 3)[0]
-    nan = float("nan")
-    assert iou_per_class(counts.numpy()).tolist() == pytest.approx([50, nan, 0], nan_ok=True)
-
-
-def test_the_last_class_below_the_ignored_label_is_counted():
-    counts = class_counts(_masks([254, 0])[None], _masks([254, 255]), 255)[0]
-    assert counts[:, 254].tolist() == [1, 1, 1]
-
-
-def test_hits_of_cases_counted_by_hand():
-    boxes = np.array([[0.0, 0, 4, 2], [10, 10, 11, 11]])
-    others = np.array([[2.0, 0, 4, 4], [0, 0, 4, 2]])
-    # Intersection over union 4 / 12 and 1; 0 and 0.
-    hits = [[is_hit(box, other[None]) for other in others] for box in boxes]
-    assert hits == [[False, True], [False, False]]
+    reference.update(predicted.long(), target.long())
+    pairs = zip(predicted, target, strict=True)
+    counts = torch.cat([class_counts(p[None], t, 5) for p, t in pairs])
+    expected = 100 * float(reference.compute())
+    assert float(mean_iou(counts.sum(0).numpy())) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("width", "hit"), [(2, True), (1.99, False)])
 def test_a_box_hits_from_exactly_half_overlap_on(width, hit):
     ground_truth = np.array([[20.0, 20, 24, 24], [0, 0, 4, 4]])
     assert is_hit(np.array([0.0, 0, width, 4]), ground_truth) == hit
-
-
-def test_no_ground_truth_is_no_hit():
-    assert not is_hit(np.array([0.0, 0, 2, 2]), np.zeros((0, 4)))
+    # Intersection over union 4 / 12 and 0 / 9.
+    assert not is_hit(np.array([0.0, 0, 4, 2]), np.array([[2.0, 0, 4, 4], [10, 10, 11, 11]]))
+    assert not is_hit(np.array([0.0, 0, width, 4]), np.zeros((0, 4)))
 
 
 def test_counts_added_on_the_spot_are_those_of_bincount():
@@ -133,7 +115,7 @@ def test_classes_are_renamed_one_to_one_before_they_are_scored(confusion, by_han
     assert sorted(names) == list(range(len(confusion)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_confusion_of_all_pixels_gives_the_best_matched_iou(seed):
     predicted, target = _dataset(4, 5, seed)
     heads = torch.stack([predicted, (predicted + 2) % 5])

@@ -55,7 +55,7 @@ def hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) for part in module.modules())
 
 
-@pytest.mark.parametrize("size", [(32, 32), (24, 56), (48, 16)])
+@pytest.mark.parametrize("size", [(32, 32), (24, 56)])
 def test_every_facet_of_every_block_equals_timm_with_the_same_weights(size):
     encoder = ours()
     images = torch.rand(2, 3, *size)
@@ -152,37 +152,22 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
 
-@pytest.fixture
-def counted() -> tuple[Encoder, list[str]]:
-    """An encoder and the names of the modules that were called."""
-    encoder = ours()
+def test_one_pass_computes_the_blocks_up_to_the_deepest_layer():
+    encoder, images = ours(), torch.rand(2, 3, 16, 24)
     calls: list[str] = []
     for name in ("patch_embed", "blocks.0", "blocks.1", "blocks.2"):
         part = encoder.module.get_submodule(name)
         part.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    return encoder, calls
-
-
-def test_all_blocks_and_facets_take_one_forward_pass(counted):
-    encoder, calls = counted
     extractor = FeatureExtractor(encoder, layers=ALL, facets=FACETS)
     calls.clear()
-    extractor(torch.rand(4, 3, 16, 24))
+    everything = extractor(images)
     assert calls == ["patch_embed", "blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_blocks_beyond_the_deepest_layer_are_not_computed_and_nothing_changes(counted):
-    encoder, calls = counted
-    images = torch.rand(2, 3, 16, 24)
-    everything = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
     extractor = FeatureExtractor(encoder, layers=[1, 0, 1], facets=[*FACETS, *FACETS])
     calls.clear()
     shallow = extractor(images)
     assert calls == ["patch_embed", "blocks.0", "blocks.1"]
     assert list(shallow) == [1, 0]
-    for layer in shallow:
-        for facet in FACETS:
-            assert torch.equal(shallow[layer][facet], everything[layer][facet])
+    assert largest_difference(shallow, everything) == 0
 
 
 def test_no_hook_stays_also_after_an_error():
@@ -207,14 +192,11 @@ def test_features_carry_no_graph_but_may_be_trained_on():
     assert head.weight.grad is not None
 
 
-def test_a_size_that_the_patch_does_not_divide_names_the_nearest():
-    with pytest.raises(ConfigurationError, match=r"30 x 44 .*32 x 48"):
-        FeatureExtractor(ours(), layers=[0])(torch.rand(1, 3, 30, 44))
-
-
-def test_padding_is_zero_after_normalisation_right_and_bottom():
+def test_images_are_padded_with_zero_after_normalisation_right_and_bottom():
     encoder = ours()
     images = torch.rand(1, 3, 13, 20)
+    with pytest.raises(ConfigurationError, match=r"13 x 20 .*16 x 16"):
+        FeatureExtractor(encoder, layers=[2])(images)
     padded = FeatureExtractor(encoder, layers=[2], pad=True)(images)[2]["token"]
     # Zero after normalisation is the mean before it.
     by_hand = torch.tensor(encoder.mean).view(1, 3, 1, 1).repeat(1, 1, 16, 24)
@@ -224,10 +206,11 @@ def test_padding_is_zero_after_normalisation_right_and_bottom():
 
 
 def test_half_precision_is_close_and_comes_back_as_float32():
-    encoder = ours()
     images = torch.rand(1, 3, 16, 24)
-    exact = FeatureExtractor(encoder, layers=[2], facets=FACETS)(images)[2]
-    lower = FeatureExtractor(encoder, layers=[2], facets=FACETS, dtype=torch.bfloat16)(images)[2]
+    exact, lower = (
+        FeatureExtractor(ours(), layers=[2], facets=FACETS, dtype=dtype)(images)[2]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     for facet in FACETS:
         assert lower[facet].dtype == torch.float32
         assert not torch.equal(lower[facet], exact[facet])
@@ -253,47 +236,25 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     assert caught.value.hint == ("probe.facet=token", "or", "--facet", "token")
 
 
-@pytest.mark.parametrize("layers", [[3], [0, -1], []])
-def test_layers_outside_the_encoder_are_refused(layers):
-    with pytest.raises(ConfigurationError, match=r"0\.\.2"):
-        FeatureExtractor(ours(), layers=layers)
-
-
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        ("11", (11,)),
-        ("-1", (11,)),
-        ("0,5,11", (0, 5, 11)),
-        ("all", tuple(range(12))),
-        (" 3, 1 ,3,-11", (3, 1)),
-        (7, (7,)),
+        ("-1", (11,)), ("all", tuple(range(12))), (" 3, 1 ,3,-11", (3, 1)), (7, (7,)),
         ([5, -12, 5], (5, 0)),
         # A range holds both of its ends.
-        ("3-5", (3, 4, 5)),
-        ("9..-1", (9, 10, 11)),
-        ("-3..-2,0-0", (9, 10, 0)),
+        ("3-5", (3, 4, 5)), ("9..-1", (9, 10, 11)), ("-3..-2,0-0", (9, 10, 0)),
     ],
-)
+)  # fmt: skip
 def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
     assert resolve_layers(layers, 12) == expected
 
 
-@pytest.mark.parametrize(
-    ("layers", "named"),
-    [
-        ("12", r"0\.\.11 .*-12\.\.-1 .*12"),
-        ("0,-13", "got -13"),
-        ([], "got none"),
-        ("last", "'last'"),
-        ("1,,2", "'1,,2'"),
-        ("1.5", "'1.5'"),
-        ("3-1", "3-1"),
-    ],
-)
-def test_layers_that_mean_nothing_are_refused(layers, named):
-    with pytest.raises(ConfigurationError, match=named):
+@pytest.mark.parametrize("layers", ["12", "0,-13", [], "last", "1,,2", "1.5", "3-1"])
+def test_layers_that_mean_nothing_are_refused(layers):
+    with pytest.raises(ConfigurationError):
         resolve_layers(layers, 12)
+    with pytest.raises(ConfigurationError):
+        FeatureExtractor(ours(), layers=[3])
 
 
 @pytest.fixture
@@ -335,14 +296,14 @@ def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
 
     with pytest.raises(CheckpointError, match=r"block 0 .* for d:"):
         FeatureExtractor(encoder, layers=ALL)(images, ids="abcde")
-    with pytest.raises(CheckpointError, match=r"block 1 of x .* image 3 of the batch"):
+    with pytest.raises(CheckpointError, match=r"block 1 .* image 3 "):
         FeatureExtractor(encoder, layers=[1, 2])(images)
 
 
 def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
     encoder = ours()
 
-    def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with encoder.module.register_forward_pre_hook(refuse), pytest.raises(torch.OutOfMemoryError):

@@ -1,8 +1,9 @@
 """Every number of every configured component has a legal range."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
@@ -27,20 +28,20 @@ from tests.core.test_composition import components
 from tests.support.faults import unchecked_types
 
 GROUPS = ("probe", "dataset", "model", "objective", "optimizer")
-ABSURD = (
-    *(float("nan"), float("inf"), float("-inf"), 1e30, -1e30, -1.5, "", "a text", [], {}, True),
-    *(2**31, 2**63, 10**400, -(10**400), [float("nan")], [None], [[]], "\x00", b"bytes"),
-)
+ENDLESS = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30, 2**63, 10**400, -(10**400))
 
 
-def classes() -> Iterator[type]:
-    """Those that any file of `configs/` names, those inside others included."""
+@cache
+def classes() -> frozenset[type]:
+    """Return every class that a file of `configs/` names, including nested ones."""
+    found = set[type]()
     for group in GROUPS:
         for name in choices(group):
             root = "probing" if group in ("probe", "dataset") else "pretraining"
             pca = ["probe=pca"] * (group == "dataset")
             config = compose_config(root, [*pca, f"{group}={name}"])
-            yield from (kind for _, kind in components(config))
+            found.update(kind for _, kind in components(config))
+    return frozenset(found)
 
 
 def numbers_without_a_range(kind: Any) -> bool:
@@ -63,12 +64,11 @@ def test_every_number_of_every_component_has_a_legal_range():
 
 
 def test_no_field_takes_a_number_that_is_not_finite_or_has_no_end():
-    for kind in set(classes()):
+    for kind in classes():
         for item in (item for item in fields(kind) if item.init):
-            for value in ABSURD:
-                if (isinstance(value, float | int) and abs(value) > 2**32) or value != value:
-                    with pytest.raises(ConfigurationError, match=f"^probe.{item.name} expects"):
-                        require_type(f"probe.{item.name}", item.type, value)
+            for value in ENDLESS:
+                with pytest.raises(ConfigurationError, match=f"^probe.{item.name} expects"):
+                    require_type(f"probe.{item.name}", item.type, value)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,6 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     count: Count = 1
     count_or_share: Count | FractionBelowOne = 1
-    anything: Any = None
     flag: bool | float = 0.5
 
     def __post_init__(self) -> None:
@@ -135,7 +134,6 @@ check_fields(made, "outer")
 @pytest.mark.parametrize(
     ("name", "given", "kept"),
     [
-        ("one", 1, 1.0),
         ("ranged", 2, 2.0),
         ("some", (1, 2.5), (1.0, 2.5)),
         ("some", [1, 2], [1.0, 2.0]),
@@ -147,18 +145,11 @@ check_fields(made, "outer")
         ("inner", Inner(1), Inner(1.0)),
         ("count", 1, 1),
         ("count_or_share", 1, 1),
-        ("count_or_share", 0.0, 0.0),
-        ("anything", 1, 1),
         ("flag", True, True),
     ],
 )
 def test_a_number_in_a_field_of_floats_is_a_float(name, given, kept):
     assert repr(getattr(Outer(**{name: given}), name)) == repr(kept)
-
-
-def test_a_whole_number_beyond_all_floats_is_refused_in_a_field_of_floats():
-    with pytest.raises(ConfigurationError, match=r"outer\.one expects a number"):
-        Outer(one=10**400)
 
 
 def test_types_that_are_postponed_are_held_to_and_kept_alike():

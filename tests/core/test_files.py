@@ -58,12 +58,8 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=KINDS)
 def make(request) -> Iterator[Callable[[Path], object]]:
-    """Return a function that creates something other than a file; a read that blocks fails."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("the read blocked")
-
-    before = signal.signal(signal.SIGALRM, fail)
+    """Return a function that creates something other than a file; a read that blocks is killed."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)
     try:
         yield KINDS[request.param]
@@ -86,7 +82,7 @@ def test_fault_62_every_reader_refuses_what_is_not_a_regular_file(tmp_path, make
         (read_image, "x.jpg"),
         (read_indices, "x.jpg"),
     ):
-        with pytest.raises(DataError, match=rf"{name[:1]}\.{name[2:]}"):
+        with pytest.raises(DataError):
             read(tmp_path / name)
     for name in ("x.safetensors", "x.pth"):
         with pytest.raises(CheckpointError):
@@ -104,59 +100,25 @@ def test_fault_62_commands_name_a_pipe_or_device_without_waiting(place, capsys, 
         write_manifest(photos, place / "list")
 
 
-def test_links_to_files_are_followed(tmp_path):
-    (tmp_path / "x").write_bytes(b"abc")
-    (tmp_path / "link").symlink_to("x")
-    (tmp_path / "nothing").symlink_to("y")
+@pytest.mark.parametrize("kind", ["pipe", "link", "writable", "of another user"])
+def test_a_cache_file_that_others_could_have_written_is_refused(tmp_path, kind):
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(b"x")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_bytes(b"x")
+    if kind == "writable":
+        path.chmod(0o666)
+    elif kind == "of another user":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(path, 65534, 65534)
 
-    assert read_regular(tmp_path / "link") == b"abc"
-    with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "nothing")
-
-
-def _is_a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _is_a_link(path: Path) -> None:
-    path.with_name("elsewhere").write_bytes(b"x")
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def _everybody_may_write(path: Path) -> None:
-    path.write_bytes(b"x")
-    path.chmod(0o666)
-
-
-def _belongs_to_another_user(path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give a file away")
-    path.write_bytes(b"x")
-    os.chown(path, 65534, 65534)
-
-
-@pytest.mark.parametrize(
-    "make", [_is_a_pipe, _is_a_link, _everybody_may_write, _belongs_to_another_user]
-)
-def test_a_cache_file_that_others_could_have_written_is_refused(tmp_path, make):
-    make(tmp_path / "file")
     with pytest.raises(OSError, match="file"):
-        open_trusted(tmp_path / "file")
-    (tmp_path / "own").write_bytes(b"own")
-    with open_trusted(tmp_path / "own") as file:
-        assert file.read() == b"own"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are those of POSIX")
-def test_a_cache_file_is_trusted_under_a_umask_of_zero(tmp_path):
-    previous = os.umask(0)
-    try:
-        write_text_atomically(tmp_path / "file", "own")
-    finally:
-        os.umask(previous)
-
-    with open_trusted(tmp_path / "file") as file:
-        assert file.read() == b"own"
+        open_trusted(path)
 
 
 def test_a_file_of_a_folder_that_fails_while_it_is_read_is_empty(tmp_path, monkeypatch):
@@ -172,22 +134,22 @@ def test_a_file_of_a_folder_that_fails_while_it_is_read_is_empty(tmp_path, monke
     assert read == (str(tmp_path / "a.json"), b"")
 
 
-def test_sha256_equals_the_published_value(tmp_path):
-    (tmp_path / "abc").write_bytes(b"abc")
-
-    digest = file_sha256(tmp_path / "abc")
-
-    assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-def test_written_files_follow_the_umask(tmp_path):
-    previous = os.umask(0o027)
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0, 0o664)])
+def test_written_files_follow_the_umask_and_are_trusted(tmp_path, umask, mode):
+    previous = os.umask(umask)
     try:
-        write_text_atomically(tmp_path / "a.txt", "shared")
+        write_text_atomically(tmp_path / "abc", "abc")
     finally:
         os.umask(previous)
+    (tmp_path / "link").symlink_to("abc")
 
-    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "abc").stat().st_mode & 0o777 == mode
+    with open_trusted(tmp_path / "abc") as file:
+        assert file.read() == b"abc"
+    assert read_regular(tmp_path / "link") == b"abc"
+    # The published value of SHA-256.
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert file_sha256(tmp_path / "abc") == digest
 
 
 def test_the_content_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
@@ -224,7 +186,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
-# Hide modules, signals and flags that only Unix has. The imported libraries detect the system.
+# Hide modules, signals and flags that only Unix has, after the import of libraries that need them.
 HIDDEN = """
 import importlib, os, pkgutil, signal, sys
 import hydra, matplotlib.pyplot, sklearn.linear_model, timm, torch.distributed, torch.utils.data
@@ -239,23 +201,16 @@ for package in ("ssl_bench", "pretrain", "probes"):
     names = [one.name for one in pkgutil.walk_packages(found.__path__, f"{package}.")]
     for name in names:
         importlib.import_module(name)
-    print(package, len(names))
+    assert names, package
 """
 
 
 @pytest.mark.slow
 def test_every_module_can_be_imported_without_features_of_unix():
-    run = subprocess.run(
-        [sys.executable, "-c", HIDDEN],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run([sys.executable, "-c", HIDDEN], env=environment, capture_output=True)
 
-    assert run.returncode == 0, run.stderr
-    counts = dict(line.split() for line in run.stdout.splitlines())
-    assert int(counts["ssl_bench"]) > 100
-    assert counts.keys() == {"ssl_bench", "pretrain", "probes"}
+    assert run.returncode == 0, run.stderr.decode()
 
 
 OURS = f".ssl-bench-{7:032x}.tmp"

@@ -1,6 +1,6 @@
 """Facets from inside of blocks: named ones, and submodules by their dotted names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,12 +84,11 @@ def test_inner_facets_are_the_steps_of_our_block(skip_attention, skip_mlp):
 def test_inner_facets_of_timm_are_what_the_skips_add_up(kind):
     encoder = of_timm(block_fn=getattr(timm.models.vision_transformer, kind))
     if kind == "Block":
-        ls1: Any = encoder.module.get_submodule("blocks").get_submodule("1.ls1")
-        attn = encoder.module.get_submodule("blocks").get_submodule("1.attn")
-        norm1 = encoder.module.get_submodule("blocks").get_submodule("1.norm1")
-        before = attn(norm1(entering(encoder, 1)))
-        assert torch.equal(found(encoder, "attn_out")["attn_out"], patches(before * ls1.gamma))
-        assert torch.equal(found(encoder, "blocks.*.attn")["blocks.*.attn"], patches(before))
+        block: Any = encoder.module.get_submodule("blocks").get_submodule("1")
+        before = block.attn(block.norm1(entering(encoder, 1)))
+        features = found(encoder, "attn_out", "blocks.*.attn")
+        assert torch.equal(features["attn_out"], patches(before * block.ls1.gamma))
+        assert torch.equal(features["blocks.*.attn"], patches(before))
 
     features = found(encoder, "token", *INNER_FACETS)
 
@@ -98,18 +97,6 @@ def test_inner_facets_of_timm_are_what_the_skips_add_up(kind):
     assert torch.equal(features["token"], features["attn_skip"] + features["mlp_out"])
     assert features["attn_out"].abs().max() > 1e-3
     assert features["mlp_hidden"].shape == (2, 2, 3, 48)
-
-
-class Reversed(nn.Module):
-    """Gives maps of another layout."""
-
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        self.layout = layout
-
-    def forward(self, x: Tensor) -> Tensor:
-        maps = patches(x)
-        return maps.permute(0, 3, 1, 2) if self.layout == "channels first" else maps
 
 
 class Wrapped(nn.Module):
@@ -133,14 +120,25 @@ def with_shown(shown: nn.Module, times: int = 1) -> Encoder:
     return encoder
 
 
+class Reshaped(nn.Module):
+    """Gives the tokens in another form."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(x)
+
+
 class AddsInPlace(Wrapped):
-    """Shows its tokens to a module that passes them on, and adds to them where they lie."""
+    """Shows its tokens to a module that passes them on, and changes them in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)
 
 
-def test_a_facet_is_what_it_was_before_the_block_worked_on_it_in_place():
+def test_a_facet_is_kept_as_it_was_before_a_change_in_place():
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = AddsInPlace(blocks[1], nn.Identity(), 1)
@@ -151,56 +149,40 @@ def test_a_facet_is_what_it_was_before_the_block_worked_on_it_in_place():
 
 
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
-def test_maps_lie_as_their_patches_do(layout):
-    features = found(with_shown(Reversed(layout)), "token", "blocks.*.shown")
+def test_maps_have_rows_and_columns_of_their_patches(layout):
+    order = (0, 3, 1, 2) if layout == "channels first" else (0, 1, 2, 3)
+    shown = Reshaped(lambda x: patches(x).permute(order))
+
+    features = found(with_shown(shown), "token", "blocks.*.shown")
 
     assert torch.equal(features["blocks.*.shown"], features["token"])
 
 
 def test_a_map_as_wide_as_its_patches_are_many_is_not_turned():
     # 12 channels on 12 x 12 patches: the shape alone does not tell.
-    encoder = with_shown(Reversed("channels last"))
-    encoder.module.get_submodule("blocks.1.shown").forward = lambda x: x[:, 1:].unflatten(
-        1, (2, 3) if x.shape[1] == 7 else (12, 12)
-    )
-    extractor = FeatureExtractor(encoder, layers=[1], facets=["token", "blocks.*.shown"])
+    shown = Reshaped(lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12)))
+    facets = ["token", "blocks.*.shown"]
+    extractor = FeatureExtractor(with_shown(shown), layers=[1], facets=facets)
     features = extractor(torch.rand(1, 3, 96, 96))[1]
 
     assert torch.equal(features["blocks.*.shown"], features["token"])
 
 
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-class Pooled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 @pytest.mark.parametrize(
-    ("make", "facet", "said"),
+    ("make", "facet", "named"),
     [
         (ours, "blocks.*.mlp.fc3", "use `'probe.facet=blocks.*.mlp.fc2'`"),
-        (ours, "blocks.*.mlp.fc3", "blocks.1.mlp: fc1, fc2"),
         (ours, "blocks.*.zzz", "blocks.1.zzz .*blocks.1: graying, norm1, attn, norm2"),
-        (lambda: with_shown(Pair()), "blocks.*.shown", "blocks.1.shown of x .* tuple"),
-        (
-            lambda: with_shown(Pooled()),
-            "blocks.*.shown",
-            r"the shape \(2, 12\) for 2 images of 2 x",
-        ),
-        (lambda: with_shown(nn.Identity(), 2), "blocks.*.shown", "blocks.1.shown more than once"),
-        (lambda: with_shown(nn.Identity(), 0), "blocks.*.shown", "never calls blocks.*.shown of b"),
-        (of_timm, "blocks.*.attn.attn_drop", "never calls blocks.*.attn.attn_drop of block 1"),
+        (lambda: with_shown(Reshaped(lambda x: (x, x))), "blocks.*.shown", "tuple"),
+        (lambda: with_shown(Reshaped(lambda x: x.mean(1))), "blocks.*.shown", r"\(2, 12\) for 2"),
+        (lambda: with_shown(nn.Identity(), 2), "blocks.*.shown", "more than once"),
+        (lambda: with_shown(nn.Identity(), 0), "blocks.*.shown", "never calls"),
         (of_timm, "blocks.*.attn.q_norm", r"has the shape \(2, 2, 7, 6\) for 2 images"),
     ],
 )
-def test_a_submodule_that_cannot_be_probed_is_refused_in_a_line(make, facet, said):
-    with pytest.raises(UnfitEncoder, match=said) as caught:
+def test_a_submodule_that_cannot_be_probed_is_refused(make, facet, named):
+    with pytest.raises(UnfitEncoder, match=named):
         FeatureExtractor(make(), layers=[1], facets=[facet])
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("facet", INNER_FACETS)
@@ -237,36 +219,25 @@ def test_a_name_says_the_block_and_records_say_it_by_their_layer():
 
 
 @pytest.mark.parametrize(
-    ("facet", "said"),
+    "facet",
     [
-        ("keys", "probe.facet .* key, .* got keys"),
-        ([], "got none"),
-        ("norm.weight", "got norm.weight"),
-        ("blocks.7", "got blocks.7"),
-        ("blocks.07.attn", "got blocks.07.attn"),
-        ("blocks.*.attn/../x", "got blocks"),
-        (["blocks.1.attn", "blocks.2.attn"], "probe.facet .* 1, 2"),
-        (["blocks.1.attn", "blocks.*.attn"], r"probe.facet .* \*, 1"),
+        "keys", [], "norm.weight", "blocks.7", "blocks.07.attn", "blocks.*.attn/../x",
+        ["blocks.1.attn", "blocks.2.attn"], ["blocks.1.attn", "blocks.*.attn"],
     ],
-)
-def test_other_names_are_refused(facet, said):
-    with pytest.raises(ConfigurationError, match=said):
+)  # fmt: skip
+def test_other_names_are_refused(facet):
+    with pytest.raises(ConfigurationError, match=r"^probe\.facet"):
         parse_facets(facet, ["key"])
 
 
 def test_the_block_of_a_name_is_the_layer_that_is_probed():
     named = parse_facets("blocks.2.attn", ["key"])
 
-    assert (
-        select_layers(named, "all", 4)
-        == select_layers(named, "2", 4)
-        == select_layers(named, "-2", 4)
-    )
-    assert select_layers(named, "all", 4) == (2,)
+    assert [select_layers(named, layers, 4) for layers in ("all", "2", "-2")] == [(2,)] * 3
     assert select_layers(parse_facets("blocks.*.attn", ["key"]), "all", 2) == (0, 1)
     assert select_layers(None, "all", 2) == (0, 1)
-    with pytest.raises(ConfigurationError, match=r"block 2.* 0, 1") as caught:
+    with pytest.raises(ConfigurationError) as caught:
         select_layers(named, "0,1", 4)
     assert caught.value.hint == ("--layer", "2")
-    with pytest.raises(ConfigurationError, match=r"layers must lie in 0\.\.1"):
+    with pytest.raises(ConfigurationError):
         select_layers(named, "all", 2)

@@ -1,6 +1,6 @@
 """File names for models, datasets and images with names of any length."""
 
-import shutil
+import random
 import tarfile
 from pathlib import Path
 
@@ -26,32 +26,21 @@ from tests.support.faults import (
     records,
 )
 
-LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
+LONG = {"255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
 
 
-def test_a_valid_name_stays_as_it_is():
-    assert file_name("b/画 a~0.jpg") == "b_画 a~0.jpg"
-    assert file_name("n" * 251, added=4) == "n" * 251
-
-
-@pytest.mark.parametrize(
-    "text", ["n" * 252, "画" * 84, "é" * 150, "x" + "画" * 400, "\udcff" * 300]
-)
+@pytest.mark.parametrize("text", ["n" * 252, "画" * 84, "é" * 150, "\udcff" * 300])
 def test_a_long_name_is_shortened_and_stays_distinct(text):
     names = [file_name(text + end, added=4) for end in ("", "a", "b")]
 
-    assert len(set(names)) == 3
+    assert len({*names, file_name(names[0])}) == 4
     for name in names:
         content = name.encode(errors="surrogateescape")
         assert len(content) <= 251
         assert text.encode(errors="surrogateescape").startswith(content.rpartition(b"~")[0])
     assert "~" in names[0]
-
-
-def test_a_text_like_a_shortened_name_gets_another_name():
-    shortened = file_name("n" * 300)
-
-    assert file_name(shortened) not in (shortened, file_name("n" * 300))
+    assert file_name("b/画 a~0.jpg") == "b_画 a~0.jpg"
+    assert file_name("n" * 251, added=4) == "n" * 251
 
 
 @pytest.mark.parametrize("text", ["", ".", "..", ".hidden", "a\0b"])
@@ -71,9 +60,7 @@ def test_encoder_folders_contain_digits_of_the_sha256():
 
 
 @pytest.mark.parametrize(
-    ("stem", "task"),
-    [*((stem, "pca") for stem in LONG.values()), (LONG["255 bytes"], "tokencut")],
-    ids=[*LONG, "of tokencut"],
+    ("stem", "task"), [(LONG["255 bytes"], "pca"), (LONG["255 bytes"], "tokencut")]
 )
 def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, stem, task):
     photos = place / "photos"
@@ -114,17 +101,8 @@ def test_fault_64_a_file_with_the_longest_name_is_written_and_unpacked(tmp_path,
     assert (tmp_path / "out" / source.name).read_text() == "whole"
 
 
-def test_weights_whose_name_leaves_no_room_for_a_sidecar_have_none(place, capsys):
-    weights = place / f"{'w' * 243}.safetensors"
-    shutil.copy("encoder.safetensors", weights)
-
-    assert main(["models", str(weights)]) == 4
-    assert "is missing, so" in capsys.readouterr().err
-
-
 def test_numbers_in_names_are_sorted_by_value():
-    names = ["run@100", "run@50", "run", "run@10", "run@010", "vit_b16", "vit_b8", "9" * 5000, "10"]
+    ordered = ["10", "9" * 5000, "run", "run@010", "run@10", "run@50", "run@100", "vit_b8"]
+    shuffled = random.Random(0).sample(ordered, len(ordered))
 
-    assert sorted(names, key=natural_sort_key) == [
-        "10", "9" * 5000, "run", "run@010", "run@10", "run@50", "run@100", "vit_b8", "vit_b16",
-    ]  # fmt: skip
+    assert sorted(shuffled, key=natural_sort_key) == ordered

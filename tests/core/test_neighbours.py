@@ -63,8 +63,7 @@ def test_where_more_are_equal_than_faiss_gives_the_whole_product_decides(monkeyp
 def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch, below):
     memory, queries = unit_vectors(3000), unit_vectors(40, seed=1)
     similarities, index = faiss_nearest(queries, memory, 53)
-    # Of the 21, which are the last that counts where the nearest is gone. Sums of 24 products of
-    # float32 are sure to 1.5e-6 in each engine.
+    # Sums of 24 products of float32 are exact to 1.5e-6 in each engine.
     last = similarities[:, 20:21] - below
 
     def missing_the_nearest(*_):

@@ -1,4 +1,4 @@
-"""The papers' files: every value is in the text of its paper, and what is wrong is refused."""
+"""Every published value of the files of papers stands in the text of its paper."""
 
 import os
 import re
@@ -72,14 +72,14 @@ def test_every_spread_stands_behind_its_value(texts, number):
 
 
 def written(folder: Path, **files: str) -> Path:
-    (folder / "papers").mkdir()
+    (folder / "papers").mkdir(parents=True)
     for name, runs in files.items():
         text = f"title: T\nreference: R\nruns:\n{runs}"
         (folder / f"papers/{name}.yaml").write_text(text)
     return folder
 
 
-def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
+def test_an_arm_has_the_settings_of_its_stem_and_its_own(tmp_path):
     stem = "  a:\n    images: mnist\n    set: {model: x, model.depth: 3}\n"
     arms = "    arms:\n      b: {model: y, train.epochs: 4}\n"
 
@@ -95,13 +95,9 @@ def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
     }
 
 
-def test_two_runs_of_one_name_are_refused(tmp_path):
+def test_two_runs_of_one_name_and_unknown_keys_are_refused(tmp_path):
     run = "  a:\n    images: mnist\n"
-
     with pytest.raises(ConfigurationError, match="have the name a"):
-        papers(written(tmp_path, p=run, q=run))
-
-
-def test_a_key_that_means_nothing_is_refused(tmp_path):
+        papers(written(tmp_path / "two", p=run, q=run))
     with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got \['hours'\]"):
-        papers(written(tmp_path, p="  a:\n    images: mnist\n    hours: 3\n"))
+        papers(written(tmp_path / "unknown", p=f"{run}    hours: 3\n"))

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,41 +36,35 @@ def composed(task: str, protocol: str, *overrides: str) -> Any:
     return build(compose_config("probing", words), "probe")
 
 
-def test_every_protocol_of_the_suite_is_seen():
-    assert {task for task, _ in PRESETS} == set(choices("probe"))
-
-
 @pytest.mark.parametrize(("task", "protocol"), [p for p in PRESETS if p[1] != "checkpoints"])
 def test_a_protocol_as_it_is_has_no_changed_setting(task, protocol):
     assert changed_settings(composed(task, protocol)) == {}
 
 
-def test_what_differs_from_the_file_of_the_protocol_is_changed():
-    changed = changed_settings(composed("segmentation", "capi", "probe.image_size=512"))
+@pytest.mark.parametrize(
+    ("probe", "changed"),
+    [
+        # 512 pixels are the default of the class, but not of the protocol.
+        (partial(composed, "segmentation", "capi", "probe.image_size=512"), {"image_size": 512}),
+        (partial(TokenCut, tau=0.3), {"tau": 0.3}),
+        (partial(ObjectDiscovery, tau=0.2), {"tau": 0.2}),
+        (partial(KNN, neighbours=[20]), {"neighbours": [20]}),
+        # A list as it comes from a file is the same as a tuple.
+        (partial(KNN, neighbours=[10, 20, 100, 200]), {}),
+        # Settings that change no score.
+        (partial(Segmentation, panels=0, num_workers=1, memory_gib=1.0), {}),
+        (partial(PCA, facet="key", grid="svg"), {}),
+        # A setting that only another choice uses counts if it differs.
+        (partial(TokenCut, method="maskcut"), {"method": "maskcut"}),
+        (
+            partial(TokenCut, method="maskcut", max_objects=5),
+            {"method": "maskcut", "max_objects": 5},
+        ),
+    ],
+)
+def test_settings_that_differ_from_the_protocol_are_changed(probe, changed):
+    assert changed_settings(probe()) == changed
 
-    # 512 pixels are the default of the class, and yet not what CAPI does.
-    assert changed == {"image_size": 512}
+
+def test_a_protocol_without_its_file_differs_from_it():
     assert changed_settings(Segmentation(protocol="cutting_the_skip"))["train_images"] is None
-
-
-def test_what_differs_from_the_defaults_is_changed_where_a_protocol_has_no_file():
-    assert changed_settings(TokenCut(tau=0.3)) == {"tau": 0.3}
-    assert changed_settings(ObjectDiscovery(tau=0.2)) == {"tau": 0.2}
-    assert changed_settings(KNN(neighbours=[20])) == {"neighbours": [20]}
-    # A list as it comes from a file is the same as a tuple.
-    assert changed_settings(KNN(neighbours=[10, 20, 100, 200])) == {}
-
-
-def test_what_changes_no_score_is_not_changed():
-    assert changed_settings(Segmentation(panels=0, num_workers=1, memory_gib=1.0)) == {}
-    assert changed_settings(PCA(facet="key", grid="svg")) == {}
-
-
-def test_what_only_another_choice_uses_is_changed_only_if_it_differs():
-    masks = TokenCut(method="maskcut")
-
-    assert changed_settings(masks) == {"method": "maskcut"}
-    assert changed_settings(replace(masks, max_objects=5)) == {
-        "method": "maskcut",
-        "max_objects": 5,
-    }

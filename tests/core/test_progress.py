@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import pytest
-
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import output
 from ssl_bench.system.output import format_duration, say, show_progress
@@ -47,88 +45,57 @@ def on_a_terminal(work: Callable[[], object]) -> str:
     return written.decode()
 
 
-def load_then_crawl() -> None:
-    for number in show_progress(range(100), "loading"):
-        time.sleep(0.01 if number else 1.0)
-
-
-def test_the_time_left_ignores_the_first_slow_item():
-    shown = on_a_terminal(load_then_crawl)
-
-    left = re.findall(r" (\d+)/100 \[\d+:\d+<(\d+):(\d+),", shown)
-    late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
-    assert late
-    assert max(late) <= 3
-
-
 def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
 
     def crawl(count, seconds, total):
-        items = iter(show_progress(range(count), "crawling", total))
-        for _ in items:
-            clock[0] += seconds
-        return capsys.readouterr().err.splitlines()
+        for number in show_progress(range(count), "crawling", total):
+            clock[0] += seconds(number)
+        return [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
 
-    assert crawl(100, 5.0, 100) == [
-        "crawling: 4 of 100, about 8 min left",
-        "crawling: 8 of 100, about 8 min left",
-        "crawling: 16 of 100, about 7 min left",
-        "crawling: 32 of 100, about 6 min left",
-        "crawling: 64 of 100, about 3 min left",
+    assert crawl(100, lambda _: 5.0, 100) == [
+        "4 of 100, about 8 min left",
+        "8 of 100, about 8 min left",
+        "16 of 100, about 7 min left",
+        "32 of 100, about 6 min left",
+        "64 of 100, about 3 min left",
     ]
     # At least every ten minutes, also if the number of items is unknown.
-    assert [line.split()[1] for line in crawl(40, 100.0, None)][-4:] == ["20", "26", "32", "38"]
+    lines = crawl(40, lambda _: 100.0, None)
+    assert [line.split()[0] for line in lines][-4:] == ["20", "26", "32", "38"]
+    # Batches that arrive as a whole.
+    lines = crawl(48, lambda number: 80.0 if number % 16 == 15 else 0.01, 48)
+    assert lines[:2] == ["16 of 48, about 3 min left", "32 of 48, about 1 min left"]
+    durations = (0.4, 59.0, 61.0, 3599.0, 11100.0)
+    words = ["< 1 s", "59 s", "1 min", "1 h 00 min", "3 h 05 min"]
+    assert list(map(format_duration, durations)) == words
 
 
-def test_the_time_left_counts_batches_that_arrive_as_a_whole(capsys, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
+    def load_then_crawl() -> None:
+        for number in show_progress(range(60), "loading"):
+            time.sleep(0.005 if number else 0.5)
 
-    for number in show_progress(list(range(48)), "matching"):
-        clock[0] += 80.0 if number % 16 == 15 else 0.01
+    shown = on_a_terminal(load_then_crawl)
 
-    said = capsys.readouterr().err.splitlines()
-    left = [f"matching: {done} of 48, about {n} min left" for done, n in ((16, 3), (32, 1))]
-    assert said[:2] == left
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.4, "< 1 s"),
-        (59.0, "59 s"),
-        (61.0, "1 min"),
-        (3599.0, "1 h 00 min"),
-        (11100.0, "3 h 05 min"),
-    ],
-)
-def test_durations_are_formatted_by_their_length(seconds, words):
-    assert format_duration(seconds) == words
+    left = re.findall(r" (\d+)/60 \[\d+:\d+<(\d+):(\d+),", shown)
+    late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
+    assert late
+    assert max(late) <= 3
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
+def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
-    return photo_folder(tmp_path / "photos", 3)
-
-
-@pytest.mark.parametrize("command", ["probe", "data"])
-def test_commands_show_a_bar_on_a_terminal_only(place, capfd, command):
-    words = {
-        "probe": probing("pca", "folder", place, "--overwrite"),
-        "data": ["data", "verify", str(place), "--manifest", "list"],
-    }[command]
+    words = probing("pca", "folder", photo_folder(tmp_path / "photos", 3), "--overwrite")
 
     assert main(words) == 0
     out, err = capfd.readouterr()
     shown = on_a_terminal(lambda: main(words))
 
     assert all(character.isprintable() or character == "\n" for character in out + err)
-    bars = {"probe": r"pca: +0%\|.*\| 0/3 \[", "data": r"reading photos: +0%\|.*\| 0/3 \["}
-    assert re.search(bars[command], shown)
+    assert re.search(r"pca: +0%\|.*\| 0/3 \[", shown)
 
 
 def exit_code_of_say(seconds: int) -> int:

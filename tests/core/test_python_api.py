@@ -4,10 +4,8 @@ import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +29,10 @@ from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.request import ProbeRequest
 from ssl_bench.system.output import say_once
 from tests.support import own_module
-from tests.support.faults import exit_code, fails, fork, picture, unchecked_types
+from tests.support.faults import fails, picture, unchecked_types
 
 ROOT = Path(__file__).parents[2]
-FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
+FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 4, "dataset.num_val": 3}
 FILE = str(ROOT / "tests/support/own_module.py")
 
 
@@ -44,7 +42,7 @@ def test_importing_the_suite_loads_no_torch():
     assert done.stdout.split() == ["False", *ssl_bench.__all__]
 
 
-def test_a_module_of_ones_own_is_found_out():
+def test_the_properties_of_a_module_are_found():
     module = own_module.own()
 
     encoder = ssl_bench.Encoder.from_module(module)
@@ -57,6 +55,9 @@ def test_a_module_of_ones_own_is_found_out():
     with torch.no_grad():
         module.get_parameter("trunk.0.mlp.0.bias").add_(1)
     assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
+    # The only size is that of the positions.
+    module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
+    assert ssl_bench.Encoder.from_module(module).native_size == (72, 72)
 
 
 def test_blocks_with_names_are_counted_like_blocks_with_numbers():
@@ -74,13 +75,20 @@ def test_blocks_with_names_are_counted_like_blocks_with_numbers():
     torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
 
 
+def resnet() -> nn.Module:
+    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 3, 2])
+
+
+def swin() -> nn.Module:
+    return torchvision.models.SwinTransformer([4, 4], 12, [1, 1, 3, 1], [1, 1, 1, 1], [7, 7])
+
+
 @pytest.mark.parametrize(
     ("module", "blocks", "expected"),
     [
-        (torchvision.models.resnet50, None, (16, 6, 1024)),
-        (torchvision.models.resnet18, "layer4", (32, 2, 512)),
-        (torchvision.models.convnext_tiny, None, (16, 9, 384)),
-        (torchvision.models.swin_t, None, (16, 6, 384)),
+        (resnet, None, (16, 3, 256)),
+        (resnet, "layer4", (32, 2, 512)),
+        (swin, None, (16, 3, 48)),
         (torchvision.models.mobilenet_v3_small, "features", None),
     ],
 )
@@ -93,15 +101,6 @@ def test_the_patch_of_maps_is_their_stride(module, blocks, expected):
     encoder = ssl_bench.Encoder.from_module(module(), blocks=blocks)
 
     assert (encoder.patch_size, encoder.depth, encoder.dim) == expected
-
-
-def test_the_only_size_of_a_module_is_that_of_its_positions():
-    module = own_module.own()
-    module.positions = nn.Parameter(torch.randn(1, 1 + 9**2, 16))
-
-    encoder = ssl_bench.Encoder.from_module(module)
-
-    assert (encoder.native_size, encoder.any_size) == ((72, 72), False)
 
 
 # A batch that is not full, and full ones alone.
@@ -128,10 +127,8 @@ def test_features_of_a_module_are_what_its_blocks_give(batch_size):
 
 def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module = own_module.own().train()
-    module.trunk[1].eval()
 
-    found = ssl_bench.probe(module, task="geometry", out=tmp_path / "python", **FEW)
+    found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path / "python", **FEW)
     words = [f"{key if '.' in key else f'probe.{key}'}={value}" for key, value in FEW.items()]
     command = ["probe", "--task", "geometry", "--checkpoint", f"{FILE}:own", "--out", "typed"]
     assert main([*command, *words]) == 0
@@ -144,10 +141,6 @@ def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch
     assert values[0] == values[1]
     assert len(values[0]) > 9
     assert {r.model for r in typed} == {"own_module.own"}
-    # The module is given back as it was.
-    assert module.training
-    assert not module.trunk[1].training
-    assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatch):
@@ -162,21 +155,13 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
     words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]
     words += ["--overwrite", "--limit", "3", "--pictures", "2", "probe.tau=0.5", "seed=4"]
+    asked: dict[str, Any] = {"task": "pca,knn", "dataset": "folder,toy", "layer": "0,-1"}
+    asked |= {"data_root": f"folder={tmp_path}", "out": "there", "device": "cpu"}
+    asked |= {"on_bad_image": "skip", "overwrite": True, "limit": 3, "pictures": 2}
 
     assert main(["probe", *words, "--checkpoint", "demo:skip"]) == 3
     with pytest.raises(DataError):
-        ssl_bench.probe(
-            "demo:skip",
-            task="pca,knn",
-            dataset="folder,toy",
-            data_root=f"folder={tmp_path}",
-            layer="0,-1",
-            out="there",
-            device="cpu",
-            on_bad_image="skip",
-            overwrite=True,
-            **{"limit": 3, "pictures": 2, "tau": 0.5, "seed": 4},
-        )
+        ssl_bench.probe("demo:skip", **asked, tau=0.5, seed=4)
 
     typed, called = (
         replace(request, checkpoints=(), overrides=sorted(request.overrides))
@@ -186,7 +171,7 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     assert typed.tasks == ["pca", "knn"]
 
 
-def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
+def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
     for number in range(2):
@@ -209,46 +194,31 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
 
 def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
     asked: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
-    asked |= {"pictures": 2, "limit": 5}
+    asked |= {"pictures": 1, "limit": 3}
     say_once.cache_clear()
     ssl_bench.probe(own_module.own(), **asked)
     found = ssl_bench.probe(own_module.own(), **asked)
     err = capsys.readouterr().err
-    assert "pca: only 2 of 5 images are projected; use `pictures=5`" in err
+    assert "`pictures=3`" in err
     assert err.count("mean and standard deviation of ImageNet") == 1
-    assert {record.dataset for record in found} == {"toy-limit5"}
-    assert "; use `overwrite=True`" in err
+    assert "`overwrite=True`" in err
+    assert {record.dataset for record in found} == {"toy-limit3"}
 
     with pytest.raises(DataError, match=r"; use `data_root=\"FOLDER\"`$") as raised:
         ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
     assert raised.value.hint == ("--data-root", "{folder}")
-    with pytest.raises(ConfigurationError, match=r"^the facet.* use `layer=1`$"):
+    with pytest.raises(ConfigurationError, match=r"use `layer=1`$"):
         ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
-    found = ssl_bench.read_results(tmp_path / "r")
     with pytest.raises(ConfigurationError, match=r'use `style="text"`$'):
         found.table("word")
-
-    words = ["probe", "--task", "pca", "--dataset", "folder", "--checkpoint", "demo:skip", "--out"]
-    assert main([*words, str(tmp_path / "r")]) == 3
-    assert "`--data-root FOLDER`" in capsys.readouterr().err
-
-
-def test_images_that_cannot_be_read_are_left_out_when_asked(tmp_path):
-    picture(0).save(tmp_path / "a.png")
-    (tmp_path / "b.png").touch()
-    asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
-    asked |= {"layer": "1", "out": tmp_path / "r"}
-
-    with pytest.raises(DataError, match="1 of 2 images of folder all cannot be read"):
-        ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
-    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
-    assert {record.num_images for record in found} == {1}
+    for words in ({"task": "geometri"}, {"nothing": 3}, {"layers": [3]}):
+        with pytest.raises(ConfigurationError):
+            ssl_bench.probe(own_module.own(), **{**asked, **words})
 
 
 def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, layer="0,-1", **FEW)
 
-    assert "block" in found.table()
     assert found._repr_markdown_().startswith("**geometry")
     assert set(found.to_pandas()["layer"]) == {0, 2}
     figure = found.plot("rankme")
@@ -258,16 +228,14 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     both, asked = ssl_bench.read_results(tmp_path), {"task": "pca", "dataset": "toy"}
     assert both.table(task="geometry") == found.table()
     assert both.table("markdown", **asked) == other.table("markdown")
-    chosen = found.table(metric="rankme,lidar", facet="cls")
-    assert [line.split()[1] for line in chosen.splitlines() if line.startswith("geometry: ")] == [
-        "lidar", "rankme"
-    ]  # fmt: skip
-    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; use `metric=\"rankme\"`"):
-        found.table(metric="rank")
+    chosen = found.table(metric="rankme,lidar", facet="cls").splitlines()
+    titles = [line.split()[1] for line in chosen if line.startswith("geometry: ")]
+    assert titles == ["lidar", "rankme"]
     drawn = [axis.get_title().split()[1] for axis in found.plot("rankme,lidar").axes if axis.lines]
     assert drawn == ["lidar", "lidar", "rankme", "rankme"]
-    with pytest.raises(ConfigurationError, match="unknown metric 'rank'; use `metric=\"rankme\"`"):
-        found.plot("rank")
+    for call in (lambda: found.table(metric="rank"), lambda: found.plot("rank")):
+        with pytest.raises(ConfigurationError, match='use `metric="rankme"`'):
+            call()
 
 
 def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
@@ -300,60 +268,49 @@ def _by_columns(tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("module", "settings", "said"),
+    ("module", "settings", "named"),
     [
         (_Reordered(lambda x: x.roll(-1, 1)), {}, "row 0, column 1 is token 1 of 17, expected 2"),
-        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2. Pass tokens"),
-        (_Reordered(lambda x: x.flip(1)), {}, r"the order \[CLS\], registers, patches row"),
-        (_Reordered(lambda x: x.transpose(0, 1)), {}, "got 17 x 2 x 16. Put the batch first"),
-        (own_module.own().bfloat16(), {}, r"weights in torch.bfloat16 .* Pass module.float\(\)"),
-        (torch.jit.script(nn.Linear(3, 3)), {}, "is a TorchScript module"),
-        (nn.Linear(3, 3), {}, "expected one longest list of blocks"),
+        (_Reordered(_by_columns), {}, "row 0, column 1 is token 5 of 17, expected 2"),
+        (_Reordered(lambda x: x.flip(1)), {}, r"\[CLS\], registers, patches row"),
+        (_Reordered(lambda x: x.transpose(0, 1)), {}, "got 17 x 2 x 16"),
+        (own_module.own().bfloat16(), {}, r"Pass module.float\(\)"),
+        (torch.jit.script(nn.Linear(3, 3)), {}, "TorchScript"),
+        (nn.Linear(3, 3), {}, "longest list of blocks"),
         (own_module.Own(), {"blocks": "nothing"}, "such as trunk"),
-        (own_module.Own(), {"image_size": 48}, "does not accept images .* of 48 x 48"),
+        (own_module.Own(), {"image_size": 48}, "48 x 48"),
         (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
-        (own_module.Own(), {"patch_size": 32, "image_size": 48}, "does not accept images"),
         (torchvision.models.resnet18(), {"blocks": "layer3", "patch_size": 4}, "patch_size=16"),
-        (own_module.Own(), {"mean": [0.5]}, r"mean as three numbers or one number, got \[0.5\]"),
-        (own_module.Own(), {"std": 0.0}, "expected std above 0, got 0.0"),
+        (own_module.Own(), {"mean": [0.5]}, r"got \[0.5\]"),
+        (own_module.Own(), {"std": 0.0}, "expected std above 0"),
     ],
 )
-def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
-    with pytest.raises(CheckpointError, match=said) as caught:
+def test_what_is_no_encoder_is_refused(module, settings, named):
+    with pytest.raises(CheckpointError, match=named):
         ssl_bench.Encoder.from_module(module, **settings)
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("stem", [8, 12])
-def test_tokens_in_order_are_taken_also_where_patches_overlap(stem):
+def test_tokens_in_order_are_accepted_where_patches_overlap():
     module = _Reordered(lambda tokens: tokens)
-    module.embed = nn.Conv2d(3, 16, stem, 8, padding=(stem - 8) // 2)
+    module.embed = nn.Conv2d(3, 16, 12, 8, padding=2)
 
     encoder = ssl_bench.Encoder.from_module(module, patch_size=8, image_size=32)
 
     assert encoder.num_prefix_tokens == 1
 
 
-def test_a_norm_that_is_not_there_is_refused_when_asked():
+def test_a_missing_norm_is_refused_when_it_is_needed():
     module = own_module.own()
     del module.ln_f
     module.forward = lambda images: nn.Sequential(module.embed)(images)
     with pytest.raises(CheckpointError, match="never called"):
         ssl_bench.Encoder.from_module(module)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))
+    blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1)) for _ in range(4)))
+    plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), blocks)
     encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
     assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
     with pytest.raises(UnfitEncoder, match="no final norm"):
         ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
-
-
-class _Mixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(8, 8, 1)
-
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        return maps + self.mix(maps)
 
 
 class Renamed(own_module.Own):
@@ -407,55 +364,38 @@ def features(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
-def test_features_on_disk_are_those_of_python_and_written_anew_when_damaged(
-    tmp_path, monkeypatch, capsys, form
-):
+def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, form):
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 5)
+    photographs(tmp_path / "photos", 3)
+    names = ["000.png", "001.png", os.fsdecode(b"\xff\xfe.png")]
+    Path("photos/002.png").rename(Path("photos") / names[2])
+    words = features(tmp_path / "out", "--format", form)
 
-    assert main(features(tmp_path / "out", "--format", form)) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "using 5 images of folder"
-    assert re.search(r" 0\.1 MB of features to .*out$", said[-2])
-    assert "features of 5 images are in " in said[-1]
-    assert main(features(tmp_path / "out", "--format", form)) == 0
+    assert main(words) == 0
+    assert " 0.1 MB of features to " in capsys.readouterr().err
+    assert main(words) == 0
     assert "all: 1 of 1 files exist" in capsys.readouterr().err
-    line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
-    assert "contains features with different layers; use `--out FOLDER`" in line
 
     index = pandas.read_parquet("out/index.parquet")
-    assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]
+    assert list(index["image_id"]) == [*names[:2], r"\udcff\udcfe.png"]
     file = tmp_path / "out" / index["file"][0]
     held = safetensors.numpy.load_file(file) if form == "safetensors" else np.load(file)
-    files = [tmp_path / "photos" / name for name in index["image_id"]]
+    files = [tmp_path / "photos" / name for name in names]
     expected = ssl_bench.extract_features(f"{FILE}:own", files, facets=("cls", "token"))
     for layer in (0, 2):
         for facet in ("cls", "token"):
             value = expected[layer][facet].numpy()
             np.testing.assert_allclose(held[f"block{layer:02}.{facet}"], value, atol=1e-5)
 
+    # Damaged files are written again.
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole)):
         file.write_bytes(damaged)
-        assert main(features(tmp_path / "out", "--format", form)) == 0
+        assert main(words) == 0
         assert len(file.read_bytes()) == len(whole)
     (tmp_path / "out/about.json").write_text("[]")
-    assert main(features(tmp_path / "out", "--format", form)) == 2
-
-
-@pytest.mark.parametrize("form", ["safetensors", "npz"])
-def test_features_of_an_image_whose_name_is_no_text_are_indexed(tmp_path, monkeypatch, form):
-    pandas = pytest.importorskip("pandas")
-    monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 2)
-    Path("photos/001.png").rename(os.fsdecode(b"photos/\xff\xfe.png"))
-
-    for _ in range(2):
-        assert main(features(tmp_path / "out", "--format", form)) == 0
-
-    index = pandas.read_parquet("out/index.parquet")
-    assert list(index["image_id"]) == ["000.png", r"\udcff\udcfe.png"]
+    assert main(words) == 2
 
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
@@ -470,43 +410,36 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
     assert torch.equal(*found[2]["token"])
 
 
-def test_features_go_on_after_a_kill(tmp_path, monkeypatch):
+def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 12)
+    photographs(tmp_path / "photos", 6)
     monkeypatch.setattr("ssl_bench.cli.features._MOST_IMAGES", 2)
-    assert main(features(tmp_path / "whole")) == 0
+    # Files of npz are the same to the bit; the order of a safetensors header is random.
+    npz = ("--format", "npz")
+    assert main(features(tmp_path / "whole", *npz)) == 0
+    call, files = FeatureExtractor.__call__, tmp_path / "stopped"
 
-    def slowly() -> int:
-        call = FeatureExtractor.__call__
-        monkeypatch.setattr(FeatureExtractor, "__call__", lambda *a: (time.sleep(0.3), call(*a))[1])
-        return main(features(tmp_path / "killed"))
+    def interrupted(*given: Any) -> Any:
+        if len(list(files.glob("all-*"))) == 2:
+            raise KeyboardInterrupt
+        return call(*given)
 
-    child = fork(slowly)
-    while len(list((tmp_path / "killed").glob("all-*"))) < 2:
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    assert exit_code(child) == -signal.SIGKILL
-    kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "killed").glob("all-*")}
-    assert 2 <= len(kept) < 6
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureExtractor, "__call__", interrupted)
+        assert main(features(files, *npz)) == 130
+    kept = {path: path.stat().st_mtime_ns for path in files.glob("all-*")}
+    assert len(kept) == 2
 
-    assert main(features(tmp_path / "killed")) == 0
+    assert main(features(files, *npz)) == 0
 
     names = sorted(p.name for p in (tmp_path / "whole").iterdir())
-    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == names
+    assert sorted(p.name for p in files.iterdir()) == names
     for name in names:
-        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
-        if name.startswith("all-"):
-            # The order of a header of safetensors is drawn anew by every process.
-            arrays = [safetensors.numpy.load_file(path) for path in (whole, killed)]
-            assert arrays[0].keys() == arrays[1].keys()
-            assert all(np.array_equal(arrays[0][key], arrays[1][key]) for key in arrays[0])
-        else:
-            assert whole.read_bytes() == killed.read_bytes()
-    assert all((tmp_path / "killed" / name).stat().st_mtime_ns == at for name, at in kept.items())
+        assert (files / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
 
 
-def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch, capsys):
+def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     Image.fromarray(np.full((32, 32), 4095, np.uint16)).save("photos/0.png")
@@ -520,7 +453,6 @@ def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch, caps
     for word in ("data.bits=7", "data.limit=-1", "data.fingerprint=size", "--batch-size=0"):
         assert main(features(tmp_path / "none", word)) == 2
     assert not (tmp_path / "none").exists()
-    assert "expects" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("power", [-26, 20])
@@ -542,19 +474,16 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     photographs(tmp_path / "photos", 3)
     assert main(features(tmp_path / "out")) == 0
     assert main([*features(tmp_path / "out"), "--dtype", "float16"]) == 2
+    line = fails(capsys, features(tmp_path / "out", "--layer", "0"), 2)
+    assert "different layers; use `--out FOLDER`" in line
     photographs(tmp_path / "more", 1)
     (tmp_path / "more/000.png").rename(tmp_path / "photos/new.png")
     assert main(features(tmp_path / "out")) == 2
     (tmp_path / "photos/001.png").write_bytes(b"damaged")
     assert main(features(tmp_path / "other", "--on-bad-image", "fail")) == 3
     assert main(features(tmp_path / "other")) == 0  # Nothing was written before.
-    assert main(features(tmp_path / "whole")) == 0
-    about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
+    about = json.loads((tmp_path / "other/about.json").read_text())["dataset"]
     assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
-    said = capsys.readouterr().err
-    assert "contains features with different dtype" in said
-    assert "contains features with different dataset" in said
-    assert "1 cannot be read: 001.png" in said
 
 
 @pytest.mark.parametrize(
@@ -583,12 +512,11 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "named"),
     [
-        ("mine.py", "encoder = 3\n", 'use `uri="mine.py:NAME"`'),
-        ("mine.py:own", "", "has no own, only nothing"),
-        ("mine.py:own", "own = 3", "one of them, got int"),
-        ("mine.py:own", "own = None", "one of them, got NoneType"),
+        ("mine.py", "encoder = 3\n", 'uri="mine.py:NAME"'),
+        ("mine.py:own", "", "only nothing"),
+        ("mine.py:own", "own = 3", "got int"),
         (
             "mine.py:owm",
             "import functools\nfrom torch import nn\nfrom torch.nn import Linear\n"
@@ -596,21 +524,17 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
             "has no owm, only own, make",
         ),
         ("mine.py:own", "import nothing_of_this_name", "pip install nothing_of_this_name"),
-        ("mine.py:own", "def own():\n    return 1 / 0", "line 2, fails with"),
-        ("mine.py:own", "own = (", "line 1, fails with"),
-        (
-            "mine.py:own",
-            "def own(dim): return dim",
-            "own cannot be called without arguments",
-        ),
-        ("notes.pth", "milk, bread and a longer line\n", "it begins with text"),
+        ("mine.py:own", "def own():\n    return 1 / 0", "line 2, "),
+        ("mine.py:own", "own = (", "line 1, "),
+        ("mine.py:own", "def own(dim): return dim", "without arguments"),
+        ("notes.pth", "milk, bread and a longer line\n", "begins with text"),
     ],
 )
-def test_a_file_that_holds_no_encoder_is_named(tmp_path, monkeypatch, name, content, said):
+def test_a_file_that_holds_no_encoder_is_refused(tmp_path, monkeypatch, name, content, named):
     monkeypatch.chdir(tmp_path)
     Path(name.partition(":")[0]).write_text(content)
 
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(named)):
         ssl_bench.load_encoder(name)
 
 
@@ -726,85 +650,56 @@ def unused():
 )
 def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, new, is_other):
     monkeypatch.syspath_prepend(ROOT)
-    encoders = []
-    for place, edit in (("one", lambda text: text), ("other", lambda text: text.replace(old, new))):
-        folder = tmp_path / place
+
+    def load(folder: Path, old: str, new: str) -> ssl_bench.Encoder:
         folder.mkdir()
-        (folder / "mine.py").write_text(edit(SCALED))
-        (folder / "helper.py").write_text(edit(HELPER))
+        (folder / "mine.py").write_text(SCALED.replace(old, new))
+        (folder / "helper.py").write_text(HELPER.replace(old, new))
         with monkeypatch.context() as patch:
             patch.syspath_prepend(folder)
             patch.delitem(sys.modules, "helper", raising=False)
-            encoders.append(ssl_bench.load_encoder(f"{folder}/mine.py:own"))
+            return ssl_bench.load_encoder(f"{folder}/mine.py:own")
 
-    one, other = encoders
+    one, other = load(tmp_path / "one", "", ""), load(tmp_path / "other", old, new)
     assert one.sha256 == other.sha256
     assert (one.identity() != other.identity()) == is_other
 
 
-def test_what_is_said_of_a_module_is_in_its_identity(tmp_path):
-    torch.manual_seed(0)
+def test_settings_of_a_module_are_in_its_identity():
     module = timm.create_model("test_vit", dynamic_img_size=True)
-    said: list[dict[str, Any]] = [
-        {"image_size": 64},
-        {"image_size": 96},
-        {"image_size": 64, "norm": "blocks.0.norm1"},
-        {"image_size": 64, "num_registers": 1},
-    ]
-    few: dict[str, Any] = {"dataset.num_train": 6, "dataset.num_val": 4, "layer": -1}
-    for number, settings in enumerate(said):
-        encoder = ssl_bench.Encoder.from_module(module, **settings)
-        together = ssl_bench.probe(encoder, task="geometry", out=tmp_path / "together", **few)
-        alone = ssl_bench.probe(encoder, task="geometry", out=tmp_path / str(number), **few)
-        assert list(map(repr, values(together))) == list(map(repr, values(alone)))
-
-
-def values(found: ssl_bench.Results) -> list[float]:
-    return [record.value for record in found.records]
+    settings: list[dict[str, Any]] = [
+        {}, {}, {"image_size": 96}, {"norm": "blocks.0.norm1"}, {"num_registers": 1}
+    ]  # fmt: skip
+    made = [ssl_bench.Encoder.from_module(module, **{"image_size": 64} | one) for one in settings]
+    assert len({str(encoder.identity()) for encoder in made}) == 4
 
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("images", "named"),
     [
-        (torch.rand(1, 3, 8, 8) * 255, "got 1.|divide by 255"),
+        (torch.rand(1, 3, 8, 8) * 255, "divide by 255"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "got uint8: divide by 255"),
-        (
-            torch.linspace(-2, 2, 192).view(1, 3, 8, 8),
-            "got -2 to 2: pass images that are not normalised",
-        ),
-        (torch.full((1, 3, 8, 8), torch.nan), "got nan to nan: some values are not finite"),
-        (torch.rand(3, 8, 8), r"got 3 x 8 x 8, so pass images\[None\]"),
+        (torch.linspace(-2, 2, 192).view(1, 3, 8, 8), "got -2 to 2: .*not normalised"),
+        (torch.full((1, 3, 8, 8), torch.nan), "not finite"),
+        (torch.rand(3, 8, 8), r"pass images\[None\]"),
         (torch.rand(1, 8, 8, 3), "got 1 x 8 x 8 x 3"),
         ([torch.rand(3, 8, 8) * 255], "divide by 255"),
-        ([torch.rand(1, 3, 8, 8)], "expected 3 x height x width, got 1 x 3 x 8 x 8"),
-        (PICTURE, "expected a list of images"),
-        ("photograph.jpg", "expected a list of images"),
+        ([torch.rand(1, 3, 8, 8)], "got 1 x 3 x 8 x 8"),
+        (PICTURE, "list of images"),
+        ("photograph.jpg", "list of images"),
         ([PICTURE / 255], "got 8 x 8 x 3 of float64"),
         ([PICTURE[..., 0]], "got 8 x 8 of uint8"),
     ],
 )
-def test_images_that_are_no_batch_in_their_range_are_refused(images, said):
-    with unchecked_types(), pytest.raises(ConfigurationError, match=said):
+def test_images_that_are_no_batch_in_their_range_are_refused(images, named):
+    with unchecked_types(), pytest.raises(ConfigurationError, match=named):
         ssl_bench.extract_features(own_module.own(), images)
 
 
-def test_images_that_bicubic_resizing_left_outside_are_taken():
+def test_images_that_bicubic_resizing_left_slightly_outside_are_accepted():
     images = torch.linspace(-0.1, 1.1, 3072).view(1, 3, 32, 32)
     found = ssl_bench.extract_features(own_module.own(), images, layers=[0])
     assert found[0]["token"].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"task": "geometri"}, "use `task="),
-        ({"task": "geometry", "nothing": 3}, "unknown key"),
-        ({"task": "geometry", "layers": [3]}, r"^unknown setting layers, expected layer$"),
-    ],
-)
-def test_wrong_words_in_python_are_one_line(tmp_path, words, said):
-    with pytest.raises(ConfigurationError, match=said):
-        ssl_bench.probe(own_module.own(), out=tmp_path, **words)

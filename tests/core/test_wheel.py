@@ -30,32 +30,19 @@ def printed(code: str, site: Path, folder: Path) -> str:
     ).stdout
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    return built(ROOT, tmp_path_factory.mktemp("wheel"), "--wheel")
-
-
-def test_the_wheel_carries_every_configuration_file(unpacked):
-    folder = unpacked / "ssl_bench" / "configs"
-    inside = {p.relative_to(folder) for p in folder.rglob("*.yaml")}
-
-    assert inside == {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.yaml")}
+@pytest.mark.slow
+def test_the_wheel_contains_its_configurations_and_encoders_and_finds_them(tmp_path):
+    unpacked = built(ROOT, tmp_path / "wheel", "--wheel")
+    for name, source in (("configs", ROOT / "configs"), ("demo", ROOT / "results/demo")):
+        inside, outside = (
+            {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.*") if p.is_file()}
+            for folder in (unpacked / "ssl_bench" / name, source)
+        )
+        assert inside == outside
+        assert inside
     packages = {p.name for p in unpacked.iterdir() if not p.name.endswith(".dist-info")}
     assert packages == {"ssl_bench", "pretrain", "probes"}
 
-
-def test_the_wheel_carries_the_folder_of_demonstration_encoders(unpacked):
-    inside, outside = (
-        {p.name: p.read_bytes() for p in folder.iterdir()}
-        for folder in (unpacked / "ssl_bench" / "demo", ROOT / "results" / "demo")
-    )
-
-    assert inside == outside
-    assert "README.md" in inside
-
-
-@pytest.mark.slow
-def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpacked, tmp_path):
     code = (
         "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
         "from ssl_bench.tables.published import load_published_tables\n"
@@ -64,9 +51,7 @@ def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpa
         "assert load_published_tables()\n"
         "print(config_folder(), source_commit())"
     )
-
     found = printed(code, unpacked, tmp_path).split()
-
     assert found == [str(unpacked / "ssl_bench" / "configs"), str(source_commit())]
 
 
