@@ -1,4 +1,4 @@
-"""What an answer that looks at no image scores: by hand, and from the labels alone."""
+"""Image-independent baselines: counted by hand, and as records, tables and reports have them."""
 
 from dataclasses import replace
 
@@ -30,7 +30,14 @@ def searched(true, size=(100, 200)) -> ImageResult:
     return ImageResult(len(true), 1.0, (1, 1), CELL, size, true)
 
 
-def test_the_centre_box_has_the_shape_of_the_image_and_half_of_its_area():
+def block_baselines(images: list[ImageResult]) -> dict[str, Baseline]:
+    """Return the baselines of the scores of boxes, by metric."""
+    scores = score_block(0, "key", images, 1, constant_baselines(images))
+    found = [corloc_score(0, "key", images), *scores]
+    return {s.metric: b for s in found if (b := Baseline.from_details(s.details))}
+
+
+def test_the_centre_box_has_half_the_area_of_the_image():
     x0, y0, x1, y1 = centre_box((100, 200))
 
     assert (x1 - x0) * (y1 - y0) == pytest.approx(100 * 200 / 2)
@@ -38,73 +45,43 @@ def test_the_centre_box_has_the_shape_of_the_image_and_half_of_its_area():
     assert ((x0 + x1) / 2, (y0 + y1) / 2) == pytest.approx((100, 50))
 
 
-def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
-    # A square of 100: the middle 70.7. The whole image shares 50 % with it, a strip at the rim 0.
+def test_the_better_of_centre_box_and_whole_image_is_the_baseline():
+    # The centre box is a square of 70.7. The whole image shares 50 % with it, a strip at the rim 0.
     whole, strip = [[0.0, 0.0, 100.0, 100.0]], [[0.0, 0.0, 10.0, 100.0]]
-    images = [searched(true, (100, 100)) for true in (whole, strip, strip, strip)]
+    found = block_baselines([searched(true, (100, 100)) for true in (whole, strip, strip, strip)])
+    assert found["corloc"] == Baseline("centre box", 25.0)
+    # One of four boxes is right, all equally sure: precision 1/4 up to a recall of 1/4.
+    assert found["ap50"].value == pytest.approx(100 * 26 / 101 / 4)
 
-    score = corloc_score(0, "key", images)
-    average = next(
-        s
-        for s in score_block(0, "key", images, 1, constant_baselines(images))
-        if s.metric == "ap50"
-    )
-
-    assert Baseline.from_details(score.details) == Baseline("centre box", 25.0)
-    baseline = Baseline.from_details(average.details)
-    assert baseline is not None
-    # One of four boxes right, all equally sure: precision 1/4 up to a recall of 1/4.
-    assert baseline.value == pytest.approx(100 * 26 / 101 / 4)
-
-
-def test_the_whole_image_is_the_baseline_where_a_box_in_its_middle_is_wrong():
-    # The middle 70.7 of 100 shares 41 % with the upper three fifths, the whole image 60 %.
-    images = [searched([[0.0, 0.0, 100.0, 60.0]], (100, 100))]
-
-    scores = [
-        corloc_score(0, "key", images),
-        *score_block(0, "key", images, 1, constant_baselines(images)),
-    ]
-
-    found = {score.metric: Baseline.from_details(score.details) for score in scores}
-    for metric in ("corloc", "ap50"):
-        assert found[metric] == Baseline("whole image", 100.0)
+    # The centre box shares 41 % with the upper three fifths, the whole image 60 %.
+    found = block_baselines([searched([[0.0, 0.0, 100.0, 60.0]], (100, 100))])
+    assert found["corloc"] == found["ap50"] == Baseline("whole image", 100.0)
     # At three of ten IoUs: .5, .55 and .6.
     for metric in ("ar100", "ap", "ap_coco"):
-        baseline = found[metric]
-        assert baseline is not None
-        assert (baseline.answer, baseline.value) == ("whole image", pytest.approx(30.0))
+        assert found[metric].answer == "whole image"
+        assert found[metric].value == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize(("side", "of_accuracy"), [(2, "empty mask"), (9, "whole image")])
 def test_no_constant_mask_beats_the_baseline_of_masks(side, of_accuracy):
     # Of 10 x 10 pixels the middle ones, and squares near and in a corner.
-    box = np.zeros((10, 10), bool)
-    box[1:8, 1:8] = True
-    masks = [np.zeros((10, 10), bool) for _ in range(2)]
-    masks[0][1 : 1 + side, 1 : 1 + side] = masks[1][:side, :side] = True
+    box, masks = np.zeros((10, 10), bool), np.zeros((2, 10, 10), bool)
+    box[1:8, 1:8] = masks[0, 1 : 1 + side, 1 : 1 + side] = masks[1, :side, :side] = True
     constant = {"centre box": box, "empty mask": box & False, "whole image": box | True}
 
-    def counts(answer, truth):
-        return [int(some.sum()) for some in (answer & truth, answer, truth, truth | True)]
-
     def by_hand(metric, answer):
-        def one(truth):
-            both, found, true = (answer & truth).sum(), answer.sum(), truth.sum()
-            if metric == "accuracy":
-                return (answer == truth).mean()
-            if metric == "iou":
-                return both / (answer | truth).sum()
-            precision, recall = both / found if found else 1.0, both / true
-            total = 0.3 * precision + recall
-            return 1.3 * precision * recall / total if total else 0.0
-
-        return 100 * np.mean([one(truth) for truth in masks])
+        both, union, true = (x.sum((1, 2)) for x in (answer & masks, answer | masks, masks))
+        precision, recall = both / answer.sum() if answer.any() else 1.0, both / true
+        total = 0.3 * precision + recall
+        f_score = 1.3 * precision * recall / np.where(total > 0, total, 1)
+        accuracy = (answer == masks).mean((1, 2))
+        return 100 * {"accuracy": accuracy, "iou": both / union}.get(metric, f_score).mean()
 
     cells = {"0/key": {"object": [0, 0, 1, 100], "degenerate": False}}
-    images = [
-        ImageResult(0, 1.0, (1, 1), cells, (10, 10), [], centre=counts(box, mask)) for mask in masks
-    ]
+    images = []
+    for mask in masks:
+        counts = [int(x.sum()) for x in (box & mask, box, mask, mask | True)]
+        images.append(ImageResult(0, 1.0, (1, 1), cells, (10, 10), [], centre=counts))
     for score in saliency_scores(0, "key", images):
         values = {name: by_hand(score.metric, answer) for name, answer in constant.items()}
         best = max(values, key=lambda name: values[name])
@@ -114,39 +91,22 @@ def test_no_constant_mask_beats_the_baseline_of_masks(side, of_accuracy):
         assert (baseline.answer, baseline.value) == (best, pytest.approx(values[best]))
 
 
-def test_a_single_cluster_is_the_baseline_where_one_class_is_frequent():
-    # Random halves, each standing for another class, are right in about half of the images.
-    met = np.array([[48, 2], [42, 8]])
+def test_a_single_cluster_is_the_baseline_if_one_class_is_frequent():
+    # Random halves, each assigned to another class, are right in about half of the images.
+    table = np.array([[48, 2], [42, 8]])
+    metrics = ["accuracy_matched", "miou_matched", "purity", "ami"]
 
-    found = image_independent_baselines(met, ["accuracy_matched", "miou_matched", "purity", "ami"])
+    found = image_independent_baselines(table, metrics)
 
     assert found["accuracy_matched"] == Baseline("single cluster", 90.0)
     assert found["miou_matched"] == Baseline("single cluster", 45.0)
     assert (found["purity"].answer, found["ami"].answer) == ("random clusters", "random clusters")
 
 
-def test_the_best_of_several_answers_is_the_baseline_and_the_first_of_equals():
+def test_the_best_and_most_frequent_answers_are_counted_by_hand():
     assert Baseline.best({"a": 1.0, "b": 2.0, "c": 2.0}) == Baseline("b", 2.0)
     assert Baseline.best({"a": float("nan"), "b": -5.0}) == Baseline("b", -5.0)
-
-
-def test_the_middle_is_the_baseline_of_points_that_end_there(place):
-    pair = PAIRS[0]
-    base = spair(place / "spair", (pair,))
-    ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
-    write_annotation(base, pair, **ends)
-    words = ["--task", "correspondence", "--dataset", "spair71k", "--layer", "1"]
-    files = ["--checkpoint", "encoder.safetensors", "--data-root", str(place / "spair")]
-    assert main(["probe", *words, *files, "probe.protocol=spair", "probe.image_size=64"]) == 0
-
-    found = baselines()
-
-    assert found["pck_0.1"] == Baseline("middle", 100.0)
-
-
-def test_the_constant_class_is_the_most_frequent_one():
     named, counts = predict_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
-
     assert named == 1
     assert mean_iou(counts) == pytest.approx(60 / 3)
     assert pixel_accuracy(counts) == pytest.approx(60)
@@ -154,50 +114,48 @@ def test_the_constant_class_is_the_most_frequent_one():
     assert Baseline.most_frequent([2, 3, 5], 2) == Baseline("2 most frequent classes", 80.0)
 
 
-def baselines(out: str = "results") -> dict[str, Baseline | None]:
-    """By metric."""
-    return {record.metric: Baseline.from_details(record.details) for record in records(out)}
+def run_baselines(words: list[str]) -> dict[str, Baseline]:
+    """Run a probe and return the baseline of each metric."""
+    assert main(words) == 0
+    found = {r.metric: Baseline.from_details(r.details) for r in records()}
+    assert found
+    assert all(found.values())
+    return {metric: baseline for metric, baseline in found.items() if baseline}
+
+
+def test_the_middle_is_the_baseline_of_points_that_end_there(place):
+    base = spair(place / "spair", PAIRS[:1])
+    ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
+    write_annotation(base, PAIRS[0], **ends)
+    words = probing("correspondence", "spair71k", place / "spair", "probe.protocol=spair")
+
+    assert run_baselines([*words, "probe.image_size=64"])["pck_0.1"] == Baseline("middle", 100.0)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "retrieval"])
-def test_of_masks_the_baseline_is_that_of_their_pixels(place, task):
-    assert main(probing(task, "voc2012", voc(place / "voc"))) == 0
-
-    found = baselines()
-
+def test_the_baseline_of_masks_is_the_share_of_the_background(place, task):
     # Of 32 x 40 pixels 16 x 16 are of an object and one row is ignored.
     share = 100 * (31 * 40 - 256) / (31 * 40)
-    for metric, baseline in found.items():
-        assert baseline is not None
+    for metric, baseline in run_baselines(probing(task, "voc2012", voc(place / "voc"))).items():
         assert baseline.answer == "constant class background"
         expected = share if metric == "pixel_accuracy" else share / 2
         assert baseline.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("task", ["knn", "classification"])
-def test_of_classes_the_baseline_is_the_largest_one(place, task):
-    assert main(probing(task, "class_folders", coloured_classes(place / "classes"))) == 0
-
-    found = baselines()
-
-    assert found
-    for metric, baseline in found.items():
-        assert baseline is not None
+def test_the_baseline_of_classes_is_the_share_of_the_largest(place, task):
+    words = probing(task, "class_folders", coloured_classes(place / "classes"))
+    for metric, baseline in run_baselines(words).items():
         # Six classes of two pictures each.
         assert baseline.value == pytest.approx(100 * (5 if "top5" in metric else 1) / 6)
 
 
-def test_where_nothing_moves_the_same_place_is_always_right(place):
-    asked = probing("correspondence", "folder", place / "photos")
-    for out, strength in (("still", "0.001"), ("moved", "0.33")):
-        warp = ["--out", out, "probe.warp=homography", f"probe.strength={strength}"]
-        assert main([*asked, *warp]) == 0
-
-    still, moved = baselines("still")["pck_0.05"], baselines("moved")["pck_0.05"]
-
-    assert still == Baseline("same place", 100.0)
-    assert moved is not None
-    assert moved.value < 100
+@pytest.mark.parametrize(("strength", "is_still"), [("0.001", True), ("0.33", False)])
+def test_the_same_place_is_always_right_if_nothing_moves(place, strength, is_still):
+    words = probing("correspondence", "folder", place / "photos", "probe.warp=homography")
+    baseline = run_baselines([*words, f"probe.strength={strength}"])["pck_0.05"]
+    assert (baseline == Baseline("same place", 100.0)) == is_still
+    assert is_still or baseline.value < 100
 
 
 def baselined(**changes):
@@ -205,7 +163,7 @@ def baselined(**changes):
     return replace(cell(**changes), details=baseline.as_details())
 
 
-def test_tables_say_it_once_and_scripts_with_every_number():
+def test_tables_state_the_baseline_once_and_scripts_in_every_row():
     rows = [baselined(layer=0), baselined(layer=1)]
     (table,) = depth_tables(rows)
 
@@ -217,7 +175,7 @@ def test_tables_say_it_once_and_scripts_with_every_number():
     assert baseline_note([rows[0], other]).endswith(": 31.2 to 40.0")
 
 
-def test_the_report_draws_it_from_side_to_side_within_the_axes():
+def test_the_report_draws_the_baseline_within_the_axes():
     rows = [baselined(layer=0, value=5.0, ci95=None), baselined(layer=1, value=6.0, ci95=None)]
 
     (panel,) = group_into_panels(rows, list_checkpoints(rows))
@@ -230,12 +188,11 @@ def test_the_report_draws_it_from_side_to_side_within_the_axes():
 
 
 @pytest.mark.parametrize(
-    "spoilt",
-    [{"answer": "box"}, {"answer": "box", "value": 120.0}, {"answer": 3, "value": 1.0}, 7],
+    "damaged", [{"answer": "box"}, {"answer": "box", "value": 120.0}, {"answer": 3, "value": 1}, 7]
 )
-def test_a_record_with_a_strange_baseline_is_damaged(tmp_path, spoilt):
+def test_a_record_with_an_impossible_baseline_is_refused(tmp_path, damaged):
     store = ResultStore(tmp_path)
-    store.save(replace(cell(), details={"baseline": spoilt}))
+    store.save(replace(cell(), details={"baseline": damaged}))
 
     with pytest.raises(DataError, match="baseline"):
         store.records()

@@ -1,6 +1,5 @@
 """Correspondence: runs over photographs and annotated pairs, their records and settings."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,21 +10,16 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.results.per_image import load_curve
 from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated
 from tests.support.spair import spair
 
-KINDS = ("homography", "crop", "flip")
 WARPS: dict[str, Any] = {
-    "image_size": 32,
-    "num_points": 20,
-    "num_workers": 1,
-    "batch_size": 2,
-    "panels": 0,
-}
+    "image_size": 32, "num_points": 20, "num_workers": 1, "batch_size": 2, "panels": 0,
+}  # fmt: skip
 
 
 def tiny(**changes: Any) -> Encoder:
@@ -38,41 +32,24 @@ def run(dataset: Dataset, store: ResultStore, *, encoder: Encoder | None = None,
     return evaluated(probe, dataset, store, encoder or tiny(), (0, 2), overwrite=False)
 
 
-def by_cell(records: Sequence[Record]) -> dict[tuple[int, str, str], float]:
-    return {(r.layer, r.facet, r.metric): r.value for r in records}
-
-
-@pytest.mark.parametrize("warp", KINDS)
-def test_every_block_and_facet_gets_a_score_an_alpha(photographs, tmp_path, warp):
+def test_larger_alphas_score_higher_and_figures_are_named_after_the_warp(photographs, tmp_path):
     store = ResultStore(tmp_path / "out")
+    options = {"warp": "flip", "facet": ["token", "key"], "panels": 1}
 
-    records = run(photographs, store, warp=warp, facet=["token", "key"])
+    records = run(photographs, store, **options)
 
     alphas = ("pck_0.01", "pck_0.05", "pck_0.1", "pck_0.15")
-    assert by_cell(records).keys() == {
-        (layer, facet, metric)
-        for layer in (0, 2)
-        for facet in ("token", "key")
-        for metric in alphas
-    }
+    by_cell = {(r.layer, r.facet, r.metric): r.value for r in records}
     for layer, facet in ((0, "token"), (2, "key")):
-        values = [by_cell(records)[layer, facet, metric] for metric in alphas]
-        assert values == sorted(values)
+        found = [by_cell[layer, facet, metric] for metric in alphas]
+        assert found == sorted(found)
     assert {(r.num_images, r.details["points"]) for r in records} == {(3, 60)}
-    assert run(photographs, store, warp=warp, facet=["token", "key"]) == records
-
-
-def test_the_files_that_are_announced_are_left(photographs, tmp_path):
-    store = ResultStore(tmp_path / "out")
-    probe = Correspondence(**{**WARPS, "panels": 1, "warp": "flip"})
-
-    run(photographs, store, panels=1, warp="flip")
-
     (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
-    left = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
-    assert left == probe.pictures((0, 2), photographs.images(), 0).keys()
-    assert len(left) == 2
-    assert all("warp=flip" in name and name.endswith(".png.png") for name in left)
+    drawn = {p.relative_to(folder).as_posix() for p in folder.rglob("*.png")}
+    probe = Correspondence(**{**WARPS, **options})
+    assert drawn == probe.pictures((0, 2), photographs.images(), 0).keys()
+    assert len(drawn) == 4
+    assert all("warp=flip" in name and name.endswith(".png.png") for name in drawn)
 
 
 def test_an_image_scores_the_same_without_the_others(photographs, tmp_path):
@@ -89,17 +66,16 @@ def test_an_image_scores_the_same_without_the_others(photographs, tmp_path):
         assert images[0][2].tolist() == images[1][0].tolist()
 
 
-def test_kept_images_give_the_value_again_and_can_be_paired(photographs, tmp_path):
+def test_stored_images_give_the_value_and_interval_again(photographs, tmp_path):
     store = ResultStore(tmp_path / "out")
     records = [r for r in run(photographs, store) if r.metric == "pck_0.15"]
 
-    scored = load_curve(store, records)
+    blocks = load_curve(store, records).blocks
 
     assert not store.damaged
-    assert {layer: one.value for layer, one in scored.blocks.items()} == pytest.approx(
-        {record.layer: record.value for record in records}
-    )
-    assert [one.ci95() for one in scored.blocks.values()] == [record.ci95 for record in records]
+    for record in records:
+        assert blocks[record.layer].value == pytest.approx(record.value)
+        assert blocks[record.layer].ci95() == record.ci95
 
 
 def test_a_block_whose_patches_are_all_alike_is_marked(photographs, tmp_path):
@@ -172,7 +148,7 @@ def composed(*overrides: str) -> Correspondence:
     return build(compose_config("probing", ["probe=correspondence", *overrides]), "probe")
 
 
-def test_settings_name_what_the_choice_uses_and_nothing_else():
+def test_settings_contain_only_what_the_choice_uses():
     everything = composed("probe.prediction=soft").settings()
     assert everything == {
         "image_size": None, "warp": "homography", "strength": 0.25, "num_points": 256,
@@ -186,7 +162,7 @@ def test_settings_name_what_the_choice_uses_and_nothing_else():
     assert (composed().role, composed().metrics[0]) == ("images", "pck_0.01")
 
 
-def test_a_whole_number_names_the_same_cell():
+def test_whole_numbers_identify_the_same_result():
     whole = ("probe.strength=0", "probe.prediction=soft", "probe.sigma=2", "probe.alphas=[1]")
 
     with unchecked_types():

@@ -47,7 +47,7 @@ def test_a_flip_and_a_shift_move_pixels_and_points_alike():
     assert transform_points(np.array([[2.5, 0.5]]), shift).tolist() == [[0.5, 1.5]]
 
 
-def test_what_is_shown_lies_before_the_horizon_though_a_corner_lies_behind_it():
+def test_points_behind_the_horizon_have_no_place():
     shown = np.array([[33.0, 33.0], [100.0, 0.0], [100.0, 100.0], [0.0, 67.0]])
 
     found = transform_points(np.concatenate([shown, [[0.0, 0.0]]]), homography(shown, 100 * SQUARE))
@@ -105,23 +105,21 @@ def test_an_image_has_its_own_warp_whatever_comes_before_it():
     assert not any(others)
 
 
-@pytest.mark.parametrize("sigma", [7.0, 1.0])
-def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma):
-    """Numbers of INSID3's code.
-
-    `kernel_softargmax_get_matches_logits(scores, 0.04, sigma)` of `utils/keypoints.py` of
-    https://github.com/visinf/INSID3 (f1c9622a) gave indices of cells for these scores.
-    """
-    theirs = {
-        7.0: [[1.822745680809021, 2.9561963081359863], [3.8296804428100586, 1.1564617156982422]],
-        1.0: [[2.0, 3.0], [4.000000476837158, 1.000000238418579]],
-    }
+@pytest.mark.parametrize(
+    ("sigma", "indices"),
+    [
+        (7.0, [[1.822745680809021, 2.9561963081359863], [3.8296804428100586, 1.1564617156982422]]),
+        (1.0, [[2.0, 3.0], [4.000000476837158, 1.000000238418579]]),
+    ],
+)
+def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma, indices):
+    # `kernel_softargmax_get_matches_logits(scores, 0.04, sigma)` of `utils/keypoints.py` of
+    # https://github.com/visinf/INSID3 (f1c9622a) gave these indices of patches.
     scores = (torch.arange(70).double() * 37 % 71 / 71).view(1, 2, 5, 7).float()
 
     found = soft_argmax_places(scores, sigma=sigma, temperature=0.04)
 
-    wanted = (np.array(theirs[sigma]) + 0.5) / (7, 5)
-    assert found[0].numpy() == pytest.approx(wanted, abs=1e-5)
+    assert found[0].numpy() == pytest.approx((np.array(indices) + 0.5) / (7, 5), abs=1e-5)
 
 
 def test_matches_are_those_of_a_plain_loop_in_float64():
@@ -129,13 +127,8 @@ def test_matches_are_those_of_a_plain_loop_in_float64():
     source, target = generator.standard_normal((2, 4, 5, 6))
     points = generator.random((12, 2))
 
-    found = argmax_places(
-        cosine_similarities(
-            torch.from_numpy(source[None]).float(),
-            torch.from_numpy(target[None]).float(),
-            torch.from_numpy(points[None]).float(),
-        )
-    )
+    given = (torch.from_numpy(x[None]).float() for x in (source, target, points))
+    found = argmax_places(cosine_similarities(*given))
 
     # The cosine does not depend on the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
@@ -151,7 +144,7 @@ def test_matches_are_those_of_a_plain_loop_in_float64():
         assert place == pytest.approx(((col + 0.5) / 5, (row + 0.5) / 4))
 
 
-def test_features_that_tell_the_position_find_every_point():
+def test_features_that_encode_the_position_find_every_point():
     size, grid = 224, 14
     middles = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
@@ -160,7 +153,7 @@ def test_features_that_tell_the_position_find_every_point():
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 
-    for image_id in ("a", "b", "c", "d"):
+    for image_id in ("a", "b"):
         image = np.zeros((size, size, 3), np.uint8)
         pair = make_warped_pair(Sample(image_id, image), size, 0, Correspondence(num_points=200))
         generator = image_generator(0, image_id)
@@ -184,7 +177,7 @@ def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
     return ViewPair("pair", ("a", "b"), (view, view), places, places, **values)
 
 
-def test_points_are_right_within_a_share_of_the_reference_in_pixels_of_the_second_image():
+def test_errors_are_measured_in_pixels_of_the_second_image():
     pair = view_pair([[0.2, 0.2], [0.5, 0.5]])
     found = np.array([[0.24, 0.2], [0.5, 0.44]])
 

@@ -1,4 +1,4 @@
-"""Cells of corrupted images: identity, features on disk, plans, tables and what is refused."""
+"""Results of corrupted images: identity, features on disk, plans, tables and refusals."""
 
 import json
 import sys
@@ -13,18 +13,19 @@ from tests.support.faults import class_folders, fails, probing, records, voc
 pytest.importorskip("imagecorruptions")
 
 
-@pytest.fixture(autouse=True)
-def classes(place: Path) -> None:
-    class_folders(place / "classes")
+def knn(place: Path, *more: str) -> list[str]:
+    if not (place / "classes").exists():
+        class_folders(place / "classes")
+    return probing("knn", "class_folders", place / "classes", *more)
 
 
 def corruption(record: Record) -> str:
-    told = record.settings.get("corrupted")
-    return "clean" if told is None else f"{told['name']}:{told['severity']}"
+    found = record.settings.get("corrupted")
+    return "clean" if found is None else f"{found['name']}:{found['severity']}"
 
 
-def test_each_corruption_is_a_cell_of_its_own_fitted_to_clean_images(place, capsys):
-    words = probing("knn", "class_folders", place / "classes", "corrupt=clean,snow:1,snow:5,fog:1")
+def test_each_corruption_has_its_own_results_with_clean_training_images(place, capsys):
+    words = knn(place, "corrupt=clean,snow:1,snow:5,fog:1")
     assert main(words) == 0
     assert main(words) == 0
 
@@ -36,15 +37,15 @@ def test_each_corruption_is_a_cell_of_its_own_fitted_to_clean_images(place, caps
     assert len({record.trained_on for record in found}) == 1
     assert {r.dataset for r in found if corruption(r) == "fog:1"} == {"class_folders+fog-1"}
     (clean,) = {r.dataset_fingerprint for r in found if corruption(r) == "clean"}
-    told = [r.settings["corrupted"] for r in found if corruption(r) != "clean"]
-    assert {one["fingerprint"] for one in told} == {clean}
-    assert {one["dataset"] for one in told} == {"class_folders"}
+    corrupted = [r.settings["corrupted"] for r in found if corruption(r) != "clean"]
+    assert {(c["fingerprint"], c["dataset"]) for c in corrupted} == {(clean, "class_folders")}
+    assert main(["table"]) == 0
+    assert ", corrupted by snow 1, trained on clean images; " in capsys.readouterr().out
 
 
-def test_features_on_disk_of_training_images_serve_every_corruption(place, capsys):
-    voc(place / "voc")
-    words = probing("segmentation", "voc2012", place / "voc", "probe.cache=kept", "probe.panels=0")
-    words += ["probe.tier=disk"]
+def test_stored_training_features_serve_every_corruption(place):
+    words = probing("segmentation", "voc2012", voc(place / "voc"), "probe.panels=0")
+    words += ["probe.tier=disk", "probe.cache=kept"]
     assert main(words) == 0
     kept = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*") if path.is_file()}
 
@@ -57,8 +58,8 @@ def test_features_on_disk_of_training_images_serve_every_corruption(place, capsy
     assert any(len(values) == 2 for values in by_metric)
 
 
-def test_a_sweep_has_a_job_for_each_corruption_with_its_own_command(place, capsys):
-    words = probing("knn", "class_folders", place / "classes", "corrupt=clean,all:3")[1:]
+def test_a_sweep_has_a_job_with_its_command_for_each_corruption(place, capsys):
+    words = knn(place, "corrupt=clean,all:3")[1:]
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
 
     jobs = json.loads(capsys.readouterr().out)["jobs"]
@@ -68,41 +69,21 @@ def test_a_sweep_has_a_job_for_each_corruption_with_its_own_command(place, capsy
     assert jobs[8]["dataset"] == "class_folders+snow-3"
 
 
-def test_tables_say_what_was_corrupted_and_what_was_not(place, capsys):
-    assert main(probing("knn", "class_folders", place / "classes", "corrupt=snow:2")) == 0
-    capsys.readouterr()
-    assert main(["table"]) == 0
-
-    said = capsys.readouterr().out
-    assert ", corrupted by snow 2, trained on clean images; " in said
-
-
-def test_images_that_cannot_be_read_are_left_out_of_both(place, capsys):
+def test_unreadable_images_are_left_out_of_clean_and_corrupted_scores(place):
+    words = knn(place, "--on-bad-image", "skip", "corrupt=clean,snow:1")
     (place / "classes/val/cat/0.jpg").write_bytes(b"no picture")
-    words = probing("knn", "class_folders", place / "classes", "--on-bad-image", "skip")
-    assert main([*words, "corrupt=clean,snow:1"]) == 0
+    assert main(words) == 0
 
     by_name = {corruption(record): record for record in records()}
-    told = by_name["snow:1"].settings["corrupted"]
     assert {record.num_images for record in by_name.values()} == {5}
-    assert told["fingerprint"] == by_name["clean"].dataset_fingerprint
+    corrupted = by_name["snow:1"].settings["corrupted"]
+    assert corrupted["fingerprint"] == by_name["clean"].dataset_fingerprint
 
 
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [("gausian_noise:3", "`corrupt=gaussian_noise:3`"), ("snow:0", "in 1 to 5, got 0")],
-)
-def test_what_is_no_corruption_is_one_line(place, capsys, value, why):
-    words = probing("knn", "class_folders", place / "classes", f"corrupt={value}")
-
-    assert why in fails(capsys, words, 2)
-    assert not Path("results").exists()
-
-
-def test_without_the_package_it_is_said_before_anything_is_loaded(place, capsys, monkeypatch):
+def test_corruptions_that_cannot_be_applied_are_refused(place, capsys, monkeypatch):
+    assert "`corrupt=gaussian_noise:3`" in fails(capsys, knn(place, "corrupt=gausian_noise:3"), 2)
+    # The missing package is noticed before the encoder is loaded.
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     Path("encoder.safetensors").unlink()
-
-    words = probing("knn", "class_folders", place / "classes", "corrupt=snow:1")
-
-    assert "pip install 'ssl-bench[corruptions]'" in fails(capsys, words, 5)
+    assert "'ssl-bench[corruptions]'" in fails(capsys, knn(place, "corrupt=snow:1"), 5)
+    assert not Path("results").exists()

