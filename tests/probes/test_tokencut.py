@@ -172,18 +172,20 @@ def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
-def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones_are(tmp_path):
+def test_data_without_any_box_and_folders_that_cannot_be_written_end_the_run(tmp_path):
     with pytest.raises(DataError) as raised:
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
     assert kept(tmp_path).keys() == {"a", "b"}
     (log,) = tmp_path.glob("*/images_*.jsonl")
     assert str(log) in str(raised.value)
+    (tmp_path / "reference_tau=0.1").write_text("")
+    with pytest.raises(MachineError):
+        list(TokenCut(tau=0.1).run(context(tmp_path, Pictures({"a": [FAR_AWAY]}))))
 
 
-@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
-def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(tmp_path, method):
-    said, probe = [], TokenCut(method=method, max_objects=2, truth="none")
+def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(tmp_path):
+    said, probe = [], TokenCut(method="maskcut", max_objects=2, truth="none")
     pictures = Pictures({"a": None, "sub/b": None})
 
     scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
@@ -251,13 +253,6 @@ def test_changed_settings_name_the_folder_of_figures(tmp_path):
 
     assert of_a_folder("probe.max_side=900")["max_side"] == 900
     assert "max_side" not in of_a_folder("probe.longer_side=900")
-
-
-def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
-    (tmp_path / "reference").write_text("")
-
-    with pytest.raises(MachineError, match="cannot write"):
-        list(TokenCut().run(context(tmp_path, Pictures({"a": [FAR_AWAY]}))))
 
 
 @pytest.mark.parametrize(
