@@ -184,20 +184,8 @@ def test_shots_run_from_the_command(place):
     assert all(math.isnan(r.value) for r in first if "top5" in r.metric)
 
 
-class Names:
-    """Images that nobody may read, because a draw needs only their ids."""
-
-    name, split, class_names = "names", "train", ("one", "other")
-
-    def __init__(self, count):
-        self.ids = tuple(map(str, range(count)))
-
-    def __len__(self):
-        return len(self.ids)
-
-
-def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
-    images: Any = Names(40)
+def test_a_sample_of_the_training_images_is_drawn_with_the_seed(root):
+    images = ClassFolders(root).train()
     one, same, other = (
         TrainingSplit.draw(images, max_images=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
     )
@@ -209,7 +197,7 @@ def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
     # Each of ten images is held out with probability 1/5: 100 of 500 times, with a deviation of 9.
-    images = Names(10)
-    draw = partial(TrainingSplit.draw, images, max_images=None, holdout=0.2)
+    ten = images.select("class_folders", list(range(10)))
+    draw = partial(TrainingSplit.draw, ten, max_images=None, holdout=0.2)
     positions = [position for seed in range(500) for position in draw(seed=seed).held_out]
     assert np.bincount(positions).tolist() == pytest.approx([100] * 10, abs=5 * 9)

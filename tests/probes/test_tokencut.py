@@ -1,5 +1,6 @@
 """TokenCut over images of many sizes: what is searched once, kept, scored, refused and drawn."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,13 @@ def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     scores, read = searched()
     assert read == ["b", "c"]
     (path,) = tmp_path.glob("reference/images_*.jsonl")
-    last = json.loads(path.read_text().splitlines()[-1])["image"]
+    header, *_, line = path.read_text().splitlines()
+    entry = json.loads(line)
+    last, checksum = entry["image"], entry.pop("crc32")
+    # The logs of earlier versions stay valid.
+    assert path.name == f"images_{hashlib.sha256(header.encode()).hexdigest()[:12]}.jsonl"
+    assert json.loads(header).keys() == {"format", "key"}
+    assert checksum == zlib.crc32(json.dumps(entry).encode())
     path.write_bytes(path.read_bytes()[:-20])
     assert searched() == (scores, [last])
     assert searched() == (scores, [])
