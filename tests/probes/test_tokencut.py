@@ -102,7 +102,9 @@ def found_box(image_id: str, layer: int, facet: Facet = "key", cut: Cut = REFERE
 def found_in(pixels: np.ndarray, layer: int = 2, facet: Facet = "key", cut: Cut = REFERENCE):
     extractor = FeatureExtractor(tiny_encoder(), layers=[layer], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
-    return discover(extractor(image)[layer][facet][0], PatchGrid(*pixels.shape[:2], 8), cut)
+    return discover(
+        extractor(image)[layer][facet][0], PatchGrid(pixels.shape[0], pixels.shape[1], 8), cut
+    )
 
 
 FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
