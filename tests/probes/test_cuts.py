@@ -45,25 +45,17 @@ def row_of(count: int) -> PatchGrid:
     return PatchGrid(10, 10 * count, 10)
 
 
-def test_a_rectangle_before_a_background_is_counted_by_hand():
-    labels, features = scene((slice(2, 4), slice(3, 6)))
-
-    found = discover(features, GRID)
-
-    assert np.array_equal(found.mask, labels == OBJECT)
-    assert found.box.tolist() == [30, 20, 60, 40]
-    degrees = 6 + 42e-5, 42 + 6e-5
-    assert found.eigenvalue == pytest.approx(42e-5 / degrees[0] + 6e-5 / degrees[1])
-    assert not found.degenerate
-
-
 @pytest.mark.parametrize(("height", "width"), [(60, 80), (51, 71), (55, 80)])
-def test_boxes_are_clipped_to_the_image_without_its_padding(height, width):
-    _, features = scene((slice(4, 6), slice(5, 8)))
+def test_an_object_and_its_clipped_box_are_counted_by_hand(height, width):
+    labels, features = scene((slice(4, 6), slice(5, 8)))
 
     found = discover(features, PatchGrid(height, width, 10))
 
+    assert np.array_equal(found.mask, labels == OBJECT)
     assert found.box.tolist() == [50, 40, width, height]
+    degrees = 6 + 42e-5, 42 + 6e-5
+    assert found.eigenvalue == pytest.approx(42e-5 / degrees[0] + 6e-5 / degrees[1])
+    assert not found.degenerate
 
 
 @pytest.mark.parametrize(
@@ -93,16 +85,12 @@ def test_the_object_of_an_eigenvector_is_counted_by_hand(vector, cut, patches, t
     assert found.degenerate == tied
 
 
-def test_two_equal_halves_and_constant_features_are_flagged_and_can_be_refused():
+def test_two_equal_halves_and_constant_features_are_degenerate_and_can_be_refused():
     halves = torch.eye(2)[torch.arange(8) // 4].expand(6, 8, 2)
-
-    assert discover(halves, GRID).degenerate
-    assert discover(torch.ones(6, 8, 3), GRID).degenerate
-    found = discover(torch.ones(6, 8, 3), GRID, Cut(refuse_degenerate=True))
-
-    assert found.degenerate
-    assert not found.mask.any()
-    assert found.box.tolist() == [0, 0, 0, 0]
+    for features in (halves, torch.ones(6, 8, 3)):
+        assert discover(features, GRID).degenerate
+        refused = discover(features, GRID, Cut(refuse_degenerate=True))
+        assert (refused.degenerate, refused.mask.any(), refused.box.any()) == (True, False, False)
 
 
 def test_masked_padding_is_left_out_of_the_graph():
@@ -118,19 +106,14 @@ def test_masked_padding_is_left_out_of_the_graph():
     assert not masked.eigenvector[5].any()
 
 
-def test_centring_shows_what_a_common_offset_hides():
+def test_centring_and_weights_change_the_graph():
     labels, features = scene((slice(2, 4), slice(3, 6)))
     hidden = features + 5
+    noise = torch.rand(6, 8, 5, generator=torch.Generator().manual_seed(3)) - 0.3
 
     assert discover(hidden, GRID).degenerate
     assert np.array_equal(discover(hidden, GRID, Cut(centred=True)).mask, labels == OBJECT)
-
-
-def test_weighted_links_move_the_cut():
-    features = torch.rand(6, 8, 5, generator=torch.Generator().manual_seed(3)) - 0.3
-
-    plain, weighted = discover(features, GRID), discover(features, GRID, Cut(weighted=True))
-
+    plain, weighted = discover(noise, GRID), discover(noise, GRID, Cut(weighted=True))
     assert weighted.eigenvalue != pytest.approx(plain.eigenvalue, abs=1e-3)
 
 
@@ -171,10 +154,7 @@ def test_an_object_in_padding_alone_is_degenerate(height, degenerate):
 # `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
 ORIGINAL_MASKS = {
     0: ["3c1e070381c1e07e3f1f80", "0381c0e030281c00000000"],
-    1: ["e07c381806070000000000", "000000000000000e070780", "0000008070381c30180000"],
-    3: ["fc7e3f1f7eff7c30000000"],
     8: ["0000000000000381c0e000", "1f8fc7e100000000000000", "0000000ef3b8fc70381c00"],
-    15: ["0000001fffdfff83c0e000", "1f8fc7e000000000000000"],
     19: ["000c061f8fc763f1f8fc00", "0400000000000000000000", "1b83c1e000000000000000"],
 }
 
@@ -243,19 +223,14 @@ def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
     assert len(rounds) - len(left) == used
 
 
-def test_equal_peaks_in_two_places_are_flagged_by_maskcut_too():
+def test_masks_of_maskcut_do_not_overlap_and_equal_peaks_are_degenerate():
+    found = maskcut(torch.eye(3)[None], row_of(3), num_masks=5)
     vector = np.full(20, -1.0)
     vector[[2, 3, 4, 10]] = 2
-
-    (found,) = run_maskcut(lambda _: spectrum(vector), row_of(20), PAPER, 1)
-
-    assert found.degenerate
-
-
-def test_masks_of_maskcut_do_not_overlap_even_down_to_the_last_patch():
-    found = maskcut(torch.eye(3)[None], row_of(3), num_masks=5)
+    (tied,) = run_maskcut(lambda _: spectrum(vector), row_of(20), PAPER, 1)
 
     assert np.stack([one.mask for one in found]).sum(0).tolist() == [[1, 1, 1]]
+    assert tied.degenerate
 
 
 def test_a_zero_patch_is_an_object_of_its_own_and_has_the_degree_of_one_that_resembles_none():
@@ -284,8 +259,6 @@ def test_lost_joins_no_more_candidates_than_asked(num_candidates, size):
 # `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
 ORIGINAL_BOXES = {
     4: [0, 0, 40, 30],
-    5: [0, 0, 70, 30],
-    16: [0, 0, 70, 60],
     23: [0, 20, 60, 80],
 }
 

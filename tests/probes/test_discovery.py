@@ -69,33 +69,25 @@ def random_images(seed: int, *, images: int = 12):
     return some
 
 
+def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
+    return {"image_id": image, "category_id": 1, "bbox": [*box[:2], *(box[2:] - box[:2])]}
+
+
 def coco_says(images, scores) -> list[float]:
     """AP, AP50 and AR100 of COCOeval; scores by image and box, images in their order."""
-    numbers = list(range(1, 1 + len(images)))
-    boxes = [
-        {"image_id": n, "bbox": [*box[:2], *(box[2:] - box[:2])], "category_id": 1}
-        for n, (_, true) in zip(numbers, images, strict=True)
-        for box in true
-    ]
     true: Any = COCO()
     true.dataset = {
-        "images": [{"id": n} for n in numbers],
+        "images": [{"id": n} for n in range(len(images))],
         "categories": [{"id": 1, "name": "object"}],
-        "annotations": [
-            {**box, "id": number, "iscrowd": 0, "area": box["bbox"][2] * box["bbox"][3]}
-            for number, box in enumerate(boxes, start=1)
-        ],
+        "annotations": [],
     }
-    found: Any = [
-        {
-            "image_id": n,
-            "category_id": 1,
-            "bbox": [*box[:2], *(box[2:] - box[:2])],
-            "score": score,
-        }
-        for n, (those, _), some in zip(numbers, images, scores, strict=True)
-        for box, score in zip(those, some, strict=True)
-    ]
+    found: Any = []
+    for n, ((those, boxes), some) in enumerate(zip(images, scores, strict=True)):
+        for box in boxes:
+            number, area = len(true.dataset["annotations"]) + 1, (box[2:] - box[:2]).prod()
+            one = {"id": number, "iscrowd": 0, "area": area}
+            true.dataset["annotations"].append(one | annotation(n, box))
+        found += [annotation(n, box) | {"score": s} for box, s in zip(those, some, strict=True)]
     with redirect_stdout(StringIO()):
         true.createIndex()
         judged = COCOeval(true, true.loadRes(found), "bbox")
@@ -134,19 +126,7 @@ def test_precision_and_recall_are_counted_by_hand(images, expected):
     assert percent([counted(*one) for one in images]) == pytest.approx(expected)
 
 
-def test_boxes_that_are_equally_sure_score_the_same_in_each_order():
-    images = [(np.array([LEFT]), np.array([LEFT]))] * 2
-    false = (np.array([OUTSIDE]), np.zeros((0, 4)))
-    orders = [[false, *images], [images[0], false, images[1]], [*images, false]]
-
-    theirs = [coco_says(order, [[1.0]] * 3)[1] for order in orders]
-    ours = [percent([counted(f.tolist(), t.tolist()) for f, t in order])[1] for order in orders]
-
-    assert theirs == pytest.approx([66.67, 83.50, 100], abs=0.01)
-    assert ours == pytest.approx([200 / 3] * 3)
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_with_a_rank_for_each_box_it_is_cocos_own(seed):
     images = random_images(seed)
     total = sum(len(found) for found, _ in images)
@@ -164,41 +144,17 @@ def test_with_a_rank_for_each_box_it_is_cocos_own(seed):
     assert 5 < theirs[0] < 95
 
 
-def restated_coco_ap(counts) -> float:
-    """The mean over thresholds and recalls of the best precision from there on, in numpy.
-
-    Boxes of one rank in the order of the images; counts of each image, with one box a rank.
-    """
-    true = counts[:, 0, 0].sum()
-    boxes = counts[:, 1:].swapaxes(0, 1).reshape(-1, counts.shape[2])
-    right = boxes[boxes[:, 0] > 0, 1:].cumsum(0)
-    precision = right / np.arange(1, len(right) + 1)[:, None]
-    best = np.maximum.accumulate(precision[::-1])[::-1]
-    best = np.concatenate([best, np.zeros_like(best[:1])])
-    recalls = np.linspace(0, 1, 101)
-    at = [np.searchsorted(recall, recalls) for recall in (right / true).T]
-    return 100 * float(np.mean([best[where, number] for number, where in enumerate(at)]))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_ap_coco_is_that_of_boxes_in_the_order_of_files(seed, capsys):
-    images = random_images(seed, images=40)
-    results = [result(found.tolist(), true.tolist()) for found, true in images if len(found)]
-    known = [one for one in images if len(one[0])]
-    counts = [counted(found.tolist(), true.tolist(), num_ranks=100) for found, true in known]
+def test_ap_coco_is_that_of_boxes_in_the_order_of_files(capsys):
+    known = [one for one in random_images(0, images=40) if len(one[0])]
+    results = [result(found.tolist(), true.tolist()) for found, true in known]
 
     scores = {score.metric: score for score in scored(results, 100)}
 
-    assert scores["ap_coco"].value == pytest.approx(restated_coco_ap(np.stack(counts)), abs=1e-12)
     theirs = coco_says(known, [(-np.arange(len(found))).tolist() for found, _ in known])[0]
     assert scores["ap_coco"].value == pytest.approx(theirs, abs=1e-9)
     assert scores["ap_coco"].value > scores["ap"].value
     assert scores["ap_coco"].ci95 is None
-    # pycocotools prints what it does.
-    assert capsys.readouterr().out == ""
-
-
-def test_ap_coco_of_nothing_found_and_of_nothing_true():
+    assert capsys.readouterr().out == "", "pycocotools prints nothing"
     nothing, one = np.zeros((0, 4)), np.array([LEFT])
     assert coco_average_precision([nothing], [one]) == 0
     assert np.isnan(coco_average_precision([one], [nothing]))
@@ -276,18 +232,7 @@ def test_a_run_scores_every_block_and_facet_from_one_pass_and_goes_on(tmp_path):
     assert len(calls) == 2  # "a" and "c" are of one shape.
     assert again == scores
     assert {s.metric for s in scores if s.per_image is None} == {"ap_coco"}
-
-
-def test_lost_finds_one_box_an_image(tmp_path):
-    probe = ObjectDiscovery(method="lost", panels=0)
-    scores = list(probe.run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [2])))
-
-    assert {s.metric: s.details.get("found_boxes") for s in scores if s.metric != "corloc"} == {
-        "ap": 1, "ap50": 1, "ar100": 1, "ap_coco": 1,
-    }  # fmt: skip
-
-
-def test_settings_say_what_was_guessed():
-    assert ObjectDiscovery().settings()["confidence"] == "order"
-    assert ObjectDiscovery().settings()["tau"] == 0.15
-    assert ObjectDiscovery().folder == "ssl_bench"
+    assert probe.settings()["tau"] == 0.15
+    lost = ObjectDiscovery(method="lost", panels=0)
+    found = lost.run(context(tmp_path / "lost", Pictures({"a": [FAR_AWAY]}), [2]))
+    assert {s.details["found_boxes"] for s in found if s.metric != "corloc"} == {1}

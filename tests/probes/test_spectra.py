@@ -16,7 +16,7 @@ from probes.conditioning.scores import (
 )
 from probes.spectra import condition_number
 from ssl_bench.intervals import interval_contains
-from tests.support.matrices import condition, normal, rank, rotation
+from tests.support.matrices import condition, normal, rank
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ from tests.support.matrices import condition, normal, rank, rotation
         # A^T A = [[25, 20], [20, 25]]: singular values sqrt(45) and sqrt(5), shares 3/4 and 1/4.
         ([[3.0, 0.0], [4.0, 5.0]], 3, 4 / 3**0.75),
         ([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]], 2, 2**1.5),
-        ([[1.0, 0.0], [0.0, 1.0]], 1, 2),
         # Of rectangular ones the shorter side counts.
         ([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]], 3, 4 / 3**0.75),
         ([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0]], 3, 4 / 3**0.75),
@@ -65,15 +64,12 @@ def test_mean_cosine_counted_by_hand():
     assert math.isnan(mean_cosine(torch.ones(1, 3)))
 
 
-def test_the_median_is_over_images_and_heads_and_infinity_is_the_largest_number():
+def test_the_median_and_its_interval_are_counted_by_hand():
     numbers = np.array([[1.0, 2.0], [3.0, np.inf], [4.0, 5.0]])
     assert median_with_ci95(numbers) == (3.5, (1.5, math.inf))
     assert median_with_ci95(np.full((2, 1), np.inf)) == (math.inf, (math.inf, math.inf))
     assert median_with_ci95(np.array([[7.0]])) == (7, None)
     assert math.isnan(median_with_ci95(np.array([[1.0], [np.nan]]))[0])
-
-
-def test_the_ends_of_a_median_are_those_of_the_test_of_signs():
     # P(at most one of eight images lies below the median) = 9 / 256 > 0.025 > 1 / 256.
     (_, eight), (_, nine) = (median_with_ci95(np.arange(float(n))[:, None]) for n in (8, 9))
     assert (eight, nine) == ((0, 7), (1, 7))
@@ -94,20 +90,11 @@ def test_cka_is_that_of_centered_gram_matrices():
     assert 0.1 < linear_cka(x, y) < 0.99
 
 
-def test_cka_ignores_rotation_scale_and_shift_but_no_other_map():
-    x, y = normal(2, 9, 4), normal(2, 9, 4, seed=1)
-    value = linear_cka(x, y)
-    assert linear_cka(5 * x @ rotation(4) + 1, y) == pytest.approx(value, rel=1e-12)
-    assert linear_cka(x, -0.1 * y @ rotation(4, seed=2)) == pytest.approx(value, rel=1e-12)
+def test_cka_of_equal_tokens_is_1_and_of_constant_ones_undefined():
+    x, constant = normal(2, 5, 3), torch.full((2, 5, 3), 0.1)
     assert linear_cka(x, x) == pytest.approx(1)
-    stretched = x @ torch.diag(torch.tensor([9.0, 1.0, 1.0, 1.0]).double())
-    assert linear_cka(stretched, y) != pytest.approx(value, rel=1e-2)
-
-
-def test_cka_of_constant_tokens_is_undefined():
-    constant = torch.full((2, 5, 3), 0.1)
-    assert math.isnan(linear_cka(constant, normal(2, 5, 3)))
-    assert linear_cka_ci95(constant, normal(2, 5, 3)) is None
+    assert math.isnan(linear_cka(constant, x))
+    assert linear_cka_ci95(constant, x) is None
 
 
 def test_the_interval_of_cka_is_the_jackknife_of_its_logit():
