@@ -1,10 +1,12 @@
-"""Row 54 of the catalogue of faults: a fingerprint follows the content of the files, read once.
+"""Row 54 of the catalogue of faults: fingerprints follow the content of files, read once.
 
-With data.fingerprint=stat it follows their sizes and times, and says so.
+With data.fingerprint=stat they follow sizes and times, and say so.
 """
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files import fingerprints
 from ssl_bench.data.files.fingerprints import (
     ReadOptions,
     dataset_with_read_options,
@@ -24,10 +27,13 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
 from tests.support.faults import (
     class_folders,
     coco20k,
+    exit_code,
     fails,
+    fork,
     paired_folders,
     photo_folder,
     picture,
@@ -42,6 +48,10 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 BY_STAT = ReadOptions("stat")
 JSON = "annotations/instances_train2014.json"
+
+
+def fingerprint(root: Path) -> str:
+    return ImageFolder(root).images().fingerprint()
 
 
 def coco_set(root: Path) -> Path:
@@ -109,15 +119,19 @@ def test_fault_54_changed_bytes_of_equal_size_and_time_are_noticed(tmp_path, cas
 def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read):
     root = photo_folder(tmp_path / "photos")
     settle()
-    first = ImageFolder(root).images().fingerprint()
+    first = fingerprint(root)
     shutil.copytree(root, tmp_path / "copy")
     os.utime(root / "1.jpg", (1, 1))
     settle()
     del files_read[:]
 
-    assert ImageFolder(root).images().fingerprint() == first
+    assert fingerprint(root) == first
     assert set(files_read) == {"1.jpg"}
-    assert ImageFolder(tmp_path / "copy").images().fingerprint() == first
+    assert fingerprint(tmp_path / "copy") == first
+    # The digests of the other files are still stored.
+    del files_read[:]
+    assert fingerprint(root) == first
+    assert not files_read
 
 
 def test_changes_of_other_images_do_not_matter(tmp_path):
@@ -139,36 +153,32 @@ def test_separators_and_odd_bytes_in_names_are_distinguished(tmp_path):
         # Pillow cannot save to a name that is not UTF-8.
         picture(0).save(tmp_path / "same.jpg")
         shutil.copy(tmp_path / "same.jpg", path)
-        found.add(ImageFolder(tmp_path / str(number)).images().fingerprint())
+        found.add(fingerprint(tmp_path / str(number)))
 
     assert len(found) == 4
 
 
 def test_sizes_and_times_are_trusted_only_on_request(tmp_path, files_read):
-    root = photo_folder(tmp_path / "photos")
+    def open_sets() -> list[Any]:
+        sets: list[Any] = [
+            with_read_options(ImageFolder(tmp_path / "photos").images(), BY_STAT),
+            dataset_with_read_options(Voc(tmp_path), BY_STAT).discovery(),
+            dataset_with_read_options(ClassFolders(tmp_path / "classes"), BY_STAT).val(),
+        ]
+        return sets + [ImageSubset(images, (1, 2)) for images in sets]
 
-    def fingerprint() -> str:
-        return with_read_options(ImageFolder(root).images(), BY_STAT).fingerprint()
-
-    first = fingerprint()
-    repaint(root / "1.jpg")
-    assert fingerprint() == first
-    os.utime(root / "1.jpg")
-    assert fingerprint() != first
+    photo_folder(tmp_path / "photos")
+    class_folders(tmp_path / "classes")
+    voc(tmp_path)
+    first = [images.fingerprint() for images in open_sets()]
+    assert {fingerprint[:5] for fingerprint in first} == {"stat-"}
+    assert len({fingerprint[5:11] for fingerprint in first}) == 6
+    repaint(tmp_path / "photos/1.jpg")
+    assert [images.fingerprint() for images in open_sets()] == first
+    os.utime(tmp_path / "photos/1.jpg")
+    changed = [images.fingerprint() for images in open_sets()]
+    assert [a == b for a, b in zip(changed, first, strict=True)] == [0, 1, 1, 0, 1, 1]
     assert not files_read
-
-
-def test_fingerprints_of_sizes_and_times_have_a_prefix(tmp_path):
-    sets: list[Any] = [
-        with_read_options(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
-        dataset_with_read_options(Voc(voc_set(tmp_path)), BY_STAT).discovery(),
-        dataset_with_read_options(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
-    ]
-    sets += [ImageSubset(images, (1, 2)) for images in sets]
-
-    found = [images.fingerprint() for images in sets]
-    assert {fingerprint[:5] for fingerprint in found} == {"stat-"}
-    assert len({fingerprint[5:11] for fingerprint in found}) == 6
 
 
 def test_results_by_sizes_and_times_are_kept_apart(place, capsys):
@@ -203,3 +213,125 @@ def test_fault_54_a_run_does_not_resume_with_changed_images(place, capsys):
     said = fails(capsys, [*run, "--resume"], 2)
     assert "image_files: " in said
     assert "images: " not in said
+
+
+# The cache of digests.
+
+
+def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exact, second = fingerprints.file_state, 10**9
+
+    def coarse(path: Path) -> tuple[int, int, int, int]:
+        size, mtime_ns, ctime_ns, inode = exact(path)
+        return size, mtime_ns // second * second, ctime_ns // second * second, inode
+
+    monkeypatch.setattr(fingerprints, "file_state", coarse)
+    root = photo_folder(tmp_path / "photos", 1)
+    # Both within one second of the clock.
+    if time.time() % 1 > 0.7:
+        time.sleep(1 - time.time() % 1 + 0.02)
+    repaint(root / "0.jpg")
+    before = fingerprint(root)
+    repaint(root / "0.jpg")
+
+    assert fingerprint(root) != before
+
+
+def test_fault_54_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files_read):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    first = fingerprint(root)
+    (kept,) = cache.iterdir()
+    content = kept.read_bytes()
+    flipped = [
+        content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for place in (0, 30, 70, len(content) - 1)
+    ]
+    older = content.replace(b"files 1", b"files 0")
+
+    for damaged in (*flipped, b"", content[:-40], content[:-64], content + bytes(64), older):
+        kept.write_bytes(damaged)
+        del files_read[:]
+        assert fingerprint(root) == first
+        assert len(set(files_read)) == 4
+        assert kept.read_bytes()[:28] == content[:28]
+    del files_read[:]
+    assert fingerprint(root) == first
+    assert not files_read
+
+
+@pytest.mark.parametrize("has_home", [False, True])
+def test_fault_54_a_cache_that_cannot_be_written_is_reported_once(
+    tmp_path, monkeypatch, capsys, files_read, has_home
+):
+    if has_home:
+        (tmp_path / "cache").write_text("in the way")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError(tmp_path)))
+    roots = [photo_folder(tmp_path / name) for name in ("one", "other")]
+    settle()
+
+    assert len({fingerprint(root) for root in roots * 2}) == 1
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "XDG_CACHE_HOME" in line
+    # Each file once for its bytes and once for its orientation, both times.
+    assert len(files_read) == 32
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code", "least"),
+    # A probe has also stored that all 40 photographs can be decoded.
+    [("probe", signal.SIGINT, 130, 70), ("pretrain", signal.SIGTERM, 75, 30)],
+)
+def test_fault_54_an_interrupt_keeps_the_computed_digests(
+    place, cache, monkeypatch, files_read, command, number, code, least
+):
+    root = photo_folder(place / "many", 40)
+    settle()
+    read = fingerprints._read
+
+    def read_slowly(part: fingerprints.FilePart) -> bytes:
+        if len(files_read) > 30:
+            (place / "slow").touch()
+            time.sleep(0.5)
+        return read(part)
+
+    monkeypatch.setattr(fingerprints, "_read", read_slowly)
+    words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
+    child = fork(lambda: main(words), stderr=place / "said")
+    deadline = time.monotonic() + 30
+    while not (place / "slow").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, number)
+
+    assert exit_code(child) == code, (place / "said").read_text()
+    kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())
+    assert least <= kept < least + 45
+
+
+def test_fault_54_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    read = fingerprints._read
+
+    def change_meanwhile(part: fingerprints.FilePart) -> bytes:
+        digest = read(part)
+        if part.file.name == "2.jpg":
+            part.file.write_bytes(b"more")
+        return digest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fingerprints, "_read", change_meanwhile)
+        with pytest.raises(DataError, match=r"2\.jpg"):
+            fingerprint(root)
+    images = ImageFolder(root).images()
+    (root / "1.jpg").unlink()
+    with pytest.raises(DataError, match=r"1\.jpg .*No such file"):
+        images.fingerprint()
+    os.mkfifo(root / "1.jpg")
+    with pytest.raises(DataError, match=r"1\.jpg is not a regular file"):
+        fingerprint(root)
