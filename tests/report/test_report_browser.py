@@ -8,7 +8,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from tests.support.report_cells import SKIP, SKIPLESS, cell, folder_of, save_pictures
+from tests.support.report_cells import SKIP, SKIPLESS, cell
 from tests.support.report_pages import PAGES, SHEET_WIDTH, browsed_report, open_page
 
 pytest.importorskip("selenium", reason="selenium is not installed")
@@ -68,26 +68,6 @@ def sideways(browser) -> int:
     return browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth")
 
 
-@pytest.mark.parametrize("pattern", PAGES)
-def test_pages_open_from_disk_with_their_pictures_and_links(browser, report, pattern):
-    open_page(browser, report, pattern)
-
-    assert browser.get_log("browser") == []
-    assert find(browser, "h1").text
-    assert find(browser, "html").get_attribute("lang") == "en"
-    assert set(browser.execute_script(LOAD_PICTURES)) in ({60, SHEET_WIDTH}, {60})
-    browser.switch_to.active_element.send_keys(Keys.TAB)
-    first = browser.switch_to.active_element
-    assert (first.text, first.is_displayed()) == ("Skip to the content", True)
-    ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
-    assert len(set(ids)) == len(ids)
-    links = browser.execute_script("return [...document.links].map(l => l.getAttribute('href'))")
-    for link in links:
-        name, _, place = link.partition("#")
-        assert not place or name or place in ids
-        assert not name.endswith(".html") or (report / name).is_file()
-
-
 def test_a_head_sorts_by_number_and_back(browser, report):
     open_page(browser, report, "index.html")
     unfold(browser)
@@ -114,9 +94,20 @@ def test_a_head_sorts_by_number_and_back(browser, report):
     assert len(endless) == 3 * 2
 
 
-def test_filters_hide_panels_and_curves_until_they_are_reset(browser, report):
+def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
     open_page(browser, report, "index.html")
+    panel = find(browser, "details.fold article")
+    assert not panel.is_displayed()
+    task = panel.get_attribute("data-task")
+    find(browser, f"select[data-field=task] option[value='{task}']").click()
+    assert panel.is_displayed()
 
+    # A link to a folded panel unfolds it too.
+    browser.get(f"{browser.current_url.partition('#')[0]}#{panel.get_attribute('id')}")
+    browser.refresh()
+    assert find(browser, "details.fold article").is_displayed()
+
+    open_page(browser, report, "index.html")
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown(browser, "article[data-task]")) == 1
     heads = [e.text for e in shown(browser, "main section h2")]
@@ -173,17 +164,6 @@ def axe() -> str:
 
 
 @pytest.fixture(scope="module")
-def unlabelled(tmp_path_factory) -> Path:
-    """A report that begins with its pictures."""
-    root = tmp_path_factory.mktemp("unlabelled")
-    record = cell(dataset="folder", metric="degenerate")
-    ResultStore(root).save(record)
-    save_pictures(root, f"tokencut/folder/{folder_of(record)}/reference/block00_key/dog")
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
-
-
-@pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
     """A report of a run of two epochs and two blocks, and of the logs of two other runs."""
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
@@ -197,20 +177,33 @@ def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(PHONE, True), (DESK, False)])
-def test_axe_finds_nothing_serious_and_no_page_scrolls_sideways(
-    browser, axe, report, unlabelled, over_epochs, width, dark
+@pytest.mark.parametrize("pattern", [*PAGES, "epochs.html"])
+def test_pages_open_from_disk_and_axe_finds_nothing_serious(
+    browser, axe, report, over_epochs, pattern, width, dark
 ):
-    pages = [(report, pattern) for pattern in PAGES]
-    pages += [(unlabelled, "index.html"), (over_epochs, "epochs.html")]
-    for folder, pattern in pages:
-        open_page(browser, folder, pattern, width=width, dark=dark)
-        browser.execute_cdp_cmd("Runtime.evaluate", {"expression": axe})
-        unfold(browser)
-        assert sideways(browser) == 0
+    folder = over_epochs if pattern == "epochs.html" else report
+    browser.get_log("browser")
+    open_page(browser, folder, pattern, width=width, dark=dark)
 
-        found = browser.execute_async_script(RUN_AXE)
-
-        assert [one for one in found if one[0] in ("serious", "critical")] == []
+    assert browser.get_log("browser") == []
+    assert find(browser, "h1").text
+    assert find(browser, "html").get_attribute("lang") == "en"
+    assert set(browser.execute_script(LOAD_PICTURES)) <= {60, SHEET_WIDTH}
+    browser.switch_to.active_element.send_keys(Keys.TAB)
+    first = browser.switch_to.active_element
+    assert (first.text, first.is_displayed()) == ("Skip to the content", True)
+    ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(ids)) == len(ids)
+    links = browser.execute_script("return [...document.links].map(l => l.getAttribute('href'))")
+    for link in links:
+        name, _, place = link.partition("#")
+        assert not place or name or place in ids
+        assert not name.endswith(".html") or (folder / name).is_file()
+    unfold(browser)
+    assert sideways(browser) == 0
+    browser.execute_cdp_cmd("Runtime.evaluate", {"expression": axe})
+    found = browser.execute_async_script(RUN_AXE)
+    assert [one for one in found if one[0] in ("serious", "critical")] == []
     browser.execute_script("document.body.append(document.createElement('img'))")
     found = [one[:2] for one in browser.execute_async_script(RUN_AXE)]
     assert ["critical", "image-alt"] in found, "axe does not work"
@@ -270,23 +263,6 @@ def test_a_table_wider_than_the_page_shows_that_it_scrolls(browser, tmp_path):
         found.append(board.get_attribute("class").split())
 
     assert found == [["scroll", "cut", "more"], ["scroll", "cut"], ["scroll"], ["scroll"]]
-
-
-def test_a_folded_panel_opens_by_its_link_and_by_the_filters(browser, report):
-    open_page(browser, report, "index.html")
-    panel = find(browser, "details.fold article")
-    assert not panel.is_displayed()
-
-    browser.execute_script("location.hash = arguments[0]", panel.get_attribute("id"))
-    browser.execute_async_script("setTimeout(arguments[0], 50)")
-    assert panel.is_displayed()
-
-    open_page(browser, report, "index.html")
-    browser.get(browser.current_url.partition("#")[0])
-    panel = find(browser, "details.fold article")
-    task = panel.get_attribute("data-task")
-    find(browser, f"select[data-field=task] option[value='{task}']").click()
-    assert panel.is_displayed()
 
 
 @pytest.mark.parametrize(

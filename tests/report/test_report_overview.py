@@ -143,16 +143,6 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
     assert [panel.facet for panel in board.panels] == ["key", "mlp"]
 
 
-def test_columns_of_the_same_metric_name_their_settings():
-    # Of a single encoder, only the headline would be shown.
-    board = leaderboard(skipless(settings={"size": 64}), cell(settings={"size": 518}))
-
-    assert sorted(panel.variant for panel in board.panels) == [
-        "key, protocol reference [size=518]",
-        "key, protocol reference [size=64]",
-    ]
-
-
 def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     details = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=details) for n, v in enumerate((40.0, 55.0))]

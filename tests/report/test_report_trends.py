@@ -1,4 +1,4 @@
-"""The page on epochs, counted by hand from a run of two blocks that kept two encoders."""
+"""The pages on epochs and on corrupted images, counted by hand from two blocks."""
 
 import re
 from dataclasses import replace
@@ -8,10 +8,12 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.drawing import Curve, Point, draw_chart
+from ssl_bench.report.pages import build_index_page, build_report
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
-from ssl_bench.report.trends import find_epoch_trends, style_block
+from ssl_bench.report.trends import draw_severities, find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
+from tests.tables.test_severities import of_blocks
 
 SHAS = {("skip", 100.0): "a", ("skip", 300.0): "c", ("skipless", 100.0): "d", ("alone", 300.0): "e"}
 
@@ -35,6 +37,14 @@ COURSE = [
     kept("skip", 300.0, 11, 55.0),
 ]
 ALONE = kept("alone", 300.0, 0, 90.0)
+CORRUPTED = of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0))
+
+
+def written(root: Path, records: list[Record]) -> Path:
+    for record in records:
+        ResultStore(root).save(record)
+    assert main(["report", "--out", str(root)]) == 0
+    return root / "report"
 
 
 def followed(records):
@@ -94,12 +104,9 @@ def test_no_two_blocks_look_the_same(depth):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
+    records = [*COURSE, ALONE, plain(model="skip@100", layer=0)]
     root = tmp_path_factory.mktemp("epochs")
-    store = ResultStore(root)
-    for record in [*COURSE, ALONE, plain(model="skip@100", layer=0)]:
-        store.save(replace(record, protocol=EVIL))
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
+    return written(root, [replace(record, protocol=EVIL) for record in records])
 
 
 def test_the_page_shows_curves_intervals_legend_and_numbers(report):
@@ -139,13 +146,9 @@ def test_the_overview_links_the_page_and_keeps_every_encoder(report):
 
 
 def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
-    store = ResultStore(tmp_path)
-    for record in (*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)):
-        store.save(record)
+    report = written(tmp_path, [*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)])
 
-    assert main(["report", "--out", str(tmp_path)]) == 0
-
-    page = (tmp_path / "report" / "epochs.html").read_text()
+    page = (report / "epochs.html").read_text()
     assert "Not drawn: epoch 100 of run skip has two encoders" in Elements(page).text
     assert "<svg" not in page[page.index("Not drawn") :]
     # Groups without a card are hidden.
@@ -171,3 +174,55 @@ def test_the_highest_of_many_runs_are_drawn():
     assert len(one.trends) == MAX_LINES + 1
     runs = [course.name for course, _ in one.draw_charts()]
     assert runs == [course.name for course in one.trends if course.name != f"run{low:02}"]
+
+
+# Corrupted images.
+
+
+def test_one_metric_per_task_is_drawn_from_the_clean_score_on():
+    other = [replace(record, metric="top1_k20") for record in CORRUPTED]
+
+    ((_, chart),) = draw_severities(CORRUPTED)
+    (found,) = draw_severities([*CORRUPTED, *other])
+
+    assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
+    assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
+    assert found[0].record.metric == "top1_k20"
+
+
+def test_without_corrupted_images_or_two_epochs_there_is_no_page(tmp_path):
+    report = written(tmp_path, [replace(CORRUPTED[0], details={"epoch": 300.0})])
+
+    for page in ("severities.html", "epochs.html"):
+        assert not (report / page).exists()
+        assert page not in (report / "index.html").read_text()
+
+
+def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
+    report = written(tmp_path, [replace(record, model=EVIL) for record in CORRUPTED])
+
+    index = Elements((report / "index.html").read_text())
+    text = (report / "severities.html").read_text()
+    page = Elements(text)
+    links = [attributes.get("href") for tag, attributes in index.elements if tag == "a"]
+    assert links.count("severities.html") == 1
+    assert EVIL in page.text
+    assert not [given for _, given in page.elements if EVIL in given.values()]
+    buttons = {a["data-r"] for tag, a in page.elements if tag == "button" and "data-r" in a}
+    assert buttons == set("012345")
+    assert "Smallest drop: block 1, 10.0 %." in text
+    drops = re.findall(r'<td data-v="([\d.]+)"(?: class="best")?>[\d.]+</td>', text)
+    assert drops == ["50.0", "10.0"]
+
+
+def test_the_leaderboard_shows_clean_images(tmp_path):
+    panels = group_into_panels(CORRUPTED, list_checkpoints(CORRUPTED))
+    assert [panel.is_corrupted for panel in panels] == [False, True, True]
+
+    board, alone = (
+        build_index_page(build_report(ResultStore(tmp_path), records, []))["leaderboard"]
+        for records in (CORRUPTED, [record for record in CORRUPTED if record.corrupted])
+    )
+
+    assert [panel.dataset for panel in board.panels] == ["photos"]
+    assert len(alone.panels) == 2
