@@ -87,6 +87,7 @@ XML = "VOCdevkit/VOC2012/Annotations/v1.xml"
 LIST = "val/val_annotations.txt"
 CASES: dict[str, Case] = {
     "picture": (photo_folder, lambda r: ImageFolder(r).images(), "2.jpg", None, b""),
+    "labelled": (class_folders, lambda r: ClassFolders(r).val(), "val/dog/1.jpg", None, b""),
     "VOC boxes": (voc_set, lambda r: Voc(r).discovery(), XML, b"<xmin>9<", b"<xmin>8<"),
     "COCO boxes": (coco_set, lambda r: Coco20k(r).discovery(), JSON, b"2, 5, 6]", b"2, 5, 4]"),
     "mask": (named_folders, lambda r: ImageMaskFolders(r).val(), "masks/val/1.png", None, b""),

@@ -165,6 +165,7 @@ def test_images_of_every_type_have_the_same_pixels_and_identity(convert):
         ([(picture(0), 1, 2)], DataError),
         (iter([]), ConfigurationError),
         ({"train": Items(0, 2)}, ConfigurationError),
+        (torch.utils.data.DataLoader(Items(0, 2)), ConfigurationError),
     ],
 )
 def test_unsupported_content_is_refused(dataset, kind):

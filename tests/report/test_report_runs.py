@@ -65,6 +65,7 @@ def test_each_measure_of_real_runs_has_a_panel_with_a_curve_per_run(report, pret
     page = Elements((report / "index.html").read_text())
     links = [given["href"] for tag, given in page.elements if tag == "a"]
     assert links == ["#content", "runs.html"]
+    assert {path.name for path in report.iterdir()} >= {"style.css", "records.js", "report.js"}
 
 
 @pytest.mark.parametrize(
