@@ -46,46 +46,41 @@ def dataset(root: Path, tmp_path: Path) -> Coco20k:
     return Coco20k(root, cache=tmp_path / "cache")
 
 
-def test_boxes_are_rounded_corners_without_crowds(dataset):
+def test_boxes_are_rounded_corners_without_crowds(root, dataset, capsys):
+    # Boxes need no category, and pycocotools prints nothing.
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(path.read_text().replace('{"images"', '{"categories": [{"id": 1}], "images"'))
+
     images = dataset.discovery()
 
     # By hand: 1.4 + 3.2 = 4.6, 2.5 + 4 = 6.5, halves to the even number.
     assert isinstance(dataset, Dataset)
     assert (images.name, images.ids) == ("coco20k-3", (stem(7), stem(9), stem(12)))
     assert boxes_of(images[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
-    # Of the others one has a crowd, and one nothing.
+    # The others have only a crowd, and nothing.
     assert [boxes_of(images[n]).shape for n in (1, 2)] == [(0, 4), (0, 4)]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ('{"id": 12}, ', "", f"1 of 3 annotations .*: {stem(12)};"),
-        ('"iscrowd": 0}]}', "", r"instances_train2014\.json is not COCO's instances"),
-        ('"id": 5', '"id": 2', "have the same id"),
-        ('"image_id": 9', '"image_id": [9]', r"is not COCO's instances \(TypeError"),
-        ('{"images"', '[{"images"', r"is not COCO's instances"),
-    ],
-    ids=["an image is missing", "cut short", "an id comes twice", "a list of images", "a list"],
-)
-def test_annotations_that_are_not_whole_are_refused(root, dataset, old, new, said):
-    path = root / "annotations/instances_train2014.json"
-    text = path.read_text().replace(old, new)
-    path.write_text(text + "]" * text.startswith("["))
-
-    with pytest.raises(DataError, match=said):
-        dataset.discovery()
-
-
-def test_pycocotools_reads_them_in_silence_and_needs_no_category(root, dataset, capsys):
-    path = root / "annotations/instances_train2014.json"
-    path.write_text(path.read_text().replace('{"images"', '{"categories": [{"id": 1}], "images"'))
-
-    assert boxes_of(dataset.discovery()[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
     assert capsys.readouterr().out == ""
 
 
-def test_the_annotations_are_parsed_once_and_again_when_they_change(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('{"id": 12}, ', ""),
+        ('"iscrowd": 0}]}', ""),
+        ('"id": 5', '"id": 2'),
+        ('"image_id": 9', '"image_id": [9]'),
+    ],
+    ids=["an image is missing", "cut short", "an id comes twice", "a list of images"],
+)
+def test_incomplete_annotations_are_refused(root, dataset, old, new):
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(path.read_text().replace(old, new))
+
+    with pytest.raises(DataError):
+        dataset.discovery()
+
+
+def test_annotations_are_parsed_once_until_they_change(root, tmp_path, monkeypatch):
     path, cache = root / "annotations/instances_train2014.json", tmp_path / "cache"
     first = read_boxes(path, cache)
     with monkeypatch.context() as patched:
@@ -94,20 +89,18 @@ def test_the_annotations_are_parsed_once_and_again_when_they_change(root, tmp_pa
     assert again.read(stem(7)).tolist() == first.read(stem(7)).tolist()
     assert again.missing([stem(12), stem(13)]) == [stem(13)]
 
-    path.write_text(path.read_text().replace("1.4", "8.4"))
-
-    assert read_boxes(path, cache).read(stem(7))[0, 0] == 8
-    # Of the first state, damaged; and no folder to keep it in.
-    path.write_text(path.read_text().replace("8.4", "1.4"))
-    index = min(cache.iterdir(), key=lambda one: one.stat().st_mtime_ns)
+    (index,) = cache.iterdir()
     whole = index.read_bytes()
     for damaged in (b"", whole[:100], b"{}"):
         index.write_bytes(damaged)
         assert len(read_boxes(path, cache).read(stem(7))) == 2
         assert index.read_bytes() == whole
+    # A folder that cannot be written.
     assert len(read_boxes(path, index / "below").read(stem(7))) == 2
+    path.write_text(path.read_text().replace("1.4", "8.4"))
+    assert read_boxes(path, cache).read(stem(7))[0, 0] == 8
     path.unlink()
-    with pytest.raises(DataError, match=r"instances_train2014\.json does not exist"):
+    with pytest.raises(DataError):
         read_boxes(path, cache)
 
 
@@ -115,40 +108,39 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     path = root / "coco_20k_filenames_subset.txt"
     monkeypatch.setattr(samples, "PUBLISHED_COUNTS", {"coco20k": {"discovery": 3}})
 
-    with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, expected {LIST.digest}"):
+    with pytest.raises(DataError, match=LIST.digest):
         dataset.discovery()
     own = PublishedFile(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
     monkeypatch.setattr(layout, "LIST", own)
     assert dataset.discovery().name == "coco20k"
 
 
-def test_the_list_is_looked_for_in_the_root_then_beside_it_unless_named(root, dataset, tmp_path):
-    beside = root.parent / "coco_20k_filenames.txt"
+def test_the_list_is_named_or_in_the_root_or_beside_it_or_downloaded(
+    root, dataset, tmp_path, server, monkeypatch
+):
+    subset, beside = (
+        root / "coco_20k_filenames_subset.txt",
+        root.parent / "coco_20k_filenames.txt",
+    )
     beside.write_text(f"train2014/{stem(9)}.jpg")
-
     assert dataset.images().ids == (stem(9),), "before the subset"
     elsewhere = tmp_path / "mine.txt"
     elsewhere.write_text(stem(12))
     assert Coco20k(root, list_file=elsewhere).images().ids == (stem(12),)
-    with pytest.raises(DataError, match=r"list_file=.*other\.txt does not exist"):
+    with pytest.raises(DataError, match=r"other\.txt"):
         Coco20k(root, list_file=tmp_path / "other.txt").images()
 
-
-def test_a_list_that_is_nowhere_is_fetched_once_and_kept(root, dataset, server, monkeypatch):
-    content = (root / "coco_20k_filenames_subset.txt").read_bytes()
-    (root / "coco_20k_filenames_subset.txt").unlink()
-    published = server.publish(content, "md5")
-    monkeypatch.setattr(layout, "LIST", published)
-
-    first, again = dataset.images(), dataset.images()
-
-    assert first.ids == again.ids == (stem(7), stem(9), stem(12))
+    content = subset.read_bytes()
+    subset.unlink()
+    beside.unlink()
+    monkeypatch.setattr(layout, "LIST", server.publish(content, "md5"))
+    assert dataset.images().ids == dataset.images().ids == (stem(7), stem(9), stem(12))
     assert len(server.ranges) == 1
     assert (dataset.cache / "coco_20k_filenames.txt").read_bytes() == content
 
 
 @pytest.mark.data
-def test_the_published_list_is_the_one_that_is_asked_for(shared_data):
+def test_the_published_list_has_the_stated_digest(shared_data):
     path = shared_data / "coco_20k_filenames.txt"
 
     lines = path.read_text().splitlines()

@@ -19,7 +19,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256"])
-def test_a_published_file_arrives_whole_and_is_fetched_once(server, path, algorithm):
+def test_a_published_file_is_downloaded_once(server, path, algorithm):
     published = server.publish(CONTENT, algorithm)
 
     assert download(published, path) == download(published, path) == path
@@ -30,9 +30,7 @@ def test_a_published_file_arrives_whole_and_is_fetched_once(server, path, algori
 
 
 @pytest.mark.parametrize(("knows_ranges", "chunked"), [(True, False), (False, False), (True, True)])
-def test_fault_36_a_cut_download_is_no_file_and_the_next_call_goes_on(
-    server, path, knows_ranges, chunked
-):
+def test_fault_36_a_cut_download_is_continued(server, path, knows_ranges, chunked):
     published = server.publish(CONTENT)
     server.cut_after, server.knows_ranges, server.chunked = 300_000, knows_ranges, chunked
 
@@ -45,25 +43,26 @@ def test_fault_36_a_cut_download_is_no_file_and_the_next_call_goes_on(
     assert server.ranges == ["", "bytes=300000-"]
 
 
-@pytest.mark.parametrize("size", [len(CONTENT), None])
-def test_a_part_that_is_longer_than_the_file_is_given_up_and_a_whole_one_named(server, path, size):
-    published = replace(server.publish(CONTENT), size=size)
+def test_a_part_that_is_too_long_is_dropped_and_a_complete_one_renamed(server, path):
+    published = server.publish(CONTENT)
+    unknown = replace(published, size=None)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(CONTENT + b"more")
+    with pytest.raises(MachineError, match="416"):
+        download(unknown, path)
+    assert download(unknown, path).read_bytes() == CONTENT
 
-    if size is None:
-        with pytest.raises(MachineError, match="answers 416"):
-            download(published, path)
+    path.rename(part_of(path))
+    part_of(path).write_bytes(CONTENT + b"more")
     assert download(published, path).read_bytes() == CONTENT
-    if size is not None:
-        path.rename(part_of(path))
-        asked = len(server.ranges)
-        assert download(published, path).read_bytes() == CONTENT
-        assert len(server.ranges) == asked
+    path.rename(part_of(path))
+    requests = len(server.ranges)
+    assert download(published, path).read_bytes() == CONTENT
+    assert len(server.ranges) == requests
 
 
 @pytest.mark.parametrize("part", [b"", b"of another file"])
-def test_fault_36_a_wrong_checksum_is_never_promoted_and_nothing_is_kept(server, path, part):
+def test_fault_36_a_file_with_a_wrong_checksum_is_deleted(server, path, part):
     published = server.publish(CONTENT)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(part)
@@ -78,7 +77,7 @@ def test_fault_36_a_wrong_checksum_is_never_promoted_and_nothing_is_kept(server,
     assert download(published, path).read_bytes() == CONTENT
 
 
-def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, path, monkeypatch):
+def test_silent_and_absent_servers_are_reported_within_seconds(server, path, monkeypatch):
     monkeypatch.setattr(network, "REACH_SECONDS", 0.2)
     silent = server.publish(CONTENT)
     server.delay = 1.0
@@ -86,16 +85,16 @@ def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, pat
 
     with pytest.raises(MachineError, match=r"no answer within 0\.2 s.*list\.txt"):
         download(silent, path)
-    with pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached .*refused"):
+    with pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached"):
         download(PublishedFile("http://127.0.0.1:9/list.txt", "0"), path)
 
     assert time.monotonic() - start < 0.9
 
 
-def test_an_address_that_is_gone_and_a_folder_that_cannot_be_written_are_told(server, path):
+def test_missing_addresses_and_unwritable_folders_are_reported(server, path):
     published = server.publish(CONTENT)
     server.gone = True
-    with pytest.raises(MachineError, match="404 Not Found"):
+    with pytest.raises(MachineError, match="404"):
         download(published, path)
 
     path.touch()

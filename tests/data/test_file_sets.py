@@ -20,12 +20,15 @@ def images(tmp_path: Path) -> FileImageSet:
 
 
 def test_an_image_that_is_named_twice_is_refused(images):
-    with pytest.raises(DataError, match="same image twice"):
+    with pytest.raises(DataError):
         replace(images, ids=("a", "b", "a")).validate()
 
 
 def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images):
     assert images.masks is not None
+    # Nothing is decoded.
+    for path in images.images.folder.glob("*"):
+        path.write_bytes(b"no picture")
     first, masks = images.fingerprint(), images.masks.files
     changed = [
         replace(images, ids=("a", "b")),
@@ -35,6 +38,8 @@ def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images):
     ]
     assert len({first, *(other.fingerprint() for other in changed)}) == 5
     assert replace(images, name="other", split="part").fingerprint() == first
+    copy = pickle.loads(pickle.dumps(images))
+    assert (copy.fingerprint(), copy.ids) == (first, images.ids)
 
     with masks.path("a").open("ab") as file:
         file.write(b"x")
@@ -42,17 +47,7 @@ def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images):
     assert replace(images).fingerprint() != first
 
 
-def test_the_fingerprint_decodes_no_picture_and_goes_to_another_process(images):
-    for path in images.images.folder.glob("*"):
-        path.write_bytes(b"no picture")
-    assert len(images.fingerprint()) == 64
-
-    other = pickle.loads(pickle.dumps(images))
-
-    assert (other.fingerprint(), other.ids) == (images.fingerprint(), images.ids)
-
-
-def test_files_are_missing_where_no_file_is_whatever_is_listed(images, monkeypatch):
+def test_missing_files_are_found_by_listing_their_folders(images, monkeypatch):
     files, folder = Files(images.images.folder, ".jpg"), images.images.folder
     (folder / "deeper").mkdir()
     (folder / "deeper/d.jpg").symlink_to(folder / "a.jpg")
@@ -62,6 +57,6 @@ def test_files_are_missing_where_no_file_is_whatever_is_listed(images, monkeypat
     absent = ["gone", "folder", "deeper/e", "no/f"]
     names = ["gone.jpg", "folder.jpg", "e.jpg", "f.jpg"]
     assert files.missing(["a", "b", "deeper/d", *absent]) == names
-    # Where names are found whatever their letters, though listed as they were written.
+    # Some file systems ignore upper and lower case.
     monkeypatch.setattr(Path, "is_file", lambda path: path.name.lower() == "a.jpg")
     assert files.missing(["A"]) == []

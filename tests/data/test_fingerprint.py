@@ -1,10 +1,12 @@
-"""Row 54 of the catalogue of faults: a fingerprint is of what the files hold, read once.
+"""Row 54 of the catalogue of faults: fingerprints follow the content of files, read once.
 
-Or of their sizes and times, where these are to be trusted, and says so.
+With data.fingerprint=stat they follow sizes and times, and say so.
 """
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files import fingerprints
 from ssl_bench.data.files.fingerprints import (
     ReadOptions,
     dataset_with_read_options,
@@ -24,10 +27,13 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
 from tests.support.faults import (
     class_folders,
     coco20k,
+    exit_code,
     fails,
+    fork,
     paired_folders,
     photo_folder,
     picture,
@@ -41,8 +47,11 @@ from tests.support.repainting import repaint, settle
 pytestmark = pytest.mark.usefixtures("cache")
 
 BY_STAT = ReadOptions("stat")
-
 JSON = "annotations/instances_train2014.json"
+
+
+def fingerprint(root: Path) -> str:
+    return ImageFolder(root).images().fingerprint()
 
 
 def coco_set(root: Path) -> Path:
@@ -73,48 +82,37 @@ def voc_set(root: Path) -> Path:
     return voc(root).parents[1]
 
 
-Opener = Callable[[Path], ImageSet]
-YEAR = "VOCdevkit/VOC2012"
-
-
-def at(path: str, old: bytes | None = None, new: bytes = b"") -> Callable[[Path], None]:
-    return lambda root: repaint(root / path, old, new)
-
-
-CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] = {
-    "picture": (photo_folder, lambda r: ImageFolder(r).images(), at("2.jpg")),
-    "VOC boxes": (
-        *(voc_set, lambda r: Voc(r).discovery()),
-        at(f"{YEAR}/Annotations/v1.xml", b"<xmin>9<", b"<xmin>8<"),
-    ),
-    "COCO boxes": (
-        *(coco_set, lambda r: Coco20k(r).discovery()),
-        at(JSON, b"[7, 2, 5, 6]", b"[7, 2, 5, 4]"),
-    ),
-    "mask": (
+Case = tuple[Callable[[Path], Path], Callable[[Path], ImageSet], str, bytes | None, bytes]
+XML = "VOCdevkit/VOC2012/Annotations/v1.xml"
+LIST = "val/val_annotations.txt"
+CASES: dict[str, Case] = {
+    "picture": (photo_folder, lambda r: ImageFolder(r).images(), "2.jpg", None, b""),
+    "labelled": (class_folders, lambda r: ClassFolders(r).val(), "val/dog/1.jpg", None, b""),
+    "VOC boxes": (voc_set, lambda r: Voc(r).discovery(), XML, b"<xmin>9<", b"<xmin>8<"),
+    "COCO boxes": (coco_set, lambda r: Coco20k(r).discovery(), JSON, b"2, 5, 6]", b"2, 5, 4]"),
+    "mask": (named_folders, lambda r: ImageMaskFolders(r).val(), "masks/val/1.png", None, b""),
+    "class names": (
         *(named_folders, lambda r: ImageMaskFolders(r).val()),
-        at("masks/val/1.png"),
+        *("classes.txt", b"sky\nsea", b"sea\nsky"),
     ),
-    "names of classes": (
-        *(named_folders, lambda r: ImageMaskFolders(r).val()),
-        at("classes.txt", b"sky\nsea", b"sea\nsky"),
-    ),
-    "labelled image": (class_folders, lambda r: ClassFolders(r).val(), at("val/dog/1.jpg")),
-    "list of labels": (
-        *(tiny_imagenet, lambda r: ClassFolders(r).val()),
-        at("val/val_annotations.txt", b"cat1.jpg\tcat", b"cat1.jpg\tdog"),
+    "labels": (
+        tiny_imagenet,
+        lambda r: ClassFolders(r).val(),
+        LIST,
+        b"cat1.jpg\tcat",
+        b"cat1.jpg\tdog",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fault_54_bytes_that_change_at_the_same_size_and_time_are_noticed(tmp_path, case):
-    make, opened, change = CASES[case]
+def test_fault_54_changed_bytes_of_equal_size_and_time_are_noticed(tmp_path, case):
+    make, opened, file, old, new = CASES[case]
     root = make(tmp_path / "data")
     settle()
     before = [opened(root).fingerprint() for _ in range(2)]
 
-    change(root)
+    repaint(root / file, old, new)
 
     assert before[0] == before[1] != opened(root).fingerprint()
 
@@ -122,20 +120,22 @@ def test_fault_54_bytes_that_change_at_the_same_size_and_time_are_noticed(tmp_pa
 def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read):
     root = photo_folder(tmp_path / "photos")
     settle()
-    first = ImageFolder(root).images().fingerprint()
+    first = fingerprint(root)
     shutil.copytree(root, tmp_path / "copy")
     os.utime(root / "1.jpg", (1, 1))
     settle()
     del files_read[:]
 
-    assert ImageFolder(root).images().fingerprint() == first
+    assert fingerprint(root) == first
     assert set(files_read) == {"1.jpg"}
-    assert ImageFolder(tmp_path / "copy").images().fingerprint() == first
-    root.rename(tmp_path / "moved")
-    assert ImageFolder(tmp_path / "moved").images().fingerprint() == first
+    assert fingerprint(tmp_path / "copy") == first
+    # The digests of the other files are still stored.
+    del files_read[:]
+    assert fingerprint(root) == first
+    assert not files_read
 
 
-def test_a_change_that_concerns_other_images_is_none(tmp_path):
+def test_changes_of_other_images_do_not_matter(tmp_path):
     root = coco_set(tmp_path / "COCO")
     first = Coco20k(root).discovery().fingerprint()
 
@@ -145,73 +145,66 @@ def test_a_change_that_concerns_other_images_is_none(tmp_path):
     assert Coco20k(root).discovery().fingerprint() == first
 
 
-def test_names_that_look_like_two_are_one(tmp_path):
-    for name, parts in (("one", ["a\tb.jpg"]), ("two", ["a", "b.jpg"]), ("three", ["a\nb.jpg"])):
-        path = tmp_path / name / "/".join(parts)
-        path.parent.mkdir(parents=True)
-        picture(0).save(path)
-    odd = Path(os.fsdecode(b"\xff.jpg"))
-    photo_folder(tmp_path / "four", 1)
-    (tmp_path / "four/0.jpg").rename(tmp_path / "four" / odd)
+def test_separators_and_odd_bytes_in_names_are_distinguished(tmp_path):
+    names = (b"a\tb.jpg", b"a/b.jpg", b"a\nb.jpg", b"\xff.jpg")
+    found = set()
+    for number, name in enumerate(names):
+        path = tmp_path / str(number) / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Pillow cannot save to a name that is not UTF-8.
+        picture(0).save(tmp_path / "same.jpg")
+        shutil.copy(tmp_path / "same.jpg", path)
+        found.add(fingerprint(tmp_path / str(number)))
 
-    names = ("one", "two", "three", "four")
-    assert len({ImageFolder(tmp_path / name).images().fingerprint() for name in names}) == 4
+    assert len(found) == 4
 
 
-def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_read):
-    root = photo_folder(tmp_path / "photos")
+def test_sizes_and_times_are_trusted_only_on_request(tmp_path, files_read):
+    def open_sets() -> list[Any]:
+        sets: list[Any] = [
+            with_read_options(ImageFolder(tmp_path / "photos").images(), BY_STAT),
+            dataset_with_read_options(Voc(tmp_path), BY_STAT).discovery(),
+            dataset_with_read_options(ClassFolders(tmp_path / "classes"), BY_STAT).val(),
+        ]
+        return sets + [ImageSubset(images, (1, 2)) for images in sets]
 
-    def found() -> str:
-        return with_read_options(ImageFolder(root).images(), BY_STAT).fingerprint()
-
-    first = found()
-    repaint(root / "1.jpg")
-    assert found() == first
-    os.utime(root / "1.jpg")
-    assert found() != first
+    photo_folder(tmp_path / "photos")
+    class_folders(tmp_path / "classes")
+    voc(tmp_path)
+    first = [images.fingerprint() for images in open_sets()]
+    assert {fingerprint[:5] for fingerprint in first} == {"stat-"}
+    assert len({fingerprint[5:11] for fingerprint in first}) == 6
+    repaint(tmp_path / "photos/1.jpg")
+    assert [images.fingerprint() for images in open_sets()] == first
+    os.utime(tmp_path / "photos/1.jpg")
+    changed = [images.fingerprint() for images in open_sets()]
+    assert [a == b for a, b in zip(changed, first, strict=True)] == [0, 1, 1, 0, 1, 1]
     assert not files_read
 
 
-def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
-    sets: list[Any] = [
-        with_read_options(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
-        dataset_with_read_options(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
-        dataset_with_read_options(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
-    ]
-    sets += [ImageSubset(images, (1, 2)) for images in sets]
-
-    found = [images.fingerprint() for images in sets]
-    assert all(fingerprint.startswith("stat-") for fingerprint in found)
-    assert len({fingerprint[5:11] for fingerprint in found}) == 6
-
-
-def test_numbers_that_trust_times_say_so_and_never_meet_others(place, capsys):
+def test_results_by_sizes_and_times_are_kept_apart(place, capsys):
     words = probing("pca", "folder", place / "photos")
     assert main([*words, "data.fingerprint=stat"]) == 0
-    trusting = capsys.readouterr()
+    assert "identified by size and time" in capsys.readouterr().out
     assert main(words) == 0
-    reading = capsys.readouterr()
+    assert "identified by size and time" not in capsys.readouterr().out
 
-    note = "4 images, image_size=32, files identified by size and time only; "
-    assert note in trusting.out
-    assert note not in reading.out
-    assert "that already exist" not in reading.err
     kinds = [record.dataset_fingerprint.startswith("stat-") for record in records()]
     assert sorted(kinds) == [False, True]
     assert main(["table"]) == 0
     assert "data stat-" in capsys.readouterr().out
-    assert "expects content or stat" in fails(capsys, [*words, "data.fingerprint=times"], 2)
+    fails(capsys, [*words, "data.fingerprint=times"], 2)
 
 
-def test_fault_54_a_run_does_not_go_on_with_repainted_images_and_may_trust_times(place, capsys):
+def test_fault_54_a_run_does_not_resume_with_changed_images(place, capsys):
     run = pretraining(
         place / "photos", "run", "train.max_minutes=0.0", "objective.crops.num_locals=0"
     )
-    assert main([*run, "data.fingerprint=stat"]) == 0
-    assert main([*run, "data.fingerprint=stat", "--resume"]) == 0
+    by_stat = [*run, "data.fingerprint=stat"]
+    assert main(by_stat) == main([*by_stat, "--resume"]) == 0
     said = fails(capsys, [*run, "--resume"], 2)
     assert "data.fingerprint: stat -> content" in said
-    # What follows from it is not said.
+    # This difference follows from the other one.
     assert "image_files: " not in said
     settle()
     assert main([*run, "--overwrite"]) == 0
@@ -221,3 +214,125 @@ def test_fault_54_a_run_does_not_go_on_with_repainted_images_and_may_trust_times
     said = fails(capsys, [*run, "--resume"], 2)
     assert "image_files: " in said
     assert "images: " not in said
+
+
+# The cache of digests.
+
+
+def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exact, second = fingerprints.file_state, 10**9
+
+    def coarse(path: Path) -> tuple[int, int, int, int]:
+        size, mtime_ns, ctime_ns, inode = exact(path)
+        return size, mtime_ns // second * second, ctime_ns // second * second, inode
+
+    monkeypatch.setattr(fingerprints, "file_state", coarse)
+    root = photo_folder(tmp_path / "photos", 1)
+    # Both within one second of the clock.
+    if time.time() % 1 > 0.7:
+        time.sleep(1 - time.time() % 1 + 0.02)
+    repaint(root / "0.jpg")
+    before = fingerprint(root)
+    repaint(root / "0.jpg")
+
+    assert fingerprint(root) != before
+
+
+def test_fault_54_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files_read):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    first = fingerprint(root)
+    (kept,) = cache.iterdir()
+    content = kept.read_bytes()
+    flipped = [
+        content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for place in (0, 30, 70, len(content) - 1)
+    ]
+    older = content.replace(b"files 1", b"files 0")
+
+    for damaged in (*flipped, b"", content[:-40], content[:-64], content + bytes(64), older):
+        kept.write_bytes(damaged)
+        del files_read[:]
+        assert fingerprint(root) == first
+        assert len(set(files_read)) == 4
+        assert kept.read_bytes()[:28] == content[:28]
+    del files_read[:]
+    assert fingerprint(root) == first
+    assert not files_read
+
+
+@pytest.mark.parametrize("has_home", [False, True])
+def test_fault_54_a_cache_that_cannot_be_written_is_reported_once(
+    tmp_path, monkeypatch, capsys, files_read, has_home
+):
+    if has_home:
+        (tmp_path / "cache").write_text("in the way")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError(tmp_path)))
+    roots = [photo_folder(tmp_path / name) for name in ("one", "other")]
+    settle()
+
+    assert len({fingerprint(root) for root in roots * 2}) == 1
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "XDG_CACHE_HOME" in line
+    # Each file once for its bytes and once for its orientation, both times.
+    assert len(files_read) == 32
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code", "least"),
+    # A probe has also stored that all 40 photographs can be decoded.
+    [("probe", signal.SIGINT, 130, 70), ("pretrain", signal.SIGTERM, 75, 30)],
+)
+def test_fault_54_an_interrupt_keeps_the_computed_digests(
+    place, cache, monkeypatch, files_read, command, number, code, least
+):
+    root = photo_folder(place / "many", 40)
+    settle()
+    read = fingerprints._read
+
+    def read_slowly(part: fingerprints.FilePart) -> bytes:
+        if len(files_read) > 30:
+            (place / "slow").touch()
+            time.sleep(0.5)
+        return read(part)
+
+    monkeypatch.setattr(fingerprints, "_read", read_slowly)
+    words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
+    child = fork(lambda: main(words), stderr=place / "said")
+    deadline = time.monotonic() + 30
+    while not (place / "slow").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, number)
+
+    assert exit_code(child) == code, (place / "said").read_text()
+    kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())
+    assert least <= kept < least + 45
+
+
+def test_fault_54_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    read = fingerprints._read
+
+    def change_meanwhile(part: fingerprints.FilePart) -> bytes:
+        digest = read(part)
+        if part.file.name == "2.jpg":
+            part.file.write_bytes(b"more")
+        return digest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fingerprints, "_read", change_meanwhile)
+        with pytest.raises(DataError, match=r"2\.jpg"):
+            fingerprint(root)
+    images = ImageFolder(root).images()
+    (root / "1.jpg").unlink()
+    with pytest.raises(DataError, match=r"1\.jpg .*No such file"):
+        images.fingerprint()
+    os.mkfifo(root / "1.jpg")
+    with pytest.raises(DataError, match=r"1\.jpg is not a regular file"):
+        fingerprint(root)

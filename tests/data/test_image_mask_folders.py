@@ -28,8 +28,9 @@ def save(root: Path, name: str, pixels: Any) -> None:
     Image.fromarray(np.array(pixels, np.uint8)).save(path)
 
 
-def picture(root: Path, name: str) -> None:
-    save(root, name, [[(9, 8, 7)] * 3] * 2)
+def picture(root: Path, *names: str) -> None:
+    for name in names:
+        save(root, name, [[(9, 8, 7)] * 3] * 2)
 
 
 def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:
@@ -67,7 +68,7 @@ def cityscapes(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscapes):
+def test_cityscapes_has_19_classes_in_folders_of_cities(cityscapes):
     dataset = from_config("cityscapes", cityscapes)
 
     train, val = dataset.train(), dataset.val()
@@ -77,34 +78,26 @@ def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscap
     assert mask_of(dataset) == [[0, 1, 18], [255, 255, 16]]
     assert (val.name, val.class_names[::18]) == ("cityscapes-3", ("road", "bicycle"))
     assert dataset.images()[1].mask is None
+    # The fingerprint counts the same numbers as in older versions.
+    assert val.masks is not None
+    assert sorted(val.masks.labels.classes) == [*range(34), 255]
+    with pytest.raises(DataError, match=r"no split test\. .*: val, train"):
+        from_config("cityscapes", cityscapes, val_split="test").val()
 
 
-@pytest.mark.parametrize("changes", [{}, {"numbers": None, "ignored": [255]}])
-def test_training_ids_of_cityscapes_are_read_under_their_own_name(cityscapes, changes):
-    suffix = "_gtFine_labelTrainIds.png"
+def test_training_ids_of_cityscapes_are_recognised_by_name_or_refused(cityscapes):
+    suffix, stated = "_gtFine_labelTrainIds.png", {"numbers": None, "ignored": [255]}
+    for changes in ({}, stated):
+        remapped = from_config("cityscapes", cityscapes, mask_suffix=suffix, **changes)
+        assert mask_of(remapped) == [[0, 1, 18], [255, 255, 16]]
 
-    remapped = from_config("cityscapes", cityscapes, mask_suffix=suffix, **changes)
-
-    assert mask_of(remapped) == [[0, 1, 18], [255, 255, 16]]
-
-
-def test_training_ids_of_cityscapes_are_refused_under_the_name_of_ids(cityscapes):
     for path in cityscapes.rglob("*_labelTrainIds.png"):
         path.rename(path.with_name(path.name.replace("labelTrainIds", "labelIds")))
-
     with pytest.raises(DataError, match=r"labelIds\.png holds 255") as caught:
         from_config("cityscapes", cityscapes).val()
 
     assert caught.value.hint == ("dataset.numbers=null", "dataset.ignored=[255]")
-    renamed = from_config("cityscapes", cityscapes, numbers=None, ignored=[255])
-    assert mask_of(renamed) == [[0, 1, 18], [255, 255, 16]]
-
-
-def test_the_fingerprint_of_cityscapes_counts_the_same_numbers_as_before(cityscapes):
-    masks = from_config("cityscapes", cityscapes).val().masks
-
-    assert masks is not None
-    assert sorted(masks.labels.classes) == [*range(34), 255]
+    assert mask_of(from_config("cityscapes", cityscapes, **stated)) == [[0, 1, 18], [255, 255, 16]]
 
 
 def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
@@ -116,18 +109,20 @@ def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
     assert (dataset.train().name, dataset.train().ids) == ("camvid-1", ("0001TP_006690",))
     assert mask_of(dataset) == [[0, 10, 255], [3, 3, 3]]
     assert len(from_config("camvid", tmp_path, val_split="test").val()) == 1
+    with pytest.raises(DataError, match=r"no split other\. .*: val, test, train\."):
+        from_config("camvid", tmp_path, train_split="other").train()
 
 
-def test_a_list_of_names_parts_one_folder_into_splits(tmp_path):
+def test_lists_of_names_divide_one_folder_into_splits(tmp_path):
     for name in "abc":
-        picture(tmp_path, f"701_StillsRaw_full/{name}.png")
-        save(tmp_path, f"LabeledApproved_full/{name}_L.png", MASK)
+        picture(tmp_path, f"raw/{name}.png")
+        save(tmp_path, f"labels/{name}_L.png", MASK)
     (tmp_path / "train.txt").write_text("/SegNet/train/a.png /SegNet/trainannot/a.png\nb\n")
     (tmp_path / "val.txt").write_text("c.png\n")
     dataset = ImageMaskFolders(
         tmp_path,
-        image_folder="701_StillsRaw_full",
-        mask_folder="LabeledApproved_full",
+        image_folder="raw",
+        mask_folder="labels",
         image_suffix=".png",
         mask_suffix="_L.png",
         lists="{split}.txt",
@@ -140,27 +135,24 @@ def test_a_list_of_names_parts_one_folder_into_splits(tmp_path):
     with pytest.raises(DataError, match=r"1 of 2 images of the split val .* d\.png; .*val\.txt"):
         dataset.val()
     # A name may stand there with all that follows the common part.
-    (tmp_path / "701_StillsRaw_full/c.png").rename(tmp_path / "701_StillsRaw_full/c_left.png")
+    (tmp_path / "raw/c.png").rename(tmp_path / "raw/c_left.png")
     (tmp_path / "val.txt").write_text("images/c_left.png\n")
     assert replace(dataset, image_suffix="_left.png").val().ids == ("c",)
 
 
-def test_images_and_masks_may_lie_beside_each_other(tmp_path):
-    for split in ("train", "val"):
-        picture(tmp_path, f"{split}/a.png")
-        save(tmp_path, f"{split}/a_label.png", MASK)
+def test_images_and_masks_may_share_a_folder(tmp_path):
+    picture(tmp_path, "train/a.png", "val/a.png")
+    save(tmp_path, "val/a_label.png", MASK)
     together = {"image_folder": "{split}", "mask_folder": "{split}", "image_suffix": ".png"}
 
-    assert ImageMaskFolders(tmp_path, **together, mask_suffix="_label.png", **NAMED).val().ids == (
-        "a",
-    )
-    with pytest.raises(
-        ConfigurationError, match=r"\{split\}/\*\.png matches .*dataset.mask_suffix"
-    ):
+    dataset = ImageMaskFolders(tmp_path, **together, mask_suffix="_label.png", **NAMED)
+    assert dataset.val().ids == ("a",)
+    with pytest.raises(ConfigurationError) as caught:
         ImageMaskFolders(tmp_path, **together, mask_suffix=".png", **NAMED)
+    assert "dataset.mask_suffix={mask_suffix}" in caught.value.hint
 
 
-def test_colours_become_classes_and_others_are_named(folders):
+def test_colours_become_classes_and_unknown_ones_are_refused(folders):
     colours: dict[str, Any] = {"colours": [ROAD, SKY], "ignored_colours": [VOID], **NAMED}
     save(folders, "masks/val/c.png", [[ROAD, SKY, VOID], [SKY, SKY, ROAD]])
     dataset = ImageMaskFolders(folders, **colours)
@@ -169,11 +161,11 @@ def test_colours_become_classes_and_others_are_named(folders):
     swapped = ImageMaskFolders(folders, **{**colours, "colours": [SKY, ROAD]})
     assert swapped.val().fingerprint() != dataset.val().fingerprint()
     save(folders, "masks/val/c.png", [[ROAD, SKY, (1, 2, 3)], [SKY, SKY, ROAD]])
-    with pytest.raises(DataError, match=r"c\.png holds the colour \[1, 2, 3\], .*dataset.colours"):
+    with pytest.raises(DataError, match=r"c\.png holds the colour \[1, 2, 3\]"):
         mask_of(dataset)
 
 
-def test_class_names_may_stand_in_a_file_and_classes_begin_at_one(folders):
+def test_class_names_may_be_in_a_file_and_numbers_begin_at_one(folders):
     (folders / "classes.txt").write_text("road\n sky \n\n")
     save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
     dataset = ImageMaskFolders(folders, reduce_zero=True)
@@ -181,47 +173,32 @@ def test_class_names_may_stand_in_a_file_and_classes_begin_at_one(folders):
     assert dataset.val().class_names == ("road", "sky")
     assert mask_of(dataset) == [[255, 0, 1], [1, 255, 255]]
     (folders / "classes.txt").unlink()
-    with pytest.raises(DataError, match=r"classes\.txt") as caught:
+    with pytest.raises(DataError) as caught:
         ImageMaskFolders(folders).val()
     assert caught.value.hint == ("dataset.class_names=[road,sky]",)
 
 
-@pytest.mark.parametrize(
-    ("lost", "complaint"),
-    [
-        ("images/train/a.jpg", r"1 of 2 images of the split train are missing in .*: a\.jpg"),
-        ("masks/train/b.png", r"1 of 2 masks of the split train are missing in .*: b\.png"),
-    ],
-)
-def test_an_image_without_its_partner_is_found_at_once(folders, lost, complaint):
+@pytest.mark.parametrize("lost", ["images/train/a.jpg", "masks/train/b.png"])
+def test_an_image_without_its_mask_is_found_at_once(folders, lost):
     (folders / lost).unlink()
 
-    with pytest.raises(DataError, match=complaint):
+    with pytest.raises(DataError, match=f"1 of 2 {lost[:5]}.* train .*{lost[-5:]}"):
         ImageMaskFolders(folders, **NAMED).train()
 
 
-def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
-    with pytest.raises(DataError, match=r"gtFine has no split test. Existing splits: val, train"):
-        from_config("cityscapes", cityscapes, val_split="test").val()
-    picture(cityscapes, "trainannot/a.png")
-    picture(cityscapes, "test/a.png")
-    with pytest.raises(DataError, match=r"has no split test. Existing splits: train\."):
-        from_config("camvid", cityscapes, train_split="test").train()
-
-
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    "changes",
     [
-        ({"numbers": [1, 1]}, "2 different numbers"),
-        ({"numbers": [0, 255]}, "not in dataset.ignored"),
-        ({"numbers": [0, 300]}, r"must lie in 0\.\.255"),
-        ({"colours": [ROAD]}, "2 different colours, .* got 1"),
-        ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
-        ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
+        {"numbers": [1, 1]},
+        {"numbers": [0, 255]},
+        {"numbers": [0, 300]},
+        {"colours": [ROAD]},
+        {"colours": [ROAD, SKY], "ignored_colours": [SKY]},
+        {"numbers": [1, 2], "reduce_zero": True},
     ],
 )
-def test_options_that_contradict_each_other_are_refused(folders, changes, complaint):
-    with pytest.raises(ConfigurationError, match=complaint):
+def test_contradicting_options_are_refused(folders, changes):
+    with pytest.raises(ConfigurationError):
         ImageMaskFolders(folders, **NAMED, **changes).val()
 
 
@@ -238,22 +215,18 @@ def test_ecssd_is_one_set_of_masks_of_one_object(tmp_path, capsys):
     words = ["data", "check", "ecssd", "--data-root", str(tmp_path), "--subset"]
     assert main(words) == 0
     save(tmp_path, "ground_truth_mask/0002.png", [[0, 255, 127], [0, 0, 255]])
-    capsys.readouterr()
-
     assert main(words) == 3
-
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "ground_truth_mask/0002.png holds label 127, expected 0, 255" in last
+    assert "0002.png holds label 127, expected 0, 255" in capsys.readouterr().err
 
 
-def test_masks_of_one_object_have_both_roles_where_there_are_two_splits(folders):
+def test_masks_of_one_object_support_segmentation_with_two_splits(folders):
     both = ImageMaskFolders(folders, one_object=True, numbers=[0, 1])
 
     assert both.supports == {"saliency", "segmentation", "images"}
     assert (both.val().class_names, len(both.train())) == (("background", "object"), 2)
     halves = {"train_split": "all:0-50%", "val_split": "all:50-100%"}
     assert "segmentation" in from_config("ecssd", folders, **halves).supports
-    with pytest.raises(ConfigurationError, match="share images"):
+    with pytest.raises(ConfigurationError):
         ImageMaskFolders(folders, train_split="a:0-60%", val_split="a:50-100%", one_object=True)
 
 
@@ -264,6 +237,11 @@ def save_with_palette(path: Path, mask: Any, colours: list[tuple[int, int, int]]
 
 
 def test_a_palette_in_another_order_than_the_others_is_refused(folders):
+    # Masks with a palette may lie between grey ones.
+    save_with_palette(folders / "masks/train/b.png", INDICES, [ROAD, SKY])
+    masks = [sample.mask for sample in ImageMaskFolders(folders, **NAMED).train()]
+    assert [mask.tolist() for mask in masks if mask is not None] == [MASK, INDICES]
+
     save_with_palette(folders / "masks/train/a.png", INDICES, [ROAD, SKY])
     save_with_palette(folders / "masks/train/b.png", INDICES, [SKY, ROAD])
     save_with_palette(folders / "masks/val/c.png", INDICES, [SKY, ROAD])
@@ -272,7 +250,7 @@ def test_a_palette_in_another_order_than_the_others_is_refused(folders):
     assert train[0].mask is not None
     with pytest.raises(DataError, match=r"b\.png stores 0 for the colour \[70, 130, 180\]"):
         train[1]
-    # All masks of a split have this order.
+    # All masks of this split have the same order.
     assert mask_of(ImageMaskFolders(folders, **NAMED)) == INDICES
     by_colour = ImageMaskFolders(folders, colours=[ROAD, SKY], **NAMED)
     assert mask_of(by_colour) == [[1, 0, 0], [0, 1, 0]]
@@ -281,7 +259,7 @@ def test_a_palette_in_another_order_than_the_others_is_refused(folders):
 @pytest.mark.parametrize(
     ("levels", "is_refused"), [((0, 2, 255), True), ((0, 255), False), ((0, 128, 255), False)]
 )
-def test_a_grey_mask_that_a_tool_gave_a_palette_is_refused(folders, levels, is_refused):
+def test_a_grey_mask_to_which_a_tool_added_a_palette_is_refused(folders, levels, is_refused):
     mask = [[*range(len(levels)), 0]]
     save(folders, "images/val/c.jpg", [[(9, 8, 7)] * (len(levels) + 1)])
     save_with_palette(folders / "masks/val/c.png", mask, [(level,) * 3 for level in levels])
@@ -292,11 +270,3 @@ def test_a_grey_mask_that_a_tool_gave_a_palette_is_refused(folders, levels, is_r
             mask_of(dataset)
     else:
         assert mask_of(dataset) == mask
-
-
-def test_masks_with_a_palette_may_lie_between_grey_ones(folders):
-    save_with_palette(folders / "masks/train/b.png", INDICES, [ROAD, SKY])
-
-    masks = [sample.mask for sample in ImageMaskFolders(folders, **NAMED).train()]
-
-    assert [mask.tolist() for mask in masks if mask is not None] == [MASK, INDICES]

@@ -1,13 +1,31 @@
-"""Splits and shares of them."""
+"""Splits, shares and limits: which images they take, and under which name."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssl_bench.data.splits import Split, require_disjoint
+from pretrain.description import describe, find_differences
+from pretrain.options import DataOptions
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.data.files.readable import ImageSubset
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.voc import Voc
+from ssl_bench.data.samples import name_of_images
+from ssl_bench.data.splits import (
+    Split,
+    apply_shared_values,
+    limit_dataset,
+    limit_images,
+    require_disjoint,
+    shared_values,
+)
 from ssl_bench.errors import ConfigurationError
+from tests.support.faults import class_folders, photo_folder, probing, records, voc
 
 IDS = [f"{number:02d}" for number in range(10)]
 
@@ -23,7 +41,7 @@ def test_a_share_counts_percent_of_the_sorted_ids():
     count=st.integers(0, 300),
     cuts=st.lists(st.integers(1, 999).map(lambda tenth: tenth / 10), unique=True, max_size=9),
 )
-def test_shares_that_meet_neither_overlap_nor_leave_a_gap(count, cuts):
+def test_adjacent_shares_neither_overlap_nor_leave_a_gap(count, cuts):
     ids = [f"{number:04d}" for number in range(count)]
     edges = [0, *sorted(cuts), 100]
 
@@ -33,11 +51,10 @@ def test_shares_that_meet_neither_overlap_nor_leave_a_gap(count, cuts):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "train:", "train:50%", "train:0-101%", "train:60-40%", "train:5-5%", "a:0-5", ":1-2%"],
+    "text", ["", "train:50%", "train:0-101%", "train:60-40%", "train:5-5%", "a:0-5", ":1-2%"]
 )
-def test_what_is_no_split_is_a_configuration_error(text):
-    with pytest.raises(ConfigurationError, match="expected a split such as"):
+def test_malformed_splits_are_refused(text):
+    with pytest.raises(ConfigurationError):
         Split.parse(text)
 
 
@@ -45,5 +62,94 @@ def test_training_and_validation_must_not_share_images():
     for train, val in [("train", "val"), ("all:0-75%", "all:75-100%"), ("a:0-50%", "b:0-50%")]:
         require_disjoint(train, val)
     for train, val in [("all:0-76%", "all:75-100%"), ("all:50-100%", "all:0-60%")]:
-        with pytest.raises(ConfigurationError, match="share images"):
+        with pytest.raises(ConfigurationError) as caught:
             require_disjoint(train, val)
+        require_disjoint(*(word.partition("=")[2] for word in caught.value.hint))
+
+
+def test_limited_images_are_spread_over_the_classes(tmp_path):
+    whole = ClassFolders(class_folders(tmp_path / "data"))
+
+    few = limit_dataset(whole, 3)
+
+    # Three images of each of two classes: every second one.
+    assert few.train().ids == whole.train().ids[::2]
+    assert [few.train()[i].label for i in range(3)] == [0, 0, 1]
+    assert few.name == few.train().name == few.val().name == "class_folders-limit3"
+
+
+def test_limited_images_have_another_fingerprint(tmp_path):
+    root = photo_folder(tmp_path / "photos")
+    whole = ImageFolder(root).images()
+    for images in (whole, ImageSubset(whole, (0, 1, 2, 3))):
+        few, three, all_four = (limit_images(images, count) for count in (2, 3, 9))
+        assert (few.ids, few.name, len(few)) == (("0.jpg", "2.jpg"), "folder-limit2", 2)
+        assert [few[i].image_id for i in range(2)] == ["0.jpg", "2.jpg"]
+        assert len({one.fingerprint() for one in (images, few, three)}) == 3
+        assert (all_four.ids, all_four.name) == (images.ids, "folder-limit9")
+    # Only the selected files are read.
+    (root / "1.jpg").unlink()
+    assert len(limit_images(replace(whole), 2).fingerprint()) == 64
+
+
+def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
+    words = [f"data.root={photo_folder(tmp_path / 'photos')}", "dataset=folder"]
+
+    def opened(*more: str):
+        config = compose_config("data", [*words, *more])
+        return apply_shared_values(build(config, "dataset"), shared_values(config)).images()
+
+    first, spread = opened("data.first=2"), opened("data.limit=2")
+    assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")
+    assert (spread.ids, spread.name) == (("0.jpg", "2.jpg"), "folder-limit2")
+    assert len({images.fingerprint() for images in (first, spread, opened())}) == 3
+    with pytest.raises(ConfigurationError) as caught:
+        opened("data.first=2", "data.limit=2")
+    assert opened("data.first=2", *caught.value.hint).ids == first.ids
+
+
+def test_results_of_limited_images_have_their_own_name(place, capsys):
+    words = probing("pca", "folder", place / "photos")
+
+    assert main(words) == main([*words, "--limit", "2"]) == main([*words, "data.first=2"]) == 0
+    capsys.readouterr()
+    assert main([*words, "data.limit=2"]) == 0
+
+    assert "skipping 1 of 1 results" in capsys.readouterr().err
+    named = {(record.dataset, record.num_images) for record in records()}
+    assert named == {("folder", 4), ("folder-limit2", 2), ("folder-first2", 2)}
+
+
+def test_pretraining_with_a_limit_is_another_run(tmp_path):
+    root = str(photo_folder(tmp_path / "photos"))
+    few, whole = (DataOptions(root=root, limit=limit) for limit in (3, None))
+
+    assert (few.open().ids, len(whole.open())) == (("0.jpg", "1.jpg", "2.jpg"), 4)
+    assert "data.limit: 3 -> None" in find_differences(
+        {"data": describe(few)}, {"data": describe(whole)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        ({"train": range(1464), "val": range(1464, 2913), "discovery": range(11540)}, "voc2012"),
+        ({"train": range(1464)}, "voc2012"),
+        ({"train": range(1463), "val": range(2000, 3449)}, "voc2012-2912"),
+        ({"train": range(1464), "discovery": range(11541)}, "voc2012-11541"),
+    ],
+)
+def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
+    ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
+    assert name_of_images("voc2012", ids) == name
+    assert name_of_images("mine", ids) == "mine"
+
+
+def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):
+    voc(tmp_path)
+    dataset = Voc(tmp_path, train_split="train:0-50%")
+    # Four training and three other images, whatever the share.
+    sets = (dataset.train(), dataset.val(), dataset.discovery(), dataset.images())
+    assert [(images.name, len(images)) for images in sets] == [
+        ("voc2012-7", count) for count in (2, 3, 7, 7)
+    ]

@@ -27,23 +27,24 @@ PNG = encoded("PNG", picture(1))
 
 
 def opened(*shards: Path, **options) -> TarImages:
-    return TarImages.open(shards, name="webdataset", split="all").with_read_options(
-        ReadOptions(**options)
-    )
-
-
-def make_old(path: Path) -> None:
-    """Date a file back, so that its index may be cached."""
-    os.utime(path, (1e9, 1e9))
+    images = TarImages.open(shards, name="webdataset", split="all")
+    return images.with_read_options(ReadOptions(**options))
 
 
 @pytest.fixture
 def tars(tmp_path: Path) -> Path:
     for number in range(3):
-        write_tar(
-            tmp_path / f"shards/{number:03}.tar", {f"{number}.jpg": JPEG, f"{number}.cls": b"7"}
-        )
+        members = {f"{number}.jpg": JPEG, f"{number}.cls": b"7"}
+        write_tar(tmp_path / f"shards/{number:03}.tar", members)
     return tmp_path / "shards"
+
+
+@pytest.fixture
+def scans(monkeypatch) -> list[Path]:
+    """The tar files that are read to index them."""
+    usual, found = tar_shards._scan, list[Path]()
+    monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
+    return found
 
 
 def test_images_in_tar_files_are_those_of_the_folder(tmp_path):
@@ -52,14 +53,15 @@ def test_images_in_tar_files_are_those_of_the_folder(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     picture(9).save(train / "cat/turned.jpg", exif=exif)
-    expected, found = (
-        ImageFolder(train).images(),
-        WebDataset(tars_of(train, tmp_path / "tars")).images(),
-    )
+    expected = ImageFolder(train).images()
+    found = WebDataset(tars_of(train, tmp_path / "tars")).images()
 
     assert [image_id.split("/", 1)[1] for image_id in found.ids] == list(expected.ids)
     for index in range(len(expected)):
         assert np.array_equal(found[index].image, expected[index].image)
+    few = found.select("few", [2, 0])
+    assert (few.name, few.ids) == ("few", (found.ids[2], found.ids[0]))
+    assert np.array_equal(few[1].image, expected[0].image)
 
 
 def test_members_may_have_any_order_and_side_files(tmp_path):
@@ -81,60 +83,41 @@ def test_members_may_have_any_order_and_side_files(tmp_path):
     assert [images[index].label for index in range(2)] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "",
-        "{000..002}.tar",
-        "{0..2}.tar",
-        "*.tar",
-        "00[0-2].tar",
-        "{000,001,002}.tar",
-        "0{00..02}.tar",
-    ],
-)
-def test_a_folder_and_every_pattern_name_the_same_images(tars, pattern):
-    if pattern == "{0..2}.tar":
-        for path in tars.iterdir():
-            path.rename(tars / path.name[2:])
-
-    assert is_webdataset(tars / pattern)
-    assert len(find_shards(tars / pattern)) == 3
-    assert len(WebDataset(tars / pattern).images()) == 3
+def test_a_folder_and_every_pattern_name_the_same_images(tars):
+    first = WebDataset(tars).images()
+    tars = tars.rename(tars.with_name("moved"))
+    braces = ("{000..002}.tar", "{000,001,002}.tar", "0{00..02}.tar")
+    for pattern in ("*.tar", "00[0-2].tar", *braces):
+        assert is_webdataset(tars / pattern)
+        found = WebDataset(tars / pattern).images()
+        assert found.ids == first.ids
+        assert found.fingerprint() == opened(*find_shards(tars)).fingerprint()
+    for path in tars.iterdir():
+        path.rename(tars / path.name[2:])
+    assert len(find_shards(tars / "{0..2}.tar")) == 3
 
 
-def test_ids_do_not_depend_on_the_pattern_or_the_place(tars):
-    by_folder = WebDataset(tars).images()
-    moved = tars.rename(tars.with_name("moved"))
-    by_braces = WebDataset(moved / "{000..002}.tar").images()
-
-    assert by_braces.ids == by_folder.ids
-    assert by_braces.fingerprint() == opened(*find_shards(moved)).fingerprint()
-
-
-def test_the_first_missing_tar_file_is_named(tars):
+def test_missing_tar_files_are_named(tars, monkeypatch):
     with pytest.raises(DataError, match=r"97 of 100 tar files are missing.*003\.tar$"):
         find_shards(tars / "{000..099}.tar")
     for pattern in ("x*.tar", "x.tar", "**x.tar"):
         with pytest.raises(DataError, match=r"x\*?\.tar"):
             find_shards(tars / pattern)
-    for pattern in ("{0..999999999}.tar", "{0..9999}{0..9999}.tar"):
+    monkeypatch.setattr(tar_shards, "_MAX_SHARDS", 100)
+    for pattern in ("{0..999999999}.tar", "{0..10}{0..9}.tar"):
         with pytest.raises(ConfigurationError):
             find_shards(tars / pattern)
 
 
-@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tgz", "{0..3}", "x?.tar"])
-def test_tar_files_and_patterns_are_recognised(tmp_path, name):
-    assert is_webdataset(tmp_path / name)
-
-
-def test_a_folder_with_images_is_no_webdataset(tars):
+def test_tar_files_patterns_and_folders_of_them_are_recognised(tars):
     (tars / "photos").mkdir()
     assert is_webdataset(tars)
     (tars / "photos/0.png").write_bytes(PNG)
     assert not is_webdataset(tars)
     assert not is_webdataset(tars / "photos")
     assert not is_webdataset(tars / "absent")
+    for name in ("x.tar", "x.tar.gz", "x.tgz", "{0..3}", "x?.tar"):
+        assert is_webdataset(tars / name)
 
 
 @pytest.mark.parametrize(
@@ -142,50 +125,43 @@ def test_a_folder_with_images_is_no_webdataset(tars):
     [
         ({"a.jpg": JPEG, "b.cls": b"0"}, "b.cls"),
         ({"a.json": b"{}"}, "a.json"),
-        ([("a.jpg", JPEG), ("a.jpg", JPEG)], "two"),
         ([("a.jpg", JPEG), ("a.png", PNG)], "two"),
         ([("a.jpg", JPEG), ("a.cls", b"0"), ("a.cls", b"1")], "twice"),
         ({}, "no image"),
     ],
 )
-def test_samples_without_one_image_are_refused(tmp_path, members, word):
+def test_samples_without_exactly_one_image_are_refused(tmp_path, members, word):
     with pytest.raises(DataError, match=word):
         opened(write_tar(tmp_path / "x.tar", members))
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
-def test_links_are_refused(tmp_path, kind):
-    with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        link = tarfile.TarInfo("a.jpg")
-        link.type, link.linkname = kind, "/etc/passwd"
-        tar.addfile(link)
-
-    with pytest.raises(DataError, match=r"a\.jpg is a link"):
-        opened(tmp_path / "x.tar")
-
-
-def test_names_that_lead_outwards_are_only_ids(tmp_path):
+def test_links_and_names_that_lead_outwards_do_no_harm(tmp_path):
     images = opened(write_tar(tmp_path / "in/x.tar", {"../../out.jpg": JPEG, "/etc/0.jpg": JPEG}))
 
     assert images[0].image.shape == images[1].image.shape == (32, 40, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            link = tarfile.TarInfo("a.jpg")
+            link.type, link.linkname = kind, "/etc/passwd"
+            tar.addfile(link)
+        with pytest.raises(DataError, match=r"a\.jpg is a link"):
+            opened(tmp_path / "x.tar")
 
 
-def test_a_compressed_tar_file_is_refused_with_the_command_that_helps(tars):
-    path = tars / "000.tar"
-    Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    path.unlink()
-
-    with pytest.raises(DataError, match=rf"gunzip {path}\.gz"):
-        WebDataset(tars).images()
-
-
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"x" * 99])
-def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path, content):
-    (tmp_path / "x.tar").write_bytes(content)
-
-    with pytest.raises(DataError, match="LFS" if b"lfs" in content else "not a tar file"):
-        opened(tmp_path / "x.tar")
+def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path):
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG})
+    compressed = Path(f"{path}.gz")
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(DataError, match=f"gunzip {compressed}"):
+        opened(compressed)
+    # Two tar files in one.
+    double = 2 * path.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    for content, word in ((pointer, "LFS"), (b"x" * 99, "not a tar"), (double, "after byte")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=word):
+            opened(path)
 
 
 @pytest.mark.parametrize("length", [0, 10, 512, 700, 1024, 1536, 2048, 2500])
@@ -197,11 +173,11 @@ def test_a_tar_file_that_is_cut_is_refused(tmp_path, length):
         opened(path)
 
 
-def test_damaged_headers_end_in_an_error_that_names_the_file(tmp_path):
+def test_damaged_headers_and_images_are_named_with_their_tar_file(tmp_path):
     path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG, "a.cls": b"0", "b" * 200 + ".jpg": JPEG})
     whole, generator = path.read_bytes(), np.random.default_rng(0)
     errors = list[str]()
-    for _ in range(300):
+    for _ in range(150):
         damaged = bytearray(whole)
         place = int(generator.integers(len(whole) // 512)) * 512 + int(generator.integers(512))
         damaged[place : place + 12] = generator.bytes(12)
@@ -211,51 +187,32 @@ def test_damaged_headers_end_in_an_error_that_names_the_file(tmp_path):
             _ = [images[index] for index in range(len(images))]
         except DataError as error:
             errors.append(str(error))
-    assert len(errors) > 50
+    assert len(errors) > 25
     assert all(str(path) in error for error in errors)
-
-
-def test_two_tar_files_in_one_are_refused(tmp_path):
-    path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG})
-    path.write_bytes(2 * path.read_bytes())
-
-    with pytest.raises(DataError, match="after byte"):
-        opened(path)
-
-
-def test_a_damaged_image_is_named_with_its_tar_file(tmp_path):
-    images = opened(write_tar(tmp_path / "x.tar", {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
-
+    images = opened(write_tar(path, {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
     assert images[0].image.shape == (32, 40, 3)
     with pytest.raises(UnreadableImage, match=rf"^{tmp_path}/x\.tar/b/c\.jpg"):
         _ = images[1]
 
 
-def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch):
-    path, scans = tars / "000.tar", []
-    usual = tar_shards._scan
-    monkeypatch.setattr(tar_shards, "_scan", lambda shard: scans.append(1) or usual(shard))
+def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch, scans):
+    path = tars / "000.tar"
+    # A new tar file may change again at the same time, so its index is not cached.
+    index_shard(path)
+    index_shard(path)
+    assert len(scans) == 2
 
     # The change time of the inode is never old in a test.
     monkeypatch.setattr(tar_shards, "RACY_NS", -(10**12))
     first = index_shard(path)
     assert index_shard(path).names == first.names
-    assert len(scans) == 1
+    assert len(scans) == 3
     write_tar(path, {"other.jpg": PNG})
     assert index_shard(path).names[0] == "other.jpg"
     for index in (cache.parent / "tars").iterdir():
         index.write_bytes(index.read_bytes()[:-1] + b"x")
     assert index_shard(path).names[0] == "other.jpg"
-    assert len(scans) == 3
-
-
-def test_a_new_tar_file_is_indexed_anew(tars, monkeypatch):
-    index_shard(tars / "000.tar")
-    usual, scans = tar_shards._scan, []
-    monkeypatch.setattr(tar_shards, "_scan", lambda shard: scans.append(1) or usual(shard))
-
-    index_shard(tars / "000.tar")
-    assert scans == [1]
+    assert len(scans) == 5
 
 
 def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
@@ -268,34 +225,24 @@ def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
 
 
 def test_the_fingerprint_follows_the_bytes_or_the_times(tars):
-    before = [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+    def open_both() -> list[TarImages]:
+        return [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+
+    before = open_both()
     content, stat = (images.fingerprint() for images in before)
-    marks = before[0].file_hashes()
-    make_old(tars / "001.tar")
-    touched = [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+    marks, samples = before[0].file_hashes(), before[0].sample_hashes()
+    os.utime(tars / "001.tar", (1e9, 1e9))
+    touched = open_both()
 
     assert touched[0].fingerprint() == content
     assert touched[1].fingerprint() != stat
     assert stat.startswith("stat-")
     write_tar(tars / "001.tar", {"1.jpg": PNG, "1.cls": b"7"})
-    changed = opened(*find_shards(tars))
+    changed = open_both()[0]
     assert changed.fingerprint() != content
     assert (changed.file_hashes() != marks).tolist() == [False, True, False]
-    assert [
-        a == b for a, b in zip(changed.sample_hashes(), before[0].sample_hashes(), strict=True)
-    ] == [
-        True,
-        False,
-        True,
-    ]
-
-
-def test_some_images_are_those_of_the_indices(tars):
-    images = opened(*find_shards(tars)).select("few", [2, 0])
-
-    assert images.name == "few"
-    assert images.ids == ("002.tar/2.jpg", "000.tar/0.jpg")
-    assert images[1].image_id == "000.tar/0.jpg"
+    is_equal = [a == b for a, b in zip(changed.sample_hashes(), samples, strict=True)]
+    assert is_equal == [True, False, True]
 
 
 def split_tars(root: Path) -> Path:
@@ -355,7 +302,7 @@ def test_labels_need_class_numbers(tmp_path, members, word):
         dataset.pretraining_images()
 
 
-def test_splits_that_are_not_there_or_share_a_tar_file_are_refused(tars):
+def test_missing_and_overlapping_splits_are_refused(tars):
     with pytest.raises(DataError) as caught:
         WebDataset(tars).train()
     assert "dataset.train_split={folder}" in caught.value.hint
@@ -384,8 +331,7 @@ def test_scored_images_that_are_training_images_are_found(tmp_path, fingerprint)
 def test_images_that_were_read_are_not_decoded_again(tars, cache, monkeypatch):
     write_tar(tars / "003.tar", {"damaged.jpg": JPEG[:200]})
     time.sleep(0.05)
-    images = WebDataset(tars).images()
-    errors = find_read_errors(images, {})
+    errors = find_read_errors(WebDataset(tars).images(), {})
     assert [error is None for error in errors] == [True, True, True, False]
     monkeypatch.setattr(TarImages, "__getitem__", lambda *_: pytest.fail("decoded"))
 

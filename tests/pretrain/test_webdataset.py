@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.system.output import say_once
 from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
-from tests.support.faults import fails, pretraining
+from tests.support.faults import exit_code, fails, fork, pretraining, unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 from tests.support.shards import tars_of, write_tar
 
@@ -49,34 +47,36 @@ def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_continues_to_the_bit(root, tmp_path):
-    words = ["--resume", "train.num_workers=2", "train.checkpoint_minutes=0", "train.max_steps=40"]
-    words = pretraining(root / "shards/{000..003}.tar", "killed", *words)
-    command = [sys.executable, "-m", "ssl_bench", *words]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = 0
-    for _ in range(3):
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, process_group=0
-        )
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "killed" / LOG).is_file() or len(log_rows_now(tmp_path)) < done + 5:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        done = len(log_rows_now(tmp_path))
-        assert done < 40
-    assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
-    whole = [word.replace("killed", "whole") for word in command]
-    assert subprocess.run(whole, cwd=tmp_path, env=environment, check=False).returncode == 0
+@unchecked_types()
+def test_a_killed_process_continues_bit_for_bit(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = ("--resume", "train.num_workers=2", "train.checkpoint_minutes=0")
+    killed, whole = (
+        pretraining(root / "shards/{000..003}.tar", str(folder), *options, "train.max_steps=12")
+        for folder in (tmp_path / "killed", tmp_path / "whole")
+    )
+    log, done = tmp_path / "killed" / LOG, 0
+    # First, so that the forked processes need not import anything.
+    assert main(whole) == 0
+
+    def pretrain_in_own_group() -> int:
+        os.setpgid(0, 0)
+        return main(killed)
+
+    for _ in range(2):
+        child = fork(pretrain_in_own_group, stderr=tmp_path / "output")
+        deadline = time.monotonic() + 60
+        while not log.is_file() or len(log.read_text().splitlines()) < done + 2:
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.002)
+        # Also kills the data workers.
+        os.killpg(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        done = len(log.read_text().splitlines())
+        assert done < 12
+    assert main(killed) == 0
 
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
-
-
-def log_rows_now(folder: Path) -> list[str]:
-    return (folder / "killed" / LOG).read_text().splitlines()
 
 
 def test_a_resumed_run_notices_other_images(root, tmp_path):

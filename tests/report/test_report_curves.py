@@ -1,3 +1,5 @@
+"""Points, curves, axes and styles of the charts of a report."""
+
 import hashlib
 import math
 from dataclasses import replace
@@ -8,12 +10,7 @@ import pytest
 from ssl_bench.report.drawing import MAX_END_LABELS, choose_ticks, draw_chart, spread
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.tables.sheets import NO_VALUE
-from tests.support.report_cells import (
-    cell,
-    curve,
-    plain,
-    skipless,
-)
+from tests.support.report_cells import cell, curve, plain, skipless
 
 
 def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
@@ -26,11 +23,8 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
 
     (line,) = group_into_panels(records, list_checkpoints(records))[0].lines
 
-    assert [point.text() for point in line.entries] == [
-        "45.0 [40.5, 50.5] (2 seeds)",
-        NO_VALUE,
-        "9.0 (1 seed)",
-    ]
+    texts = [point.text() for point in line.entries]
+    assert texts == ["45.0 [40.5, 50.5] (2 seeds)", NO_VALUE, "9.0 (1 seed)"]
     assert (line.entries[0].low, line.entries[0].high) == (40.5, 50.5)
     # In the order of the seeds.
     assert line.entries[0].records == (records[1], records[0])
@@ -48,12 +42,9 @@ def test_plain_numbers_have_no_best_block_and_show_interval_ends():
     panels = group_into_panels(records, list_checkpoints(records))
 
     lines = {panel.metric: panel.lines[0] for panel in panels}
-    texts = [point.text() for point in lines["condition_number"].entries]
-    assert texts == ["1.23e+04 [9e+03, ∞]", "∞"]
-    assert [point.sort_key for point in lines["condition_number"].entries] == [
-        "12345.0",
-        "Infinity",
-    ]
+    entries = lines["condition_number"].entries
+    assert [entry.text() for entry in entries] == ["1.23e+04 [9e+03, ∞]", "∞"]
+    assert [entry.sort_key for entry in entries] == ["12345.0", "Infinity"]
     best = {metric: line.best_entry is not None for metric, line in lines.items()}
     assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
 
@@ -78,22 +69,32 @@ def test_other_settings_or_data_give_another_panel():
 def test_a_checkpoint_without_skips_is_dashed():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw", "z", "net"]
     records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
-    # Whatever its name; of a module of one's own nobody knows.
+    # The architecture counts more than the name, and that of a user's module is unknown.
     records[4] = replace(records[4], architecture={"kind": "vit", "skip_attention": False})
     records[5] = replace(records[5], architecture={"kind": "module", "name": "Net"})
 
     found = list_checkpoints(records)
 
-    assert {one.name: (one.style, one.label, dict(one.facts).get("skips")) for one in found} == {
-        "net": ("c0 d0", "net", None),
-        "skip_adamw": ("c1 d0", "skip_adamw", "yes"),
-        "skip_soap": ("c2 d0", "skip_soap", "yes"),
-        "skipless_soap": ("c3 d0s", "skipless_soap", "yes"),
-        "vit": ("c4 d0", "vit", "yes"),
-        "z": ("c5 d0s", "z", "mlp"),
-    }
+    assert [(one.label, one.style, dict(one.facts).get("skips")) for one in found] == [
+        ("net", "c0 d0", None),
+        ("skip_adamw", "c1 d0", "yes"),
+        ("skip_soap", "c2 d0", "yes"),
+        ("skipless_soap", "c3 d0s", "yes"),
+        ("vit", "c4 d0", "yes"),
+        ("z", "c5 d0s", "mlp"),
+    ]
     (long,) = list_checkpoints([cell(model="a_run_of_a_small_vit_skipless")])
     assert long.label == "a_run_of_…t_skipless"
+
+
+def test_no_two_of_many_checkpoints_look_the_same():
+    shas = [hashlib.sha256(bytes([i])).hexdigest() for i in range(22)]
+    records = [cell(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
+
+    checkpoints = list_checkpoints(records)
+
+    for field in ("name", "style", "page"):
+        assert len({getattr(checkpoint, field) for checkpoint in checkpoints}) == 22
 
 
 def test_labels_take_room_from_the_drawing_and_many_curves_have_none():
@@ -110,17 +111,6 @@ def test_labels_take_room_from_the_drawing_and_many_curves_have_none():
     assert spread([3.0, 2.0, 1.0], 10.0, 0.0, 20.0) == (20.0, 10.0, 0.0)
 
 
-def test_no_two_of_many_checkpoints_look_the_same():
-    shas = [hashlib.sha256(bytes([i])).hexdigest() for i in range(22)]
-    records = [cell(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
-
-    checkpoints = list_checkpoints(records)
-
-    assert len({checkpoint.name for checkpoint in checkpoints}) == 22
-    assert len({checkpoint.style for checkpoint in checkpoints}) == 22
-    assert len({checkpoint.page for checkpoint in checkpoints}) == 22
-
-
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [
@@ -133,18 +123,17 @@ def test_no_two_of_many_checkpoints_look_the_same():
         (0.001, 0.0042, (0.001, 0.002, 0.003, 0.004, 0.005)),
     ],
 )
-def test_ticks_are_round_and_hold_all_values(low, high, ticks):
+def test_ticks_are_round_and_cover_all_values(low, high, ticks):
     found = choose_ticks(low, high)
 
-    assert found[0] <= low
-    assert found[-1] >= high
-    assert len(found) <= 6
+    assert found[0] <= low <= high <= found[-1]
     assert found == pytest.approx(ticks)
 
 
 def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     # A published value far away does not flatten it.
-    chart = draw_chart([curve(0.0, 10.0, math.nan, 5.0)], [("near", 7.0), ("far", 70.0)])
+    values = curve(0.0, 10.0, math.nan, 5.0)
+    chart = draw_chart([values], [("near", 7.0), ("far", 70.0)], baselines=[("constant", 0.1)])
 
     assert [level.label for level in chart.published] == ["near"]
     (drawn,) = chart.curves
@@ -152,6 +141,9 @@ def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
     assert drawn.line.count("M") == 2
     assert drawn.band == ""
+    # 1 % of the height of 196 above the axis; without room below, its name is above it.
+    assert chart.baselines[0].position == pytest.approx(chart.bottom - 1.96, abs=0.1)
+    assert chart.baseline_labels[0].position < chart.baselines[0].position
 
 
 def test_a_band_surrounds_the_intervals():
@@ -163,7 +155,7 @@ def test_a_band_surrounds_the_intervals():
         assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
 
 
-def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
+def test_plain_numbers_that_span_magnitudes_are_on_powers_of_ten():
     chart = draw_chart([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
 
     (drawn,) = chart.curves
@@ -178,7 +170,7 @@ def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
 @pytest.mark.parametrize(
     ("values", "unit"), [((1.0, 100.0), ""), ((0.0, 1000.0), ""), ((0.1, 99.0), "%")]
 )
-def test_other_numbers_lie_on_even_steps(values, unit):
+def test_other_numbers_are_on_even_steps(values, unit):
     steps = [float(tick.label) for tick in draw_chart([curve(*values)], unit=unit).y_ticks]
 
     assert np.diff(steps, 2) == pytest.approx(0)

@@ -1,3 +1,5 @@
+"""Pages that compare two checkpoints: which pairs, which pictures and images, which differences."""
+
 import re
 from pathlib import Path
 
@@ -6,17 +8,13 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ViTConfig, build_vit, identify_encoder, save_encoder
-from ssl_bench.report.pairs import (
-    choose_pairs,
-    compare_sides,
-    load_side,
-)
+from ssl_bench.models import identify_encoder
+from ssl_bench.report.pairs import choose_pairs, compare_sides, load_side
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders
-from tests.support.faults import probing
+from tests.support.faults import encoder_file, probing
 from tests.support.report_cells import (
     HALF,
     PERFECT,
@@ -30,6 +28,12 @@ from tests.support.report_cells import (
     save_pictures,
     skipless,
 )
+
+
+def pair_page(root: Path) -> str:
+    assert main(["report", "--out", str(root)]) == 0
+    (page,) = (root / "report").glob("compare-*.html")
+    return page.read_text()
 
 
 def test_a_pair_shows_the_pictures_that_both_have(tmp_path):
@@ -98,7 +102,7 @@ def test_a_probe_stores_the_names_of_its_images(place):
     assert store.image_ids("0" * 64) is None
 
 
-def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_path):
+def test_the_lowest_of_several_seeds_is_compared(tmp_path):
     store = ResultStore(tmp_path)
     save(store, cell(seed=1), np.array([1, 1, 1, 0, 0, 0, 0, 0], bool))
     save(store, skipless(seed=1), np.array([1, 0, 0, 1, 1, 1, 0, 0], bool))
@@ -107,27 +111,13 @@ def test_of_several_seeds_the_lowest_is_compared_and_its_images_are_counted(tmp_
 
     compared = compared_pair(store, store.records())
 
-    assert [(row.difference.first, row.difference.second) for row in compared.blocks] == [
-        (37.5, 50)
-    ]
+    (row,) = compared.blocks
+    assert (row.difference.first, row.difference.second) == (37.5, 50)
     # Right in both, in the first or the second alone, in neither.
     assert compared.tally == [1, 2, 3, 2]
 
 
-@pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
-def test_the_page_warns_if_the_sides_come_from_different_code(tmp_path, commit):
-    store = ResultStore(tmp_path)
-    save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
-    save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
-
-    assert main(["report", "--out", str(tmp_path)]) == 0
-
-    (page,) = (tmp_path / "report").glob("compare-*.html")
-    (warning,) = re.findall(r'<p class="warning">(.*)</p>', page.read_text()) or [""]
-    assert ("2222222222" in warning) == (commit != "1" * 40)
-
-
-def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
+def test_checkpoints_of_two_seeds_are_not_compared(tmp_path):
     store = ResultStore(tmp_path)
     save(store, cell(seed=1), np.array([1, 0, 0, 0], bool))
     save(store, skipless(seed=2), np.array([1, 1, 1, 0], bool))
@@ -142,16 +132,24 @@ def test_checkpoints_of_two_seeds_are_not_paired(tmp_path):
     assert compare_sides(panel, first, second) is None
 
 
+@pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
+def test_the_page_warns_if_the_sides_come_from_different_code(tmp_path, commit):
+    store = ResultStore(tmp_path)
+    save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
+    save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
+
+    warnings = re.findall(r'<p class="warning">(.*)</p>', pair_page(tmp_path))
+
+    assert any("2222222222" in warning for warning in warnings) == (commit != "1" * 40)
+
+
 def test_without_a_best_block_nothing_is_summarised_or_counted(tmp_path):
     store = ResultStore(tmp_path)
     for make in (cell, skipless):
         for layer in (0, 1):
             save(store, make(layer=layer, metric="degenerate"), np.array([1, 0, 0, 1], bool))
 
-    compared = compared_pair(store, store.records())
-    assert main(["report", "--out", str(tmp_path)]) == 0
-    (path,) = (tmp_path / "report").glob("compare-*.html")
-    page = path.read_text()
+    compared, page = compared_pair(store, store.records()), pair_page(tmp_path)
 
     assert (len(compared.blocks), list(compared.summary), compared.tally) == (2, [], None)
     assert "Block by block" in page
@@ -160,24 +158,23 @@ def test_without_a_best_block_nothing_is_summarised_or_counted(tmp_path):
 
 
 def test_pairs_of_many_checkpoints_must_be_requested():
-    few = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
-    many = list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
+    few, many = (
+        list_checkpoints([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(count)])
+        for count in (4, 7)
+    )
 
     assert len(choose_pairs(few, [])) == 6
     assert choose_pairs(many, []) == []
-    assert [
-        (p.first.name, p.second.name) for p in choose_pairs(many, [(known_as("6"), known_as("0"))])
-    ] == [("m6", "m0")]
+    (pair,) = choose_pairs(many, [(known_as("6"), known_as("0"))])
+    assert (pair.first.name, pair.second.name) == ("m6", "m0")
     with pytest.raises(ConfigurationError) as caught:
         choose_pairs(few, [(known_as("1"), known_as("1"))])
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
 
 
 def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
-    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=1, num_heads=2)
-    weights = tmp_path / "runs" / "vit" / "last.safetensors"
-    weights.parent.mkdir(parents=True)
-    save_encoder(weights, build_vit(config, seed=0), {})
+    (tmp_path / "runs/vit").mkdir(parents=True)
+    weights = encoder_file(tmp_path / "runs/vit/last.safetensors")
     store = ResultStore(tmp_path)
     store.save(cell(model="vit", **identify_encoder(str(weights)).identity()))
     store.save(skipless())

@@ -19,12 +19,19 @@ def hits(number: int, total: int = 20) -> np.ndarray:
     return np.arange(total) < number
 
 
-def summarize(store: ResultStore) -> list[list[str]]:
-    """Return the sentences of each checkpoint."""
-    records = store.records()
-    checkpoints = list_checkpoints(records)
-    panels = group_into_panels(records, checkpoints)
+def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
+    """Save records and return the sentences of each checkpoint."""
+    for record in records:
+        store.save(record)
+    stored = store.records()
+    checkpoints = list_checkpoints(stored)
+    panels = group_into_panels(stored, checkpoints)
     return list(summarize_checkpoints(store, panels, checkpoints).values())
+
+
+@pytest.fixture
+def store(tmp_path) -> ResultStore:
+    return ResultStore(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +46,7 @@ def summarize(store: ResultStore) -> list[list[str]]:
         ((10,), "50.0 at block 0", ""),
     ],
 )
-def test_other_blocks_are_compared_with_the_best_on_the_same_images(tmp_path, counts, best, lower):
-    store = ResultStore(tmp_path)
+def test_other_blocks_are_compared_with_the_best_on_the_same_images(store, counts, best, lower):
     for layer, number in enumerate(counts):
         save(store, cell(layer=layer), hits(number))
 
@@ -51,19 +57,16 @@ def test_other_blocks_are_compared_with_the_best_on_the_same_images(tmp_path, co
     assert text == " ".join(sentences)
 
 
-def test_without_values_of_images_intervals_are_compared(tmp_path):
-    store = ResultStore(tmp_path)
+def test_without_values_of_images_intervals_are_compared(store):
     ends = ((1.0, 2.0, 4.0), (3.0, 5.0, 6.5), (6.0, 7.0, 9.0))
-    for layer, (low, value, high) in enumerate(ends):
-        store.save(cell(layer=layer, value=value, ci95=(low, high)))
+    records = [cell(layer=n, value=v, ci95=(a, b)) for n, (a, v, b) in enumerate(ends)]
 
-    ((text,),) = summarize(store)
+    ((text,),) = summarize(store, *records)
 
     assert text.endswith("at block 2 (7.0). 1 of the 2 other blocks is significantly lower.")
 
 
-def test_a_block_that_is_higher_at_the_compared_seed_is_not_called_lower(tmp_path):
-    store = ResultStore(tmp_path)
+def test_a_block_that_is_higher_at_the_compared_seed_is_not_called_lower(store):
     # Block 1 is the best over both seeds, but at the lowest seed, which is compared, block 0 is.
     for seed, counts in enumerate(((16, 5), (1, 20))):
         for layer, number in enumerate(counts):
@@ -74,40 +77,30 @@ def test_a_block_that_is_higher_at_the_compared_seed_is_not_called_lower(tmp_pat
     assert text.endswith("highest at block 1 (62.5). The other block is not significantly lower.")
 
 
-def test_degenerate_blocks_are_excluded(tmp_path):
-    store = ResultStore(tmp_path)
-    for layer, share in enumerate((50.0, 50.5)):
-        record = cell(layer=layer, value=9.0 - layer)
-        store.save(replace(record, details={"degenerate_percent": share}))
-    store.save(replace(skipless(), details={"degenerate_percent": 50.5}))
+def test_degenerate_blocks_are_excluded(store):
+    shares = [(cell(layer=n, value=9.0 - n), s) for n, s in enumerate((50.0, 50.5))]
+    records = [
+        replace(record, details={"degenerate_percent": share})
+        for record, share in [*shares, (skipless(), 50.5)]
+    ]
 
-    (some,), (none,) = summarize(store)
+    (some,), (none,) = summarize(store, *records)
 
     assert some.endswith("is 9.0 at block 0. Block 1 is degenerate and excluded.")
     assert none.endswith("No block is best because block 3 is degenerate.")
 
 
-def test_a_score_that_does_not_exceed_the_baseline_is_reported(tmp_path):
+def test_unbeaten_baselines_and_ranges_of_plain_numbers_are_reported(store):
     details = Baseline("centre box", 55.0).as_details()
-    ResultStore(tmp_path).save(replace(cell(value=50.0), details=details))
+    numbers = [plain(layer=layer, value=value) for layer, value in enumerate((7.0, 3.0, 5.0))]
 
-    ((text,),) = summarize(ResultStore(tmp_path))
+    ((low, plain_numbers),) = summarize(store, replace(cell(value=50.0), details=details), *numbers)
 
-    assert text.endswith("This is not above centre box 55.0 (image-independent baseline).")
-
-
-def test_numbers_without_a_best_value_are_given_as_a_range(tmp_path):
-    store = ResultStore(tmp_path)
-    for layer, value in enumerate((7.0, 3.0, 5.0)):
-        store.save(plain(layer=layer, value=value))
-
-    ((text,),) = summarize(store)
-
-    assert "condition_number of key ranges from 3 (block 1) to 7 (block 0)." in text
+    assert low.endswith("This is not above centre box 55.0 (image-independent baseline).")
+    assert "condition_number of key ranges from 3 (block 1) to 7 (block 0)." in plain_numbers
 
 
-def test_every_protocol_has_a_sentence(tmp_path):
-    store = ResultStore(tmp_path)
+def test_every_protocol_has_a_sentence(store):
     for protocol, counts in {"reference": (5, 2, 1), "adaptive": (1, 2, 15)}.items():
         for layer, number in enumerate(counts):
             save(store, cell(layer=layer, protocol=protocol), hits(number))
@@ -129,17 +122,15 @@ def write(root: Path, *records: Record) -> tuple[str, str]:
 
 
 def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
-    index, page = write(tmp_path, *(cell(dataset=name) for name in "abcde"))
+    details = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
+    records = [replace(cell(dataset=name), details=details) for name in "abcde"]
+
+    index, page = write(tmp_path, *records)
 
     assert [text[:11] for text in re.findall("<li>(tokencut.*?)</li>", index)] == [
         f"tokencut, {name}" for name in "abc"
     ]
     assert '#summary">2 more sentences</a>' in index
     assert len(re.findall("<li>tokencut.*?</li>", page)) == 5
-
-
-def test_images_that_cannot_be_read_are_named_on_both_pages(tmp_path):
-    details = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
-
-    for page in write(tmp_path, replace(plain(), details=details)):
-        assert "3 images of toy cannot be read and are left out: a.jpg, b.jpg and 1 more." in page
+    for text in (index, page):
+        assert "3 images of a cannot be read and are left out: a.jpg, b.jpg and 1 more." in text

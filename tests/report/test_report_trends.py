@@ -1,4 +1,4 @@
-"""The page on epochs, counted by hand from a run of two blocks that kept two encoders."""
+"""The pages on epochs and on corrupted images, counted by hand from two blocks."""
 
 import re
 from dataclasses import replace
@@ -8,10 +8,12 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.drawing import Curve, Point, draw_chart
+from ssl_bench.report.pages import build_index_page, build_report
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
-from ssl_bench.report.trends import find_epoch_trends, style_block
+from ssl_bench.report.trends import draw_severities, find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
+from tests.tables.test_severities import of_blocks
 
 SHAS = {("skip", 100.0): "a", ("skip", 300.0): "c", ("skipless", 100.0): "d", ("alone", 300.0): "e"}
 
@@ -35,6 +37,14 @@ COURSE = [
     kept("skip", 300.0, 11, 55.0),
 ]
 ALONE = kept("alone", 300.0, 0, 90.0)
+CORRUPTED = of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0))
+
+
+def written(root: Path, records: list[Record]) -> Path:
+    for record in records:
+        ResultStore(root).save(record)
+    assert main(["report", "--out", str(root)]) == 0
+    return root / "report"
 
 
 def followed(records):
@@ -42,31 +52,22 @@ def followed(records):
 
 
 def test_a_run_of_two_epochs_has_scores_by_block():
-    records = [ALONE, *COURSE]
     unknown = replace(COURSE[1], details={})
     assert followed([COURSE[0], COURSE[2], ALONE, unknown]) == ()
+    # Another seed of one score, and other settings of two.
+    seed = kept("skip", 100.0, 0, 40.0, seed=1)
+    other_settings = [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
 
-    (one,) = followed(records)
+    one, other = followed([ALONE, *COURSE, seed, *other_settings])
 
     (course,) = one.trends
     assert course.name == "skip"
     assert {at: (entry.text(), entry.records) for at, entry in course.table.entries.items()} == {
-        (100.0, "block 0"): ("20.0 ± 5.0", (COURSE[0],)),
-        (300.0, "block 0"): ("15.0 ± 5.0", (COURSE[1],)),
-        (100.0, "block 11"): ("30.0 ± 5.0", (COURSE[2],)),
-        (300.0, "block 11"): ("55.0 ± 5.0", (COURSE[3],)),
+        (100.0, "block 0"): ("30.0 ± 5.0 (2 seeds)", (COURSE[0], seed)),
+        (300.0, "block 0"): ("15.0 ± 5.0 (1 seed)", (COURSE[1],)),
+        (100.0, "block 11"): ("30.0 ± 5.0 (1 seed)", (COURSE[2],)),
+        (300.0, "block 11"): ("55.0 ± 5.0 (1 seed)", (COURSE[3],)),
     }
-
-
-def test_seeds_are_averaged_and_other_settings_are_separate():
-    records = [*COURSE, kept("skip", 100.0, 0, 40.0, seed=1)]
-    records += [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
-
-    one, other = followed(records)
-
-    averaged = one.trends[0].table.entries[100.0, "block 0"]
-    assert averaged.text() == "30.0 ± 5.0 (2 seeds)"
-    assert averaged.records == (records[0], records[4])
     assert [len(entry.records) for entry in other.trends[0].table.entries.values()] == [1, 1]
 
 
@@ -77,19 +78,16 @@ def test_runs_share_their_axes():
 
     ((_, skip), (_, skipless)) = followed(records)[0].draw_charts()
 
-    assert (skip.x_label, skip.x_ticks, skip.y_ticks) == (
-        "epoch",
-        skipless.x_ticks,
-        skipless.y_ticks,
-    )
+    assert (skip.x_ticks, skip.y_ticks) == (skipless.x_ticks, skipless.y_ticks)
+    assert skip.x_label == "epoch"
     places = {tick.label: tick.position for tick in skip.x_ticks}
     assert list(places) == ["100", "150", "300"]
     assert places["150"] - places["100"] == pytest.approx((places["300"] - places["100"]) / 4)
     assert [tick.label for tick in skip.y_ticks] == ["0", "20", "40", "60", "80", "100"]
     assert [curve.name for curve in skip.curves] == ["block 0", "block 11"]
     # Labels without room are left out.
-    spots = [Point(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
-    chart = draw_chart([Curve("block 0", "", 0, spots)], x_label="epoch")
+    points = [Point(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
+    chart = draw_chart([Curve("block 0", "", 0, points)], x_label="epoch")
     assert [tick.label for tick in chart.x_ticks] == ["1", "100", "200"]
     assert len(chart.curves[0].marks) == 5
 
@@ -106,23 +104,19 @@ def test_no_two_blocks_look_the_same(depth):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
+    records = [*COURSE, ALONE, plain(model="skip@100", layer=0)]
     root = tmp_path_factory.mktemp("epochs")
-    store = ResultStore(root)
-    for record in [*COURSE, ALONE, plain(model="skip@100", layer=0)]:
-        store.save(replace(record, protocol=EVIL))
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
+    return written(root, [replace(record, protocol=EVIL) for record in records])
 
 
 def test_the_page_shows_curves_intervals_legend_and_numbers(report):
     text = (report / "epochs.html").read_text()
     page = Elements(text)
 
-    chart = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
-    assert len(chart) == 1
-    assert chart[0].count('class="line"') == 2
-    assert len(re.findall(r'class="band" d="M[^"]+Z"', chart[0])) == 2
-    assert "<title>skip, block 11, epoch 300: 55.0 ± 5.0</title>" in chart[0]
+    (chart,) = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
+    assert chart.count('class="line"') == 2
+    assert len(re.findall(r'class="band" d="M[^"]+Z"', chart)) == 2
+    assert "<title>skip, block 11, epoch 300: 55.0 ± 5.0</title>" in chart
     legend = re.findall(r'<ul class="legend".*?</ul>', text, re.DOTALL)[0]
     assert Elements(legend).text.split() == ["block", "0", "block", "11"]
     (table,) = re.findall(r"<tbody>.*?</tbody>", text, re.DOTALL)
@@ -141,53 +135,24 @@ def test_the_page_shows_curves_intervals_legend_and_numbers(report):
 def test_the_overview_links_the_page_and_keeps_every_encoder(report):
     page = Elements((report / "index.html").read_text())
 
-    links = [given["href"] for tag, given in page.elements if tag == "a"]
-    assert links.count("epochs.html") == 1
-    assert [link for link in links if (link or "").startswith("epochs.html#")] == [
-        "epochs.html#panel1"
+    links = [given["href"] or "" for tag, given in page.elements if tag == "a"]
+    assert [link for link in links if link.startswith("epochs.html")] == [
+        "epochs.html",
+        "epochs.html#panel1",
     ]
     sections = Elements((report / "epochs.html").read_text()).elements
     assert ("section", {"id": "panel1", "data-group": None}) in sections
     assert len(list(report.glob("checkpoint-*.html"))) == 3
-    assert "skip@100" in page.text
 
 
 def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
-    store = ResultStore(tmp_path)
-    for record in (*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)):
-        store.save(record)
+    report = written(tmp_path, [*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)])
 
-    assert main(["report", "--out", str(tmp_path)]) == 0
-
-    page = (tmp_path / "report" / "epochs.html").read_text()
+    page = (report / "epochs.html").read_text()
     assert "Not drawn: epoch 100 of run skip has two encoders" in Elements(page).text
     assert "<svg" not in page[page.index("Not drawn") :]
     # Groups without a card are hidden.
     assert "data-group" not in page
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_hides_the_curves_of_a_block(browser, report, width):
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get((report / "epochs.html").as_uri())
-    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
-
-    def shown(selector: str) -> int:
-        found = browser.find_elements("css selector", selector)
-        return sum(element.is_displayed() for element in found)
-
-    assert (shown(".chart .line"), shown("tbody td"), shown(".legend li")) == (2, 4, 2)
-    browser.find_element("css selector", "input[data-model='11']").click()
-    assert (shown(".chart .line"), shown("tbody td"), shown(".legend li")) == (1, 2, 1)
-    assert browser.get_log("browser") == []
-    inks = (
-        "return [...document.querySelectorAll('.chart .line')].map(e => getComputedStyle(e).stroke)"
-    )
-    assert len(set(browser.execute_script(inks)) - {"none"}) == 2
-    root = "document.documentElement"
-    assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
 
 
 def test_the_highest_of_many_runs_are_drawn():
@@ -209,3 +174,55 @@ def test_the_highest_of_many_runs_are_drawn():
     assert len(one.trends) == MAX_LINES + 1
     runs = [course.name for course, _ in one.draw_charts()]
     assert runs == [course.name for course in one.trends if course.name != f"run{low:02}"]
+
+
+# Corrupted images.
+
+
+def test_one_metric_per_task_is_drawn_from_the_clean_score_on():
+    other = [replace(record, metric="top1_k20") for record in CORRUPTED]
+
+    ((_, chart),) = draw_severities(CORRUPTED)
+    (found,) = draw_severities([*CORRUPTED, *other])
+
+    assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
+    assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
+    assert found[0].record.metric == "top1_k20"
+
+
+def test_without_corrupted_images_or_two_epochs_there_is_no_page(tmp_path):
+    report = written(tmp_path, [replace(CORRUPTED[0], details={"epoch": 300.0})])
+
+    for page in ("severities.html", "epochs.html"):
+        assert not (report / page).exists()
+        assert page not in (report / "index.html").read_text()
+
+
+def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
+    report = written(tmp_path, [replace(record, model=EVIL) for record in CORRUPTED])
+
+    index = Elements((report / "index.html").read_text())
+    text = (report / "severities.html").read_text()
+    page = Elements(text)
+    links = [attributes.get("href") for tag, attributes in index.elements if tag == "a"]
+    assert links.count("severities.html") == 1
+    assert EVIL in page.text
+    assert not [given for _, given in page.elements if EVIL in given.values()]
+    buttons = {a["data-r"] for tag, a in page.elements if tag == "button" and "data-r" in a}
+    assert buttons == set("012345")
+    assert "Smallest drop: block 1, 10.0 %." in text
+    drops = re.findall(r'<td data-v="([\d.]+)"(?: class="best")?>[\d.]+</td>', text)
+    assert drops == ["50.0", "10.0"]
+
+
+def test_the_leaderboard_shows_clean_images(tmp_path):
+    panels = group_into_panels(CORRUPTED, list_checkpoints(CORRUPTED))
+    assert [panel.is_corrupted for panel in panels] == [False, True, True]
+
+    board, alone = (
+        build_index_page(build_report(ResultStore(tmp_path), records, []))["leaderboard"]
+        for records in (CORRUPTED, [record for record in CORRUPTED if record.corrupted])
+    )
+
+    assert [panel.dataset for panel in board.panels] == ["photos"]
+    assert len(alone.panels) == 2
