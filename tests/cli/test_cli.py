@@ -2,15 +2,11 @@
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
@@ -170,28 +166,3 @@ def test_changed_missing_and_added_files_of_data_are_found(workplace, capsys):
     assert json.loads(capsys.readouterr().out) == {
         "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_130(workplace):
-    Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")
-    for i in range(1, 400):
-        shutil.copy("photos/many0.png", f"photos/many{i}.png")
-    command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
-
-    # A test run that was started in the background would hand down an ignored SIGINT.
-    with subprocess.Popen(
-        [*command, "probe.panels=403", "probe.image_size=640"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stderr is not None
-        assert any("layers 0" in line for line in process.stderr)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-
-    assert process.returncode == 130
-    assert "interrupted" in rest

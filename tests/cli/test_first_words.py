@@ -13,7 +13,6 @@ OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 QUICK = {
     "knn": "--dataset toy_objects probe.neighbours=[4] dataset.num_train=8 dataset.num_val=2",
-    "pca": "--dataset folder --data-root photos probe.panels=1",
     "retrieval": "--dataset toy probe.memory_patches=60 dataset.num_train=2 dataset.num_val=1",
 }
 

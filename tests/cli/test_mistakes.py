@@ -44,6 +44,7 @@ MISSING_OR_CONFLICTING = [
     ("pretrain --resume", 2, "--out RUN"),
     ("data download", 2, "ssl-bench data list"),
     ("data check voc2012", 2, "--data-root FOLDER"),
+    ("data download voc2012", 2, "--data-root FOLDER"),
     ("data verify", 2, "ssl-bench data verify FOLDER"),
     ("table --best-layer oracle", 2, "--pivot"),
     ("keys probe", 2, "ssl-bench keys probe.classification"),

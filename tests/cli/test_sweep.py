@@ -124,17 +124,14 @@ def test_tasks_run_on_the_datasets_that_have_their_labels(place, capsys):
     assert epochs == ["segmentation"]
 
 
-@pytest.mark.parametrize(
-    ("text", "roots"),
-    [
+def test_roots_are_one_folder_or_one_for_each_dataset():
+    for text, roots in (
         (None, {}),
         ("/d", {"toy": "/d", "voc2012": "/d"}),
         ("/d,e=f", {"toy": "/d,e=f", "voc2012": "/d,e=f"}),
         ("voc2012=/a b, ade20k=c=d", {"voc2012": "/a b", "ade20k": "c=d"}),
-    ],
-)
-def test_roots_are_one_folder_or_one_for_each_dataset(text, roots):
-    assert parse_data_roots(text, ["toy", "voc2012"]) == roots
+    ):
+        assert parse_data_roots(text, ["toy", "voc2012"]) == roots
 
 
 def test_a_failed_job_stops_no_other_and_is_retried(place, capsys, monkeypatch):

@@ -106,19 +106,16 @@ def test_a_job_that_fails_alone_or_for_another_reason_has_failed(place):
     assert (begun.count("wrong"), begun.count("hungry")) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("named", "count", "found"),
-    [
+def test_the_visible_devices_are_those_of_the_environment(monkeypatch):
+    for named, count, found in (
         (None, 3, ["0", "1", "2"]),
         ("4, 6", 2, ["4", "6"]),
         ("MIG-1/2/0,GPU-8f", 2, ["MIG-1/2/0", "GPU-8f"]),
         ("", 0, []),
         ("0,9", 1, ["0"]),
-    ],
-)
-def test_the_visible_devices_are_those_of_the_environment(monkeypatch, named, count, found):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert visible_devices() == found
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if named is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert visible_devices() == found

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from ssl_bench.errors import DataError
 from ssl_bench.intervals import holm
 from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.scores import iou_per_class
@@ -122,17 +121,6 @@ def test_encoders_are_compared_block_by_block_and_at_their_best():
     assert rows[4].name.startswith("held-out choice (2; 0")
 
 
-def test_encoders_of_different_depths_are_compared_at_their_last_blocks(store, printed):
-    save(store, "a", {5: hits(1, 1), 11: hits(0, 1)})
-    save(store, "d", {2: hits(0, 0)})
-
-    out = printed(*PAIR).out
-
-    assert "last (11, 2)" in out
-    assert "+50.0" in out
-    assert "best" not in out
-
-
 @pytest.mark.parametrize("shas", ["a", "ad"])
 def test_no_block_is_best_when_higher_is_not_better(store, shas):
     save(store, "a", {0: hits(1, 1), 1: hits(0, 0), 2: hits(0, 1)}, metric="degenerate")
@@ -157,21 +145,6 @@ def test_each_side_is_compared_at_its_own_best_blocks(store):
     assert held_out.name == "held-out choice (0; 1)"
     for row in (best, held_out):
         assert (row.first, row.second) == (100, pytest.approx(500 / 6))
-
-
-def test_only_scores_of_the_same_images_and_settings_are_compared(store):
-    save(store, "a", {0: hits(1, 0), 1: hits(1, 1)})
-    save(store, "d", {0: hits(0, 0), 1: hits(1, 0)})
-    save(store, "d", {0: hits(1, 1)}, settings={"tau": 0.3})
-
-    (table,) = compared(store)
-
-    assert table.record.settings == {"tau": 0.2}
-    assert [(row.first, row.second) for row in table.rows[:2]] == [(50, 0), (100, 50)]
-    (alone,) = compared(store, "a")
-    assert alone.record.settings == {"tau": 0.2}
-    with pytest.raises(DataError, match="nothing to compare"):
-        compared(store, "ae")
 
 
 def test_comparisons_of_older_data_say_so_in_their_titles(store, printed):
@@ -317,16 +290,6 @@ def test_the_reason_why_encoders_cannot_be_compared_is_printed(store, printed, w
     said = printed(*PAIR).err
     assert "left out: tokencut: " in said
     assert reason in said
-
-
-def test_a_task_that_one_side_lacks_is_named(store, printed):
-    save(store, "a", {0: IMAGES}, task="knn", metric="top1_k20")
-    save(store, "d", {0: IMAGES})
-
-    said = printed(*PAIR, "--task", "knn", code=3).err
-
-    assert f"skipless has no record of --task knn in {store.root}" in said
-    assert "tokencut" in said
 
 
 CODES = {

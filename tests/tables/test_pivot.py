@@ -269,17 +269,6 @@ def test_seeds_at_other_blocks_are_not_pooled(store, printed):
     assert "33.3 (2 seeds) @2" in printed(*PIVOT, "--best-layer", "oracle").out
 
 
-def test_of_one_encoder_nothing_is_marked(store, printed):
-    for layer in (0, 1):
-        save(store, "a", layer, hits(layer, layer, layer))
-    save(store, "a", 0, hits(1, 0, 0), dataset="voc2012")
-
-    out = printed(*PIVOT).out
-
-    assert "100.0 @1" in out
-    assert not any(text in out for text in ("*", "marked:", "every encoder", "seed chooses"))
-
-
 def test_the_main_metric_of_each_task_is_a_column(store, printed):
     for metric in ("top1_k10", "top1_k20", "top5_k20"):
         save(store, "a", 0, hits(1, 0, 0), task="knn", metric=metric)
