@@ -9,62 +9,52 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 
 # What readline does: it sets COMP_WORDS and COMP_CWORD, calls the function that `complete -F`
-# named for the command, and reads COMPREPLY.
+# named for the command, and reads COMPREPLY. Each line of the input is one command.
 ASK = """
-source "$1"; shift
-COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
-[[ "$(complete -p ssl-bench)" =~ -F\\ ([^ ]+) ]]
-"${BASH_REMATCH[1]}" ssl-bench "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
-printf '%s\\n' "${COMPREPLY[@]}"
+source "$1"
+[[ "$(complete -p ssl-bench)" =~ -F\\ ([^ ]+) ]] && complete=${BASH_REMATCH[1]}
+while IFS= read -r line; do
+  mapfile -td ' ' COMP_WORDS < <(printf '%s' "$line")
+  [[ "$line" == *' ' ]] && COMP_WORDS+=("")
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMP_LINE="$line" COMP_POINT=${#line} COMPREPLY=()
+  "$complete" ssl-bench "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
+  echo "${COMPREPLY[@]}"
+done
 """
-
-
-@pytest.fixture
-def script(tmp_path, monkeypatch, capsys) -> Path:
-    monkeypatch.chdir(tmp_path)
-    assert main(["completion", "bash"]) == 0
-    path = tmp_path / "script.bash"
-    path.write_text(capsys.readouterr().out)
-    return path
-
-
-def offered(script: Path, *typed: str) -> list[str]:
-    words = ["bash", "--norc", "-c", ASK, "bash", str(script), "ssl-bench", *typed]
-    run = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert run.stderr == ""
-    return run.stdout.split()
-
-
-TYPED = {
+OFFERED = {
     "pro": ["probe"],
-    "swe": ["sweep"],
     "probe --che": ["--checkpoint"],
     "probe --task token": ["tokencut"],
+    "probe --task ": [*choices("probe"), "all"],
+    "probe --dataset ": choices("dataset"),
     "sweep --task tokencut,seg": ["tokencut,segmentation"],
     "table --dataset toy,voc": ["toy,voc2007", "toy,voc2012"],
     "completion ": ["bash", "zsh", "fish", "tcsh"],
     "data ver": ["verify"],
     "data check voc2012": ["voc2012"],
     "probe --on-bad-image ": ["fail", "skip"],
+    # Files for a checkpoint, and only folders for data.
+    "probe --checkpoint ru": ["runs", "rust.pth"],
+    "probe --data-root ru": ["runs"],
 }
 
 
-@pytest.mark.parametrize(("typed", "wanted"), TYPED.items())
-def test_tab_offers_commands_flags_and_names(script, typed, wanted):
-    assert offered(script, *typed.split(" ")) == wanted
-
-
-def test_tab_offers_every_probe_and_dataset_there_is(script):
-    assert offered(script, "probe", "--task", "") == [*choices("probe"), "all"]
-    assert offered(script, "probe", "--dataset", "") == choices("dataset")
-
-
-def test_tab_offers_files_for_a_checkpoint_and_only_folders_for_data(script):
+def test_tab_offers_commands_flags_names_and_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["completion", "bash"]) == 0
+    Path("script.bash").write_text(capsys.readouterr().out)
     Path("runs").mkdir()
     Path("rust.pth").touch()
 
-    assert sorted(offered(script, "probe", "--checkpoint", "ru")) == ["runs", "rust.pth"]
-    assert offered(script, "probe", "--data-root", "ru") == ["runs"]
+    typed = "".join(f"ssl-bench {words}\n" for words in OFFERED)
+    words = ["bash", "--norc", "-c", ASK, "bash", "script.bash"]
+    run = subprocess.run(words, input=typed, capture_output=True, text=True, check=True)
+
+    assert run.stderr == ""
+    found = dict(zip(OFFERED, map(str.split, run.stdout.splitlines()), strict=True))
+    assert {typed: sorted(names) for typed, names in found.items()} == {
+        typed: sorted(names) for typed, names in OFFERED.items()
+    }
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])

@@ -1,11 +1,11 @@
-"""What a probe says at its end, and what it advises: true, and of use when followed."""
+"""The messages at the end of a probe are true, and help when they are followed."""
 
 import pytest
 
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import class_folders, encoder_file, fails, photo_folder
 
-PHOTOS = ["--dataset", "folder", "--data-root", "photos"]
+PHOTOS = ["--dataset", "folder", "--data-root", "photos", "--layer", "0", "probe.image_size=32"]
 
 
 @pytest.fixture(autouse=True)
@@ -18,28 +18,27 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def probed(task: str, *more: str, data: list[str] = PHOTOS) -> list[str]:
+def probe(task: str, *more: str) -> int:
     both = ["--checkpoint", "one.safetensors", "--checkpoint", "other.safetensors"]
-    return ["probe", "--task", task, *both, *data, *more]
+    return main(["probe", "--task", task, *both, *more])
 
 
-def test_images_that_are_left_out_are_counted(capsys):
-    words = probed("pca", "--layer", "0", "probe.image_size=32")
-    assert main([*words, "probe.panels=3"]) == 0
+def test_images_that_are_not_drawn_are_counted(capsys):
+    assert probe("pca", *PHOTOS, "probe.panels=3") == 0
     assert "3 of 4 images are projected; use `--pictures 4`" in capsys.readouterr().err
-    assert main([*words, "probe.panels=4", "--overwrite"]) == 0
+    assert probe("pca", *PHOTOS, "--pictures", "4", "--overwrite") == 0
     assert "of 4 images" not in capsys.readouterr().err
 
 
-def test_what_cannot_be_compared_is_named_beside_what_can(capsys):
-    assert main(probed("pca", "--layer", "0", "probe.image_size=32", "probe.panels=1")) == 0
+def test_tasks_that_cannot_be_compared_are_named_beside_the_others(capsys):
+    assert probe("pca", *PHOTOS, "probe.panels=1") == 0
     fails(capsys, ["compare", "one", "one"], 2)
     line = fails(capsys, ["compare", "one", "other"], 3)
     assert "pca" in line
     assert "--overwrite" not in line
 
     classes = ["--dataset", "class_folders", "--data-root", "classes"]
-    assert main(probed("knn", "probe.neighbours=[1]", data=classes)) == 0
+    assert probe("knn", "probe.neighbours=[1]", *classes) == 0
     printed = capsys.readouterr().out
     assert "top1_k1" in printed
     # Of two classes every guess of five is right.
@@ -52,9 +51,8 @@ def test_what_cannot_be_compared_is_named_beside_what_can(capsys):
     assert "ignored" not in err
 
 
-def test_a_table_without_options_is_that_which_stands_for_its_task(capsys):
-    words = ["--layer", "0", "probe.image_size=32", "probe.views=2"]
-    assert main(probed("geometry", *words)) == 0
+def test_a_table_without_options_shows_the_main_metric_of_a_task(capsys):
+    assert probe("geometry", *PHOTOS, "probe.views=2") == 0
     capsys.readouterr()
 
     assert main(["table"]) == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 
 from ssl_bench.cli.__main__ import main
@@ -15,6 +16,20 @@ from ssl_bench.models.loading.load import list_addresses
 from ssl_bench.system.files import file_sha256
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)
+MODULE = """
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Conv2d(4, 4, 1)
+
+    def forward(self, maps):
+        return maps + self.linear(maps)
+
+def encoder():
+    return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Sequential(Block(), Block()))
+"""
 
 
 @pytest.fixture
@@ -23,26 +38,15 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.fixture
-def dinov2(tmp_path: Path) -> Path:
-    """Registers and a mask token in DINOv2's layout."""
-    weights = dict(build_vit(CONFIG, seed=0).state_dict())
-    weights["register_tokens"] = weights.pop("reg_token")
-    path = tmp_path / "dinov2.pth"
-    torch.save({**weights, "mask_token": torch.zeros(1, 128)}, path)
-    return path
-
-
-def shown(capsys, *words: str) -> str:
-    assert main(["models", *words]) == 0
+def shown(capsys, *words: str, code: int = 0) -> str:
+    assert main(["models", *words]) == code
     return capsys.readouterr().out
 
 
 def test_the_list_names_every_address_layout_and_published_name(capsys):
     said = shown(capsys)
-    for address in list_addresses():
-        assert address.form in said
-        assert address.example in said
+
+    assert all(one.form in said and one.example in said for one in list_addresses())
     for layout in ("DINO, timm", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
         assert f"\n  {layout} " in said
     for names in HUB_WEIGHTS.values():
@@ -50,16 +54,12 @@ def test_the_list_names_every_address_layout_and_published_name(capsys):
     listed = json.loads(shown(capsys, "--json"))
     assert [one["form"] for one in listed["addresses"]] == [one.form for one in list_addresses()]
     assert listed["torchhub"].keys() == HUB_WEIGHTS.keys()
-
-
-def test_every_pattern_of_timm_has_models():
-    import timm
-
     assert all(timm.list_models(pattern) for pattern in TIMM_PATTERNS)
 
 
 def test_a_checkpoint_of_ours_is_described(ours, capsys):
     said = shown(capsys, str(ours))
+
     size = (ours / "last.safetensors").stat().st_size / 1e6
     for part in (
         f"safetensors, {size:.1f} MB", "ssl-bench", "2 blocks, width 128, 2 heads",
@@ -73,65 +73,49 @@ def test_a_checkpoint_of_ours_is_described(ours, capsys):
     assert f"{2 * per_block + rest:,}" in said
 
 
-def test_json_has_the_facts_of_each_file(ours, dinov2, capsys):
+def test_a_file_in_the_layout_of_dinov2_is_described(ours, tmp_path, capsys):
+    weights = dict(build_vit(CONFIG, seed=0).state_dict())
+    weights["register_tokens"] = weights.pop("reg_token")
+    dinov2 = tmp_path / "dinov2.pth"
+    torch.save({**weights, "mask_token": torch.zeros(1, 128)}, dinov2)
+
     first, second = json.loads(shown(capsys, "--json", str(ours), str(dinov2)))
-    assert (first["layout"], first["depth"], first["width"], first["registers"]) == (
-        "ssl-bench", 2, 128, 3,
-    )  # fmt: skip
+
+    told = {"layout": "ssl-bench", "depth": 2, "width": 128, "registers": 3}
+    assert {name: first[name] for name in told} == told
     assert (second["layout"], second["format"]) == ("DINOv2", "PyTorch zip")
     assert (second["used"], second["total"]) == (31, 32)
     assert second["ignored"].keys() == {"mask_token"}
     assert second["parameters"] == first["parameters"]
     assert second["sha256"] == file_sha256(dinov2)
+    said = shown(capsys, str(dinov2))
+    assert "mask_token: token of masked patches" in said
+    assert "https://github.com/facebookresearch/dinov2" in said
 
 
-def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp_path, capsys):
+def test_each_bad_file_has_a_line_and_the_others_are_described(ours, tmp_path, capsys):
     (tmp_path / "empty.pth").touch()
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    words = ["empty.pth", "x.safetensors", "absent.pth"]
-    arguments = [*(str(tmp_path / word) for word in words), str(ours)]
-    assert main(["models", *arguments]) == 4
+    bad = [str(tmp_path / name) for name in ("empty.pth", "x.safetensors", "absent.pth")]
+
+    assert main(["models", *bad, str(ours)]) == 4
+
     out, err = capsys.readouterr()
     assert "2 blocks" in out
-    lines = err.splitlines()
-    assert len(lines) == 3
-    for line, part in zip(
-        lines, ("is empty", "is no Vision Transformer", "no checkpoint"), strict=True
-    ):
-        assert part in line
-    assert main(["models", "--json", *arguments]) == 4
-    listed = json.loads(capsys.readouterr().out)
+    assert all(name in line for name, line in zip(bad, err.splitlines(), strict=True))
+    listed = json.loads(shown(capsys, "--json", *bad, str(ours), code=4))
     assert ["error" in one for one in listed] == [True, True, True, False]
 
 
-def test_of_a_module_of_ones_own_nothing_is_said_that_nobody_knows(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n"
-        "class Block(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.linear = nn.Conv2d(4, 4, 1)\n"
-        "    def forward(self, maps):\n"
-        "        return maps + self.linear(maps)\n"
-        "def encoder():\n"
-        "    return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Sequential(Block(), Block()))\n"
-    )
+def test_unknown_facts_of_a_module_and_of_random_weights_are_stated(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(MODULE)
 
     said = shown(capsys, f"{tmp_path / 'mine.py'}:encoder")
 
     assert "2 blocks, width 4, heads not known" in said
-    assert "tensors     as the module initialised them" in said
+    assert "as the module initialised them" in said
     assert "queries, keys and values are unknown" in said
     assert "random" not in said
-
-
-def test_an_architecture_of_timm_has_no_file(capsys):
     said = shown(capsys, "timm:vit_tiny_patch16_224")
     assert "no file" in said
     assert "random" in said
-
-
-def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
-    said = shown(capsys, str(dinov2))
-    assert "mask_token: token of masked patches" in said
-    assert "https://github.com/facebookresearch/dinov2" in said

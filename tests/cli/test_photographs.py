@@ -1,9 +1,10 @@
-"""One's own photographs: what is taken, how they are turned, what of them is kept and drawn."""
+"""A user's own photographs: which are read, how they are turned, what is kept and drawn."""
 
 import json
+import os
 import shutil
-import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from tests.support.faults import (
     probing,
     records,
     spoil,
-    voc,
 )
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
@@ -39,42 +39,51 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def turned(path: Path, orientation: int) -> None:
-    """A photograph that a camera was held aslant for."""
+    """Save a photograph of a camera that was held aslant."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     picture(0, 24, 40).save(path, exif=exif, quality=95)
 
 
-def searched() -> dict[str, list[str]]:
-    """Images by log, as often as lines name them."""
+def rows_by_log() -> dict[str, dict[str, dict]]:
+    """Return the rows of each log of searched images, by the name of the image."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
-    return {
-        str(log): [json.loads(line)["image"] for line in log.read_text().splitlines()[1:]]
-        for log in logs
-    }
+    lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
+    return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}
 
 
-def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monkeypatch):
+def test_unreadable_images_are_found_before_a_model_is_loaded(place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     photos = photo_folder(place / "photos", 5)
     spoil(photos / "1.jpg", "half")
     spoil(photos / "3.jpg", "empty")
     (photos / "phone.HEIC").write_bytes(HEIC)
+    for name in ("a.NEF", "sub/b.nef", "notes.txt", ".hidden"):
+        (photos / name).parent.mkdir(exist_ok=True)
+        (photos / name).write_bytes(b"II*\0")
 
     words = [word.replace("pca", "pca,tokencut") for word in probing("pca", "folder", photos)]
     assert main(words) == 0
 
-    ignored, first, second = capsys.readouterr().err.splitlines()[:3]
-    assert ignored == "probe.image_size=32 is ignored by tokencut"
-    assert first == (
+    lines = capsys.readouterr().err.splitlines()
+    (suffixes,) = [line for line in lines if "suffix" in line]
+    assert "3 files" in suffixes
+    assert "2 .nef, 1 .txt" in suffixes
+    using, encoder = (
+        next(n for n, line in enumerate(lines) if line.startswith(start))
+        for start in ("using ", "encoder ")
+    )
+    assert using < encoder
+    assert lines[using] == (
         "using 3 images of folder; 2 cannot be read: 1.jpg, 3.jpg; "
         "1 needs pip install 'ssl-bench[heic]': phone.HEIC"
     )
-    assert second.startswith("encoder ")
     gone = {"count": 3, "first": ["1.jpg", "3.jpg", "phone.HEIC"]}
     assert {r.task for r in records()} == {"pca", "tokencut"}
     assert all(r.details["left_out"] == {"all": gone} for r in records())
-    assert "photos/1.jpg" in fails(capsys, [*words, "--on-bad-image", "fail"], 3)
+    for more in ([], ["--dry-run"]):
+        said = fails(capsys, [*words, "--pictures", "2", "--on-bad-image", "fail", *more], 3)
+        assert "photos/1.jpg" in said
 
 
 @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".pgm", ".dib", ".mpo"])
@@ -87,25 +96,11 @@ def test_images_of_rare_suffixes_are_taken(tmp_path, suffix):
     assert (sample.image_id, sample.image.shape) == (f"a{suffix}", (24, 40, 3))
 
 
-def test_files_without_the_suffix_of_an_image_are_counted_once(place, capsys):
-    photos = photo_folder(place / "photos")
-    for name in ("a.NEF", "sub/b.nef", "notes.txt", ".hidden"):
-        (photos / name).parent.mkdir(exist_ok=True)
-        (photos / name).write_bytes(b"II*\0")
-
-    assert main(probing("pca", "folder", photos)) == 0
-
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "suffix" in line]
-    assert "3 files" in line
-    assert "2 .nef, 1 .txt" in line
-    assert "a.NEF" in line
-
-
-def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatch):
+def test_a_second_command_decodes_no_image_to_check_it(place, capsys, monkeypatch):
     photos = photo_folder(place / "photos")
     for path in photos.iterdir():
         # Files that were written this moment may change and keep their times.
-        subprocess.run(["touch", "-d", "-1 hour", str(path)], check=True)
+        os.utime(path, (time.time() - 3600,) * 2)
     monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**12))
     words = probing("pca", "folder", photos, "--dry-run")
     assert main(words) == 0
@@ -118,18 +113,7 @@ def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatc
     assert "using 4 images of folder" in capsys.readouterr().err
 
 
-def test_images_of_other_datasets_are_left_out_without_beginning_again(place, capsys):
-    spoil(voc(place) / "JPEGImages/v2.jpg", "half")
-    words = probing("segmentation", "voc2012", place)
-
-    assert "v2.jpg" in fails(capsys, words, 3)
-    assert main([*words, "--on-bad-image", "skip"]) == 0
-    said = capsys.readouterr().err
-    assert "using 2 images of voc2012-7 val; 1 cannot be read: v2" in said
-    assert "beginning again" not in said
-
-
-def test_heic_is_read_where_pillow_heif_is(place):
+def test_heic_is_read_where_pillow_heif_is_installed(place):
     heif = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
     (place / "photos").mkdir()
@@ -144,28 +128,27 @@ def test_heic_is_read_where_pillow_heif_is(place):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_fault_07_photographs_are_turned_as_exif_says(place, orientation):
-    (place / "photos").mkdir()
+def test_fault_07_photographs_are_turned_as_exif_says(tmp_path, orientation):
     names = ["a.jpg", "b.png", "c.webp", "d.tif"]
     names += ["e.avif"] if features.check("avif") else []
     for name in names:
-        turned(place / "photos" / name, orientation)
-    images = ImageFolder(place / "photos").images()
+        turned(tmp_path / name, orientation)
+    images = ImageFolder(tmp_path).images()
 
     assert images.ids == tuple(names)
     for index, name in enumerate(names):
-        with Image.open(place / "photos" / name) as image:
+        with Image.open(tmp_path / name) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
         assert np.array_equal(images[index].image, np.asarray(upright)), name
     if orientation == 6:
         for kind in ("cat", "dog"):
-            (place / "classes/train" / kind).mkdir(parents=True)
-            turned(place / "classes/train" / kind / "a.jpg", orientation)
-        assert ClassFolders(place / "classes").train()[0].image.shape == (40, 24, 3)
+            (tmp_path / "classes/train" / kind).mkdir(parents=True)
+            turned(tmp_path / "classes/train" / kind / "a.jpg", orientation)
+        assert ClassFolders(tmp_path / "classes").train()[0].image.shape == (40, 24, 3)
 
 
-def test_fault_07_turning_changes_fingerprints_only_where_it_changes_pixels(place):
-    photos = photo_folder(place / "photos")
+def test_fault_07_fingerprints_change_only_with_the_pixels(tmp_path):
+    photos = photo_folder(tmp_path / "photos")
     plain = ImageFolder(photos).images()
     turned(photos / "9.jpg", 6)
     both = ImageFolder(photos).images()
@@ -174,7 +157,7 @@ def test_fault_07_turning_changes_fingerprints_only_where_it_changes_pixels(plac
     assert replace(plain, upright=False).fingerprint() == plain.fingerprint()
 
 
-def test_another_photograph_costs_its_own_time_alone(place):
+def test_only_new_photographs_are_searched(place):
     photos = photo_folder(place / "photos", 5)
     words = probing("tokencut", "folder", photos, "--pictures", "0")
     assert main(words) == 0
@@ -182,31 +165,27 @@ def test_another_photograph_costs_its_own_time_alone(place):
     picture(78).save(photos / "new.jpg", quality=95)
     (photos / "0.jpg").unlink()
     (photos / "1.jpg").rename(photos / "renamed.jpg")
-    (first,) = searched()
-    before = Path(first).read_text().splitlines()
+    ((first, before),) = rows_by_log().items()
 
     assert main(words) == 0
 
-    (other,) = set(searched()) - {first}
-    assert sorted(searched()[other]) == ["2.jpg", "3.jpg", "4.jpg", "new.jpg", "renamed.jpg"]
-    known = {json.loads(line)["entry"]: line for line in before[1:]}
-    lines = [json.loads(line) for line in Path(other).read_text().splitlines()[1:]]
-    taken = {line["image"] for line in lines if line["entry"] in known}
+    (other,) = set(rows_by_log()) - {first}
+    rows = rows_by_log()[other]
+    assert sorted(rows) == ["2.jpg", "3.jpg", "4.jpg", "new.jpg", "renamed.jpg"]
+    known = {row["entry"] for row in before.values()}
+    taken = {name for name, row in rows.items() if row["entry"] in known}
     assert taken == {"3.jpg", "4.jpg", "renamed.jpg"}
     masks = {path.name for path in Path(other).parent.glob("masks/*/*.png")}
-    assert masks == {f"{line['image']}.png" for line in lines}
+    assert masks == {f"{name}.png" for name in rows}
+    # The same results as of a search of all.
     shutil.rmtree("results")
     assert main(words) == 0
-    (alone,) = searched()
-    cells = {
-        json.loads(x)["image"]: json.loads(x) for x in Path(alone).read_text().splitlines()[1:]
-    }
-    assert {line["image"]: line["cells"] for line in lines} == {
-        name: line["cells"] for name, line in cells.items()
-    }
+    (alone,) = rows_by_log().values()
+    cells, fresh = ({name: row["cells"] for name, row in r.items()} for r in (rows, alone))
+    assert cells == fresh
 
 
-def test_pictures_are_from_all_over_a_set_and_as_many_as_asked(place, capsys):
+def test_as_many_pictures_as_asked_are_drawn_from_all_over_a_set(place, capsys):
     photos = photo_folder(place / "photos", 12)
     words = probing("tokencut", "folder", photos, "--pictures", "3")
 
@@ -219,23 +198,26 @@ def test_pictures_are_from_all_over_a_set_and_as_many_as_asked(place, capsys):
     assert "probe.panels=4" in fails(capsys, [*words, "probe.panels=4"], 2)
 
 
-def test_checkpoints_stand_behind_commas(place, capsys):
+def test_checkpoints_are_separated_by_commas(place, capsys):
     (place / "runs,all").mkdir()
     encoder_file(place / "runs,all/a.safetensors")
     stated = "mean=0.5,std=0.5:encoder.safetensors"
 
-    assert expand(["demo:skip,encoder.safetensors"]) == ["demo:skip", "encoder.safetensors"]
-    assert expand([f"{stated},demo:skip"]) == [stated, "demo:skip"]
-    assert expand([f"demo:skip,random:{stated}"]) == ["demo:skip", f"random:{stated}"]
-    assert expand(["runs,all/a.safetensors"]) == ["runs,all/a.safetensors"]
-    assert expand(["enc*,demo:skip"]) == ["encoder.safetensors", "demo:skip"]
-    assert expand([stated]) == [stated]
-    words = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors,nowhere.pth"]
-    words += ["--dataset", "folder", "--data-root", str(photo_folder(place / "photos", 1))]
-    assert "nowhere.pth" in fails(capsys, words, 4)
+    for text, found in {
+        "demo:skip,encoder.safetensors": ["demo:skip", "encoder.safetensors"],
+        f"{stated},demo:skip": [stated, "demo:skip"],
+        f"demo:skip,random:{stated}": ["demo:skip", f"random:{stated}"],
+        "runs,all/a.safetensors": ["runs,all/a.safetensors"],
+        "enc*,demo:skip": ["encoder.safetensors", "demo:skip"],
+        stated: [stated],
+    }.items():
+        assert expand([text]) == found
+    words = probing("pca", "folder", photo_folder(place / "photos", 1))
+    both = [word.replace("encoder.safetensors", "encoder.safetensors,no.pth") for word in words]
+    assert "no.pth" in fails(capsys, both, 4)
 
 
-def test_a_check_of_ones_own_photographs_says_what_a_probe_takes(place, capsys):
+def test_a_check_of_photographs_lists_the_unreadable_ones(place, capsys):
     spoil(photo_folder(place / "photos") / "1.jpg", "half")
     words = ["data", "check", "folder", "--data-root", "photos"]
 
@@ -253,20 +235,10 @@ def test_a_check_of_ones_own_photographs_says_what_a_probe_takes(place, capsys):
     assert capsys.readouterr().out == "3 images: ok\n"
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_all_or_none_is_known_before_any_image_is_projected(place, capsys, more):
-    spoil(photo_folder(place / "photos", 12) / "7.jpg", "half")
-    words = probing("pca", "folder", place / "photos")
-    said = fails(capsys, [*words, "--pictures", "2", "--on-bad-image", "fail", *more], 3)
-    assert "1 of 12 images of folder all cannot be read" in said
-    assert "7.jpg" in said
-
-
-def test_maps_of_two_sizes_lie_side_by_side(place):
+def test_maps_of_two_sizes_are_kept_side_by_side(place):
     words = probing("pca", "folder", photo_folder(place / "photos", 1))
     for size in (32, 48):
-        sized = [w for w in words if not w.startswith("probe.image_size")]
-        assert main([*sized, f"probe.image_size={size}"]) == 0
+        assert main([w.replace("image_size=32", f"image_size={size}") for w in words]) == 0
 
     kinds = {folder.name for folder in Path("results/pictures/pca/folder").glob("*/*/")}
     assert kinds == {"image-32px", "image-48px"}

@@ -17,7 +17,7 @@ def small(monkeypatch):
     monkeypatch.setattr(quickstart, "PRETRAINING", (*few, *short))
     swapped = {"30": "8", "200": "60", "probe.image_size=128": "probe.image_size=32"}
     fewer = [tuple(swapped.get(word, word) for word in words) for words in quickstart.PROBES]
-    monkeypatch.setattr(quickstart, "PROBES", [(*words, "--layer", "0,3") for words in fewer])
+    monkeypatch.setattr(quickstart, "PROBES", [(*words, "--layer", "3") for words in fewer])
 
 
 def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys):

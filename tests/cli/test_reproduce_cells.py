@@ -6,6 +6,7 @@ each cell that the real probe, composed from the words of its command, says that
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch.distributed.run import get_args_parser
 
 from pretrain.checkpoints import CONFIG, ENCODER, LOG
 from ssl_bench.cli import reproduce as reproduce_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.cli.reproduce import full_name, is_run
+from ssl_bench.cli.reproduce import PlanOptions, full_name, is_run, plan_table, shell_commands
 from ssl_bench.composition.choices import experiments
 from ssl_bench.composition.compose import build
 from ssl_bench.data.samples import Dataset
@@ -169,32 +171,32 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
                 yield row, column.name
 
 
-WITH_RUNS = [table for table in load_published_tables() if table.runs]
-
-
-def test_every_column_of_a_row_with_a_run_is_measured():
-    assert not [
-        (table.name, column.name)
-        for table in WITH_RUNS
-        for column in table.columns
-        if not column.task
-    ]
-    # These train models of language, and ConvMixers of which no recipe is known.
-    without = {table.name for table in load_published_tables()} - {
-        table.name for table in WITH_RUNS
-    }
-    assert without == {"mimetic_language", "convmixer_sizes"}
-
-
-@pytest.mark.parametrize("table", WITH_RUNS, ids=full_name)
-def test_no_cell_of_a_finished_row_is_empty(table, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("table", load_published_tables(), ids=full_name)
+def test_every_row_with_a_run_is_filled_by_commands_that_parse(
+    table, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    plan = plan_table(table, PlanOptions(runs=Path("r"), out=Path("o"), roots={}, gpus=8))
+    for step, line in zip(plan.steps, shell_commands(plan), strict=True):
+        program, *words = shlex.split(line)
+        assert (program == "torchrun") == step.is_training
+        if step.is_training:
+            typed = get_args_parser().parse_args(words)
+            assert (typed.nproc_per_node, typed.module) == ("8", True)
+            found = (typed.training_script, tuple(typed.training_script_args))
+            assert found == ("ssl_bench", step.words)
+    assert set(plan.checkpoints) | set(plan.rows_without_run) == set(table.rows)
+    if not table.runs:
+        # These train models of language, and ConvMixers of which no recipe is known.
+        assert table.name in ("mimetic_language", "convmixer_sizes")
+        return
 
     cells = reproduced(table, monkeypatch, capsys)
 
+    assert all(column.task for column in table.columns)
     ours = {(cell["row"], cell["column"]): cell["ours"] for cell in cells}
-    empty = [place for place in expected_cells(table) if ours[place] is None]
-    assert not empty
-    assert {cell for cell in ours if ours[cell]} == {*expected_cells(table)}
+    expected = {*expected_cells(table)}
+    assert {cell for cell in ours if ours[cell] is not None} == expected
+    assert all(ours[cell] for cell in expected)
     # What is published has a cell of ours wherever the row has a run.
-    assert {place for place in table.values if place[0] in table.runs} <= {*expected_cells(table)}
+    assert {place for place in table.values if place[0] in table.runs} <= expected

@@ -1,8 +1,7 @@
-"""Plans of many cells: what is pending, and running it by every way; SLURM is a stand-in."""
+"""Plans of many probes, and running them here, in processes or as a SLURM array (a stand-in)."""
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -37,7 +36,6 @@ from tests.support.places import one_of
 
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
 PHOTOS += ["probe.image_size=32", "probe.panels=1"]
-ONE_CORE = array_settings(minutes=1, gpus=0, cpus=1)
 SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"]
 
 
@@ -57,7 +55,7 @@ def planned(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
+def test_the_plan_counts_the_results_that_a_probe_left(place, capsys):
     assert main(["probe", *PHOTOS, "--checkpoint", "runs/two", "--layer", "1"]) == 0
 
     plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
@@ -65,7 +63,7 @@ def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
     rows = [(job["model"], job["layers"], job["cells"], job["pending"]) for job in plan["jobs"]]
     assert rows == [("one", [0, 1], 2, 2), ("two", [0, 1], 2, 1)]
     assert (plan["cells"], plan["pending"]) == (4, 3)
-    # Another question is another cell.
+    # Other settings need other results.
     other = [word.replace("=32", "=40") for word in PHOTOS]
     assert planned(capsys, *other, "--checkpoint", "runs/*")["pending"] == 4
     path = ResultStore(Path("results")).path(records()[0].key())
@@ -79,40 +77,33 @@ def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
 
 
 def test_a_plan_holds_every_task_that_fits(place, capsys):
-    asked = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
-    asked += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={place}/toy"]
+    words = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
+    words += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={place}/toy"]
 
-    plan = planned(capsys, *asked)
+    plan = planned(capsys, *words)
 
-    # Those of labelled images are built too, to know that they do not fit.
+    # Those of labelled images do not fit.
     unfit = {"classification", "knn"}
     assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - unfit
 
 
-def test_patterns_are_files_of_weights_and_run_folders_each_once(place):
+def test_patterns_and_equal_weights_are_planned_once(place, capsys):
     Path("runs/notes.txt").write_text("not weights")
     Path("runs/empty").mkdir()
 
     found = expand(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
 
     assert found == ["runs/one", "runs/two", "timm:vit_*"]
-    assert expand(["runs/**/*.safetensors"]) == [
-        "runs/one/last.safetensors",
-        "runs/two/last.safetensors",
-    ]
-
-
-def test_equal_weights_are_planned_once(place, capsys):
+    weights = [f"runs/{name}/last.safetensors" for name in ("one", "two")]
+    assert expand(["runs/**/*.safetensors"]) == weights
     encoder_file(place / "runs/copy/last.safetensors", seed=1)
-
     plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
-
     assert [job["checkpoint"] for job in plan["jobs"]] == ["runs/copy", "runs/one"]
     main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"])
     assert "runs/two is the same encoder as runs/copy" in capsys.readouterr().err
 
 
-def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(place, capsys):
+def test_tasks_run_on_the_datasets_that_have_their_labels(place, capsys):
     voc(place / "a")
     class_folders(place / "b")
     tasks = ["--task", "pca,segmentation,knn", "--dataset", "voc2012,class_folders"]
@@ -133,20 +124,17 @@ def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(p
     assert epochs == ["segmentation"]
 
 
-@pytest.mark.parametrize(
-    ("text", "roots"),
-    [
+def test_roots_are_one_folder_or_one_for_each_dataset():
+    for text, roots in (
         (None, {}),
         ("/d", {"toy": "/d", "voc2012": "/d"}),
         ("/d,e=f", {"toy": "/d,e=f", "voc2012": "/d,e=f"}),
         ("voc2012=/a b, ade20k=c=d", {"voc2012": "/a b", "ade20k": "c=d"}),
-    ],
-)
-def test_roots_are_one_folder_or_one_for_each_dataset(text, roots):
-    assert parse_data_roots(text, ["toy", "voc2012"]) == roots
+    ):
+        assert parse_data_roots(text, ["toy", "voc2012"]) == roots
 
 
-def test_a_job_that_fails_stops_no_other_and_is_tried_again(place, capsys):
+def test_a_failed_job_stops_no_other_and_is_retried(place, capsys, monkeypatch):
     weights = place / "runs/one/last.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -171,19 +159,16 @@ def test_a_job_that_fails_stops_no_other_and_is_tried_again(place, capsys):
     plan = planned(capsys, *sweep[1:])
     assert (plan["cells"], plan["pending"]) == (len(records()), 0) == (4, 0)
     assert main([*sweep, "--json"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert {job["state"] for job in again["jobs"]} == {"skipped"}
+    assert {job["state"] for job in json.loads(capsys.readouterr().out)["jobs"]} == {"skipped"}
 
-
-def test_a_fault_that_nobody_foresaw_stops_no_other_job_but_debug_shows_it(place, monkeypatch):
+    # An error of the program itself stops no other job either, but --debug raises it.
     def fault(*_, **__):
-        raise AssertionError("a fault of our own")
+        raise AssertionError
 
-    with monkeypatch.context() as patch:
-        patch.setattr("probes.pca.PCA.run", fault)
-        assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*"]) == 1
-        with pytest.raises(AssertionError):
-            main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--debug"])
+    monkeypatch.setattr("probes.pca.PCA.run", fault)
+    assert main([*sweep, "--out", "other"]) == 1
+    with pytest.raises(AssertionError):
+        main([*sweep, "--out", "other", "--debug"])
 
 
 @pytest.fixture
@@ -237,8 +222,8 @@ def values(out: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
-    tasks = ["--task", "segmentation", "--checkpoint", "runs/one", *SMALL[1:]]
-    sweep = ["sweep", *tasks, "dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
+    sweep = ["sweep", "--task", "segmentation", "--checkpoint", "runs/one", *SMALL]
+    sweep += ["dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
     assert main([*sweep, "--out", "through"]) == 0
     plan = planned(capsys, *sweep[1:], "--jobs", "2")
     assert [job["layers"] for job in plan["jobs"]] == [[0], [1]]
@@ -254,30 +239,30 @@ def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
     assert tables[0] == tables[1]
 
 
-def test_blocks_are_shared_where_jobs_are_more_than_questions(place, capsys):
+def test_jobs_are_split_by_block_if_there_are_too_few(place, capsys):
     voc(place / "voc")
-    asked = ["sweep", "--dataset", "voc2012", "--data-root", "voc", "--checkpoint", "runs/*"]
+    words = ["--dataset", "voc2012", "--data-root", "voc", "--checkpoint", "runs/*"]
+    words += ["--task", "retrieval,pca", "--jobs"]
 
-    assert main([*asked, "--task", "retrieval,pca", "--jobs", "5", "--dry-run"]) == 0
+    def layers(count: str) -> list[tuple[str, list[int]]]:
+        jobs = planned(capsys, *words, count)["jobs"]
+        return [(job["task"], job["layers"]) for job in jobs if job["model"] == "one"]
 
+    # A figure of pca shows several blocks.
+    assert layers("5") == [("pca", [0, 1]), ("retrieval", [0]), ("retrieval", [1])]
+    assert layers("4") == [("pca", [0, 1]), ("retrieval", [0, 1])]
+    assert main(["sweep", *words, "5", "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    shares = [re.split(" {2,}", line)[1] for line in out.splitlines() if line.startswith("one")]
-    assert shares == ["pca", "retrieval, blocks 0", "retrieval, blocks 1"]
+    assert "retrieval, blocks 0" in out
     assert "split by block" in out.splitlines()[-1]
     assert "pca runs as one job, because a figure shows several blocks\n" in err
 
-    assert main([*asked, "--task", "retrieval,pca", "--jobs", "4", "--dry-run"]) == 0
-    assert "share" not in capsys.readouterr().out
-
-
-def test_a_picture_of_several_blocks_is_drawn_by_one_job_unless_nothing_is(place, capsys):
-    asked = [*["--task", "segmentation", "--checkpoint", "runs/one"], *SMALL, "--jobs", "2"]
-    layers = [
-        [job["layers"] for job in planned(capsys, *asked, *more)["jobs"]]
+    one = [*["--task", "segmentation", "--checkpoint", "runs/one"], *SMALL, "--jobs", "2"]
+    found = [
+        [job["layers"] for job in planned(capsys, *one, *more)["jobs"]]
         for more in ((), ("probe.panels=0",), ("probe.panels=0", "probe.layers_mode=last4"))
     ]
-
-    assert layers == [[[0, 1]], [[0], [1]], [[0, 1]]]
+    assert found == [[[0, 1]], [[0], [1]], [[0, 1]]]
 
 
 @pytest.mark.parametrize("command", ["probe", "sweep", "features"])
@@ -290,7 +275,7 @@ def test_one_of_several_processes_is_refused(place, capsys, monkeypatch, command
     assert "ssl-bench sweep --jobs 4" in said
 
 
-def test_printed_commands_are_words_for_a_shell_and_leave_the_same_cells(place, capsys):
+def test_printed_commands_run_in_a_shell(place, capsys):
     out = "it's $(touch bad); results"
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--out", out, "--layer", "-1"]
     assert main([*sweep, "--print"]) == 0
@@ -343,39 +328,33 @@ def cluster(place, monkeypatch) -> Path:
 
 def test_an_array_with_a_task_for_each_job_is_submitted(place, cluster, capsys):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm", "--slurm-partition", "short"]
+    sweep += ["--slurm-minutes", "90"]
+    assert main([*sweep, "--dry-run"]) == 0
+    *plan, array = capsys.readouterr().out.splitlines()
+    assert "4 pending" in plan[-1]
+    for setting in ("2 tasks", "timeout_min=90", "cpus_per_task=8", "slurm_partition=short"):
+        assert setting in array
+    assert not cluster.exists()
+    assert not Path("results").exists()
 
-    assert main([*sweep, "--slurm-minutes", "90", "--slurm-gpus", "1", "--slurm-cpus", "3"]) == 0
+    assert main([*sweep, "--slurm-gpus", "1", "--slurm-cpus", "3", "--json"]) == 0
 
+    out, err = capsys.readouterr()
+    assert json.loads(out)["pending"] == 4
+    assert "2 jobs submitted as SLURM array 4711, logs in results/slurm" in err
     script = cluster.read_text().splitlines()
     for wanted in ("array=0-1%2", "partition=short", "time=90", "gpus-per-node=1"):
         assert f"#SBATCH --{wanted}" in script
     assert "#SBATCH --cpus-per-task=3" in script
-    assert "2 jobs submitted as SLURM array 4711, logs in results/slurm" in capsys.readouterr().err
-
-    # More tasks than questions share the blocks.
+    # With more tasks than probes, tasks share the blocks of a probe.
     blocks = ["sweep", *PHOTOS[2:6], "--task", "tokencut", "--checkpoint", "runs/*"]
     assert main([*blocks, "--slurm", "--jobs", "3"]) == 0
     assert "#SBATCH --array=0-3%4" in cluster.read_text().splitlines()
     assert "4 jobs submitted" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_an_array_and_submits_nothing(place, cluster, capsys):
-    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm", "--dry-run"]
-
-    assert main([*sweep, "--slurm-minutes", "90", "--slurm-partition", "short"]) == 0
-
-    *plan, array = capsys.readouterr().out.splitlines()
-    assert "2 pending" in plan[-1] or "4 pending" in plan[-1]
-    for setting in ("2 tasks", "timeout_min=90", "cpus_per_task=8", "slurm_partition=short"):
-        assert setting in array
-    assert not cluster.exists()
-    assert not Path("results").exists()
-    assert main([*sweep, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pending"]
-
-
 @pytest.mark.slow
-def test_tasks_of_an_array_leave_the_cells_of_the_plan(place, cluster):
+def test_tasks_of_an_array_leave_the_results_of_the_plan(place, cluster):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
     assert main([*sweep, "--slurm"]) == 0
 
@@ -389,51 +368,41 @@ def test_tasks_of_an_array_leave_the_cells_of_the_plan(place, cluster):
     assert values("results") == values("through")
 
 
-def test_submitit_learns_of_the_exit_code_of_a_task(tmp_path):
-    bad = [sys.executable, "-c", "raise SystemExit(3)"]
-
-    (job,) = submit_array([bad], settings=ONE_CORE, logs=tmp_path, cluster="local")
-
-    assert "exit code 3" in str(job.exception())
-
-
-# Of a minute submitit says that it is up whenever a signal comes, of an hour that it is not.
+# submitit calls a job of one minute timed out on every signal, and a job of an hour preempted.
 @pytest.mark.parametrize(("minutes", "why"), [(1, "timed-out"), (60, "preempted")])
-def test_a_task_that_slurm_takes_the_node_from_runs_again(tmp_path, minutes, why):
+def test_a_task_that_slurm_interrupts_runs_again(tmp_path, minutes, why):
     runs = tmp_path / "runs"
-    # The parent is the process that SLURM sends its signal to.
+    # The parent is the process that SLURM sends its signal to. The second attempt fails.
     script = (
         "import os, pathlib, sys, time; runs = pathlib.Path(sys.argv[1]);"
         "first = not runs.exists();"
-        "runs.open('a').write(f'{os.getppid()}\\n'); time.sleep(20 * first)"
+        "runs.open('a').write(f'{os.getppid()}\\n'); time.sleep(20 * first); sys.exit(3)"
     )
-    words = [sys.executable, "-c", script, str(runs)]
+    words = [sys.executable, "-S", "-c", script, str(runs)]
     settings = array_settings(minutes=minutes, gpus=0, cpus=1)
     (job,) = submit_array([words], settings=settings, logs=tmp_path, cluster="local")
     end = time.monotonic() + 60
     while not (runs.exists() and runs.read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.02)
 
     os.kill(int(runs.read_text()), signal.SIGUSR2)
 
-    assert job.exception() is None
+    assert "exit code 3" in str(job.exception())
     assert len(runs.read_text().split()) == 2
     assert f"this job is {why}" in (job.stderr() or "")
 
 
-def test_what_slurm_lacks_or_refuses_is_one_line(place, cluster, capsys, monkeypatch):
+def test_missing_programs_and_refusals_of_slurm_are_one_line(place, cluster, capsys, monkeypatch):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm"]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
-        assert "sbatch and srun not found" in fails(capsys, sweep, 5)
+        assert "sbatch and srun" in fails(capsys, sweep, 5)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "submitit", None)
         assert "ssl-bench[slurm]" in fails(capsys, sweep, 5)
     refusal = "#!/bin/sh\necho 'sbatch: error: invalid partition' >&2; exit 1\n"
     (place / "commands/sbatch").write_text(refusal)
-    said = fails(capsys, sweep, 5)
-    assert "sbatch rejected the array" in said
-    assert "invalid partition" in said
+    assert "invalid partition" in fails(capsys, sweep, 5)
 
 
 TEMPLATE = Path(__file__).parents[2] / "configs/slurm/pretrain.sbatch"
@@ -458,7 +427,7 @@ def allocation(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_template_is_bash_and_starts_what_torchrun_and_pretrain_understand(allocation):
+def test_the_template_starts_a_run_that_torchrun_and_pretrain_parse(allocation):
     subprocess.run(["bash", "-n", TEMPLATE], check=True)
 
     subprocess.run(["bash", TEMPLATE, "model=vit_tiny_skip"], check=True)
@@ -475,7 +444,7 @@ def test_the_template_is_bash_and_starts_what_torchrun_and_pretrain_understand(a
     assert overrides == ["model=vit_tiny_skip"]
 
 
-def test_the_template_stops_the_run_and_queues_the_job_again_when_time_is_nearly_up(allocation):
+def test_the_template_requeues_the_job_when_time_is_nearly_up(allocation):
     Path("srun").write_text('#!/bin/sh\ntrap "echo saved >> said; exit 0" TERM\necho $$ > pid\n')
     with Path("srun").open("a") as file:
         file.write("for tick in $(seq 3000); do sleep 0.01; done\n")

@@ -2,13 +2,11 @@
 
 import csv
 import io
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders, compare_runs
@@ -25,10 +23,11 @@ HITS = {
     ("skipless", 300): {0: 5, 2: 7, 11: 10},
 }
 RUNS = ("skip", "skipless")
+OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def encoder(run: str, epoch: int, **changes):
-    """The last one is of epoch 300."""
+    """Return a record of an epoch, of which 300 is the last one."""
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
     record = cell(model=model, checkpoint_sha256=digit * 64, **changes)
@@ -44,11 +43,6 @@ def store(tmp_path) -> ResultStore:
     return store
 
 
-def printed(capsys, store: ResultStore, *words: str) -> str:
-    assert main(["compare", "--over-epochs", "--out", str(store.root), *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("epoch", [100, 300])
 def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     records = store.records()
@@ -57,9 +51,8 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     (table,), _ = compare_encoders(store, records, dict(zip(pair, RUNS, strict=True)))
     (found,) = compare_runs(store, records, RUNS)
 
-    assert list(found.by_epoch[epoch].rows) == [
-        row for row in table.rows if row.name in ("0", "11")
-    ]
+    rows = [row for row in table.rows if row.name in ("0", "11")]
+    assert list(found.by_epoch[epoch].rows) == rows
     assert [record.encoder_id for record in found.by_epoch[epoch].encoders] == pair
 
 
@@ -92,8 +85,8 @@ def test_other_settings_images_and_seeds_are_never_paired(store):
     assert {row.name for c in by_seed[0].by_epoch.values() for row in c.rows} == {"0", "11"}
 
 
-def test_the_command_prints_epochs_below_one_another(store, capsys):
-    lines = printed(capsys, store, *RUNS, "--format", "markdown").strip().splitlines()
+def test_the_command_prints_epochs_below_one_another(printed, as_json):
+    lines = printed(*OVER_EPOCHS, *RUNS, "--format", "markdown").out.strip().splitlines()
 
     assert lines[2] == "| block | epoch | skip | skipless | first - second [95 %] |"
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in lines[4:8]]
@@ -105,51 +98,43 @@ def test_the_command_prints_epochs_below_one_another(store, capsys):
     ]
     assert rows[0][4].startswith("+0.0 [-")
     assert rows[3][4].startswith("**-50.0 [-")
-    assert "paired over 10 images" in lines[-1]
-    rows = list(csv.DictReader(io.StringIO(printed(capsys, store, *RUNS, "--format", "csv"))))
-    (table,) = json.loads(printed(capsys, store, *RUNS, "--format", "json"))
-
-    shown = [(row["epoch"], row["block"], float(row["difference"])) for row in rows]
+    text = printed(*OVER_EPOCHS, *RUNS, "--format", "csv").out
+    shown = [
+        (r["epoch"], r["block"], float(r["difference"])) for r in csv.DictReader(io.StringIO(text))
+    ]
     assert shown == [
         ("100.0", "0", 0),
         ("100.0", "11", pytest.approx(30)),
         ("300.0", "0", pytest.approx(-20)),
         ("300.0", "11", -50),
     ]
-    assert table["kind"] == "comparison_over_epochs"
+    (table,) = as_json(*OVER_EPOCHS, *RUNS)
     assert [(one["epoch"], one["names"]) for one in table["epochs"]] == [
         (100.0, ["skip", "skipless"]),
         (300.0, ["skip", "skipless"]),
     ]
     assert table["epochs"][1]["checkpoint_sha256"] == ["2" * 64, "5" * 64]
-
-
-@pytest.mark.parametrize("names", [("skip@100", "skipless@250"), ("2222", "skipless")])
-def test_a_run_is_named_by_any_of_its_encoders(store, capsys, names):
-    table = printed(capsys, store, *names, "--format", "csv")
-
-    assert table == printed(capsys, store, *RUNS, "--format", "csv")
+    # A run is named by any of its encoders.
+    for names in (("skip@100", "skipless@250"), ("2222", "skipless")):
+        assert text == printed(*OVER_EPOCHS, *names, "--format", "csv").out
 
 
 @pytest.mark.parametrize(
     ("names", "code", "said"),
     [
-        (["skip"], 2, "expected two runs with --over-epochs, got skip"),
-        (["skip", "skip@100"], 2, "expected two runs with --over-epochs, got skip and skip"),
+        (["skip", "skip@100"], 2, "got skip and skip"),
         (["skip", "other"], 3, "'other'"),
         ([*RUNS, "--facet", "token"], 2, "`--facet key`"),
         (["skip", "unknown"], 3, "got unknown"),
-        (["skip", "late"], 3, r"skip 100, 200, 300 and late 400"),
+        (["skip", "late"], 3, "skip 100, 200, 300 and late 400"),
     ],
 )
-def test_what_cannot_be_compared_over_epochs_is_said(store, capsys, names, code, said):
-    other = cell(model="unknown", checkpoint_sha256="f" * 64)
-    store.save(other)
+def test_runs_that_cannot_be_compared_are_refused(store, printed, names, code, said):
+    store.save(cell(model="unknown", checkpoint_sha256="f" * 64))
     late = cell(model="late", checkpoint_sha256="e" * 64)
     store.save(replace(late, details={"epoch": 400.0}))
 
-    assert main(["compare", "--over-epochs", "--out", str(store.root), *names]) == code
-    assert said in capsys.readouterr().err
+    assert said in printed(*OVER_EPOCHS, *names, code=code).err
 
 
 def test_two_runs_of_the_same_name_are_refused(store):

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from ssl_bench.cli.__main__ import main
-from ssl_bench.results import ResultStore
 from ssl_bench.tables.encoders import column_names, encoder_table
 from ssl_bench.tables.entries import Entry
 from ssl_bench.tables.layer_selection import choose_block
@@ -20,6 +17,10 @@ from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
 
 NAMES = {"a": "skip", "d": "skipless", "e": "other"}
+PIVOT = ("table", "--pivot")
+# Ten images: block 1 wins by one image, and the fold that holds this image chooses block 0.
+ONE = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0], bool)
+TWO = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 0], bool)
 
 
 def hits(*values):
@@ -33,7 +34,7 @@ def chosen_block(records, store, choice) -> Entry:
 
 
 def save(store, sha, layer, values, *, keep: bool = True, **changes: Any):
-    """A record whose value is the share of the hits, and the hits beside it."""
+    """Save a record whose value is the share of the hits, and the hits beside it."""
     record = replace(
         RECORD,
         checkpoint_sha256=sha * 64,
@@ -48,31 +49,35 @@ def save(store, sha, layer, values, *, keep: bool = True, **changes: Any):
     return record
 
 
-def cells(table, style="markdown"):
-    lines = [line for line in render_tables([table], style).splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def cells(table):
+    lines = render_tables([table], "markdown").splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
 
 
-@pytest.fixture
-def store(tmp_path):
-    return ResultStore(tmp_path)
+def chosen_by_folds():
+    """Return for each fold its images, and whether the other images choose block 1."""
+    folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
+    others = [np.setdiff1d(np.arange(10), fold) for fold in folds]
+    return [
+        (fold, TWO[those].sum() > ONE[those].sum())
+        for fold, those in zip(folds, others, strict=True)
+    ]
 
 
-def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others_choose(store):
-    # Ten images: block 1 wins by one image, and the fold that holds this image chooses block 0.
-    one, two = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0), hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
-    records = [save(store, "a", 0, one), save(store, "a", 1, two)]
+def test_the_oracle_takes_the_best_block_and_folds_choose_on_other_images(store):
+    shares = (10.0, 40.0)
+    records = [
+        save(store, "a", layer, values, details={"degenerate_percent": shares[layer]})
+        for layer, values in enumerate((ONE, TWO))
+    ]
 
     oracle = chosen_block(records, store, "oracle")
     held_out = chosen_block(records, store, "holdout")
 
     assert (oracle.value, oracle.layers, oracle.offered_layers) == (50.0, (1,), (0, 1))
-    folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
-    expected = 0
-    for fold in folds:
-        others = np.setdiff1d(np.arange(10), fold)
-        chosen = two if two[others].sum() > one[others].sum() else one
-        expected += chosen[fold].sum()
+    folds = chosen_by_folds()
+    expected = sum((TWO if second else ONE)[fold].sum() for fold, second in folds)
     assert held_out.value == 10.0 * expected
     assert held_out.layers == (0, 1)
     assert held_out.value < oracle.value
@@ -80,6 +85,10 @@ def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others
     assert held_out.low == pytest.approx(100 * exact.low)
     assert held_out.high == pytest.approx(100 * exact.high)
     assert len(held_out.records) == 2
+    # A block counts as often as folds choose it, not once and not half.
+    percents = [shares[int(second)] for _, second in folds]
+    assert percents.count(10.0) != percents.count(40.0)
+    assert held_out.degenerate_percent == pytest.approx(np.mean(percents))
 
 
 def test_the_oracle_never_takes_a_block_without_a_number(store):
@@ -91,25 +100,7 @@ def test_the_oracle_never_takes_a_block_without_a_number(store):
     assert (oracle.value, oracle.layers, oracle.offered_layers) == (50.0, (1,), (0, 1, 2))
 
 
-def test_a_block_counts_for_the_degenerate_images_as_often_as_folds_choose_it(store):
-    # Folds choose both blocks, as in the test of the oracle.
-    one, two = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0), hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
-    shares = (10.0, 40.0)
-    records = [
-        save(store, "a", layer, values, details={"degenerate_percent": shares[layer]})
-        for layer, values in enumerate((one, two))
-    ]
-    folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
-    others = [np.setdiff1d(np.arange(10), fold) for fold in folds]
-    expected = [shares[int(two[those].sum() > one[those].sum())] for those in others]
-
-    chosen = chosen_block(records, store, "holdout")
-
-    assert expected.count(10.0) != expected.count(40.0)
-    assert chosen.degenerate_percent == pytest.approx(np.mean(expected))
-
-
-def test_of_blocks_that_seeds_have_the_set_of_most_seeds_is_offered(store):
+def test_the_blocks_that_most_seeds_have_are_offered(store):
     few, many = hits(1, 1), hits(1, 0)
     records = [save(store, "a", layer, few, seed=0) for layer in (0, 1)]
     records += [save(store, "a", layer, many, seed=seed) for seed in (1, 2) for layer in (2, 3)]
@@ -140,10 +131,9 @@ def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
 def test_seeds_choose_for_themselves_and_are_averaged(store):
     good, bad = hits(1, 1, 1, 1, 1, 0), hits(0, 0, 0, 0, 0, 0)
     records = [
-        save(store, "a", 0, good, seed=0),
-        save(store, "a", 1, bad, seed=0),
-        save(store, "a", 0, bad, seed=1),
-        save(store, "a", 1, hits(1, 1, 1, 1, 1, 1), seed=1),
+        save(store, "a", layer, values, seed=seed)
+        for seed, blocks in enumerate(((good, bad), (bad, hits(1, 1, 1, 1, 1, 1))))
+        for layer, values in enumerate(blocks)
     ]
 
     chosen = chosen_block(records, store, "holdout")
@@ -158,7 +148,7 @@ def test_seeds_choose_for_themselves_and_are_averaged(store):
     assert "each seed chooses its own block" in text
 
 
-def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank(store):
+def test_ties_as_printed_share_their_rank(store):
     records = [
         save(store, "a", 5, hits(1, 1, 0, 0)),
         save(store, "d", 5, hits(1, 0, 0, 0)),
@@ -180,15 +170,14 @@ def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank
     assert "voc2012: tokencut, corloc, val, key, protocol reference, 4 images" in text
 
 
-def test_many_columns_stand_in_blocks_that_a_screen_holds(store, capsys):
+def test_many_columns_stand_in_blocks_that_a_screen_holds(store, printed):
     names = [f"a_dataset_with_a_name_{number}" for number in range(12)]
     for sha in "ad":
         for name in names:
             save(store, sha, 3, hits(1, 0), dataset=name)
 
-    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
+    table = printed(*PIVOT).out.partition("marked:")[0]
 
-    table = capsys.readouterr().out.partition("marked:")[0]
     lines = [line for line in table.splitlines() if not line.startswith("a_dataset")][:-1]
     assert max(map(len, lines)) <= 100
     heads = [line.split() for line in lines if line.startswith("encoder ")]
@@ -196,23 +185,26 @@ def test_many_columns_stand_in_blocks_that_a_screen_holds(store, capsys):
     assert sum(line.startswith("skipless ") for line in lines) == len(heads) > 1
 
 
-def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(store):
+def test_a_cell_without_values_of_images_is_marked(store):
     for layer in (0, 1):
         save(store, "a", layer, hits(1, 0, layer), keep=False)
         save(store, "d", layer, hits(1, 0, 0))
-    held_out = encoder_table(store.records(), store, "holdout")
-    oracle = encoder_table(store.records(), store, "oracle")
+
+    held_out, oracle = (
+        encoder_table(store.records(), store, choice) for choice in ("holdout", "oracle")
+    )
 
     assert [row[1] for row in cells(held_out)] == ["toy", "‡", "33.3 @0"]
-    assert "\n‡: " in render_tables([held_out], "text")
+    text = render_tables([held_out], "text")
+    assert "\n‡: " in text
+    assert "ORACLE" not in text
     assert [row[1] for row in cells(oracle)] == ["toy", "**66.7 @1**", "33.3 @0"]
+    text = render_tables([oracle], "text")
+    assert "oracle choice of the block" in text.splitlines()[0]
+    assert "ORACLE" in text
     other = save(store, "e", 1, hits(1, 0, 0))
     several = encoder_table([*store.records(), other], store, "holdout")
     assert "not every encoder was probed at the same blocks" in render_tables([several], "text")
-    text = render_tables([oracle], "text")
-    assert "oracle choice of the block" in text.splitlines()[0]
-    assert "ORACLE, the best block on the scored images" in text
-    assert "ORACLE" not in render_tables([held_out], "text")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +214,7 @@ def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(st
         ("explained_variance", "%", "encoders (%): tokencut, explained_variance, block 1"),
     ],
 )
-def test_where_more_is_not_better_no_block_and_no_encoder_is_best(store, metric, unit, title):
+def test_no_block_and_no_encoder_is_best_when_higher_is_not_better(store, metric, unit, title):
     for layer in (0, 1):
         for sha in "ad":
             save(store, sha, layer, hits(1, 0, layer and sha == "a"), metric=metric, unit=unit)
@@ -241,7 +233,6 @@ def test_where_more_is_not_better_no_block_and_no_encoder_is_best(store, metric,
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ([{}], ["toy"]),
         ([{}, {"facet": "token"}], ["toy, key", "toy, token"]),
         ([{}, {"protocol": "lost"}, {"dataset": "voc"}], ["toy, reference", "toy, lost", "voc"]),
         (
@@ -263,80 +254,55 @@ def test_columns_are_named_by_what_tells_them_apart(changes, names):
     assert column_names([replace(RECORD, **change) for change in changes]) == names
 
 
-def test_seeds_at_other_blocks_are_not_pooled(store, capsys):
+def test_seeds_at_other_blocks_are_not_pooled(store, printed):
     for seed, layer in ((0, 2), (1, 3), (2, 2)):
         save(store, "a", layer, hits(1, 0, layer == 3), seed=seed)
         save(store, "d", 2, hits(0, 0, 0), seed=seed)
     save(store, "d", 3, hits(1, 1, 1), seed=1)
-    command = ["table", "--out", str(store.root), "--pivot"]
 
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = printed(*PIVOT).out
+
     # Of the first seeds 0 and 2, both at block 2; of the second seed 1, which has two blocks.
     assert "33.3 (2 seeds) @2" in out
     assert "(1 seed) @3" in out
     assert "seed 0, 1, 2 is left out" in out
-    assert main([*command, "--best-layer", "oracle"]) == 0
-    assert "33.3 (2 seeds) @2" in capsys.readouterr().out
+    assert "33.3 (2 seeds) @2" in printed(*PIVOT, "--best-layer", "oracle").out
 
 
-def test_of_one_encoder_nothing_is_marked_and_no_other_is_spoken_of(store, capsys):
-    for layer in (0, 1):
-        save(store, "a", layer, hits(layer, layer, layer))
-    save(store, "a", 0, hits(1, 0, 0), dataset="voc2012")
-
-    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
-
-    out = capsys.readouterr().out
-    assert "100.0 @1" in out
-    assert "*" not in out
-    assert not any(word in out for word in ("marked:", "every encoder", "seed chooses"))
-
-
-def test_of_several_tasks_the_headline_of_each_is_a_column(store, capsys):
+def test_the_main_metric_of_each_task_is_a_column(store, printed):
     for metric in ("top1_k10", "top1_k20", "top5_k20"):
         save(store, "a", 0, hits(1, 0, 0), task="knn", metric=metric)
     for metric in ("corloc", "degenerate"):
         save(store, "a", 0, hits(1, 0, 0), metric=metric)
-    command = ["table", "--out", str(store.root), "--pivot"]
 
-    def columns(*words):
-        assert main([*command, *words]) == 0
-        out, said = capsys.readouterr()
-        return next(line for line in out.splitlines() if line.startswith("encoder ")), said
+    def head(*words):
+        lines = printed(*PIVOT, *words).out.splitlines()
+        return next(line for line in lines if line.startswith("encoder ")).split()
 
-    heads, said = columns()
-    assert heads.split() == ["encoder", "toy,", "top1_k20", "toy,", "corloc"]
-    assert "degenerate, top1_k10, top5_k20" in said
-    assert "top1_k10" in columns("--task", "knn")[0]
-    # Of one column it stands above.
-    assert main([*command, "--metric", "degenerate"]) == 0
-    assert capsys.readouterr().out.startswith("encoders (%): tokencut, degenerate, block 0\n")
-    assert main([*command, "--format", "csv"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert head() == ["encoder", "toy,", "top1_k20", "toy,", "corloc"]
+    assert "degenerate, top1_k10, top5_k20" in printed(*PIVOT).err
+    assert "top1_k10" in head("--task", "knn")
+    # A single column is described in the title.
+    title = "encoders (%): tokencut, degenerate, block 0\n"
+    assert printed(*PIVOT, "--metric", "degenerate").out.startswith(title)
+    assert len(printed(*PIVOT, "--format", "csv").out.splitlines()) == 6
 
 
-def test_the_command_chooses_among_the_asked_blocks(store, capsys):
+def test_the_block_is_chosen_among_the_requested_ones(store, printed, as_json):
     for layer in (0, 1, 11):
         save(store, "a", layer, hits(layer == 0, 0, layer == 11))
-    command = ["table", "--out", str(store.root), "--pivot", "--format", "csv"]
 
     def blocks(*flags):
-        assert main([*command, *flags]) == 0
-        (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+        out = printed(*PIVOT, "--format", "csv", *flags).out
+        (row,) = csv.DictReader(io.StringIO(out))
         return row["blocks"], row["layer_selection"]
 
     assert blocks("--layer", "-1") == ("11", "block")
     assert blocks("--layer", "1,-1", "--best-layer", "oracle") == ("11", "oracle")
     assert blocks("--best-layer", "oracle") == ("0", "oracle")
-    assert main([*command[:-1], "json", "--best-layer", "oracle"]) == 0
-    (table,) = json.loads(capsys.readouterr().out)
-    (cell,) = table["cells"]
+    (cell,) = as_json(*PIVOT, "--best-layer", "oracle")[0]["cells"]
     assert (cell["blocks"], cell["blocks_offered"], cell["encoder"]) == ([0], [0, 1, 11], "skip")
     assert cell["value"] == pytest.approx(100 / 3)
     assert cell["checkpoint_sha256"] == "a" * 64
-    assert main([*command, "--layer", "7"]) == 3
-    assert "0, 1, 11" in capsys.readouterr().err
-    assert main([*command, "--layer", "last"]) == 2
-    said = capsys.readouterr().err
-    assert "`--layer 0-3`" in said
+    assert "0, 1, 11" in printed(*PIVOT, "--layer", "7", code=3).err
+    assert "`--layer 0-3`" in printed(*PIVOT, "--layer", "last", code=2).err

@@ -1,13 +1,10 @@
-"""Blocks against severities of a corruption: what stands beside what, and what is lost."""
+"""Scores by severity of a corruption, and how much of the clean score is lost."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import Pivot
 from ssl_bench.tables.severities import severity_tables
@@ -15,6 +12,7 @@ from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 
 CLEAN = replace(RECORD, task="knn", dataset="photos", metric="top1", ci95=None, details={})
+OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
@@ -30,7 +28,7 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def of_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Of each block its clean score, and those of snow 1, 2 and so on."""
+    """Return for each block its clean score, and those of snow 1, 2 and so on."""
     found = []
     for layer, (clean, *others) in enumerate(values):
         first = replace(CLEAN, layer=layer, value=clean)
@@ -45,7 +43,6 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
     # Means of 40 and 45: half of 80, and a tenth of 50.
     assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
     sheet = table.sheet()
-    assert sheet.title == ("knn: top1 (%) on photos val, key, protocol reference, snow, skip")
     assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
     assert [[cell.text for cell in row] for row in sheet.rows] == [
         ["0", "80.0", "60.0", "20.0", "50.0"],
@@ -55,12 +52,11 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
     assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
 
 
-def test_blocks_are_ranked_over_the_severities_that_all_share(tmp_path, capsys):
+def test_blocks_are_ranked_over_the_severities_that_all_share(store, printed):
     # Over both severities block 0 loses a half, over the first one a tenth.
     records = of_blocks((80.0, 72.0, 8.0), (50.0, 40.0), (60.0,))
     for record in records:
-        ResultStore(tmp_path).save(record)
-    words = ["table", "--over-severity", "--out", str(tmp_path), "--format"]
+        store.save(record)
 
     (table,) = severity_tables(records)
 
@@ -70,14 +66,13 @@ def test_blocks_are_ranked_over_the_severities_that_all_share(tmp_path, capsys):
     assert [[cell.text for cell in row][2:] for row in table.sheet().rows] == [
         ["72.0", "8.0", "10.0"], ["40.0", "‡", "20.0"], ["‡", "‡", NO_VALUE],
     ]  # fmt: skip
-    assert main([*words, "latex"]) == 0
-    (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith(r"\par{"))
+    out = printed(*OVER_SEVERITY, "--format", "latex").out
+    (note,) = (line for line in out.splitlines() if line.startswith(r"\par{"))
     assert "block 1, 2." in note
     assert "share: 1" in note
-    assert main([*words, "csv"]) == 0
-    assert capsys.readouterr().out.count(",1\n") == len(records)
-    assert main(["report", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "report/severities.html").read_text()
+    assert printed(*OVER_SEVERITY, "--format", "csv").out.count(",1\n") == len(records)
+    printed("report")
+    page = (store.root / "report/severities.html").read_text()
     assert "Not probed at every severity: block 1, 2." in page
     assert "Smallest drop: block 0, 10.0 %" in page
 
@@ -91,7 +86,7 @@ def test_without_a_common_severity_there_is_no_drop():
     assert table.sheet().marks[0].endswith("share: none")
 
 
-def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
+def test_every_corruption_and_encoder_has_a_table():
     first, snow = of_blocks((80.0, 60.0))
     fog = corrupted(first, "fog", 3, value=20.0)
     other = [
@@ -110,27 +105,23 @@ def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"dataset_fingerprint": "d" * 64}, "other images"),
-        ({"settings": {"tau": 0.3}}, "another setting"),
-        ({"facet": "query"}, "another facet"),
-    ],
+    "change",
+    [{"dataset_fingerprint": "d" * 64}, {"settings": {"tau": 0.3}}, {"facet": "query"}],
 )
-def test_clean_scores_of_something_else_do_not_stand_beside(change, why):
+def test_clean_scores_of_something_else_do_not_stand_beside(change):
     clean, snow = of_blocks((80.0, 60.0))
 
     (table,) = severity_tables([replace(clean, **change), snow])
 
-    assert table.columns == (1,), why
+    assert table.columns == (1,)
     assert table.drop(0) is None
 
 
-def test_what_is_no_better_than_an_answer_without_a_look_has_nothing_to_lose():
+def test_a_score_below_the_baseline_has_no_drop():
     baseline = {"baseline": {"answer": "most frequent class", "value": 50.0}}
     some = [replace(one, details=baseline) for one in of_blocks((80.0, 60.0), (50.0, 10.0))]
 
-    # Seeds of a cell are averaged.
+    # Scores are averaged over seeds.
     some += [replace(one, seed=1, value=0.9 * one.value) for one in some]
     (table,) = severity_tables(some)
 
@@ -140,7 +131,7 @@ def test_what_is_no_better_than_an_answer_without_a_look_has_nothing_to_lose():
     assert table.sheet().rows[1][-1].text == NO_VALUE
 
 
-def test_nothing_is_marked_and_lost_where_more_is_not_better():
+def test_there_is_no_drop_when_higher_is_not_better():
     plain = [replace(one, unit="", metric="rankme") for one in of_blocks((8.0, 6.0), (5.0, 5.0))]
 
     (table,) = severity_tables(plain)
@@ -149,32 +140,25 @@ def test_nothing_is_marked_and_lost_where_more_is_not_better():
     assert not any(cell.is_best for row in table.sheet().rows for cell in row)
 
 
-def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_severities_are_drawn_and_written_as_json_and_csv(store, printed, as_json, monkeypatch):
     drawn: list[Pivot] = []
     monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
+    store.save(CLEAN)
+    assert "`ssl-bench probe --task all corrupt=" in printed(*OVER_SEVERITY, code=3).err
     for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
-        ResultStore(Path("results")).save(record)
-    ResultStore(Path("clean")).save(CLEAN)
+        ResultStore(store.root).save(record)
 
-    assert main(["table", "--over-severity", "--figure", "curves.svg"]) == 0
-    assert "photos val, key, protocol reference, snow, skip\n" in capsys.readouterr().out
+    printed(*OVER_SEVERITY, "--task", "knn", "--layer", "0,1", "--figure", "curves.svg")
     (table,) = drawn
     assert (table.row_name, table.rows, table.columns) == (
-        "severity",
-        (0, 1, 2),
-        ("block 0", "block 1"),
-    )
+        "severity", (0, 1, 2), ("block 0", "block 1"),
+    )  # fmt: skip
     assert table.entries[2, "block 1"].value == 40.0
-    assert main(["table", "--over-severity", "--format", "json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
+    (told,) = as_json(*OVER_SEVERITY, "--layer", "0,1")
     assert told["drops"] == [{"layer": 0, "drop": 50.0}, {"layer": 1, "drop": pytest.approx(10.0)}]
     cells = [(cell["layer"], cell["severity"], cell["value"]) for cell in told["cells"]]
     assert cells[:2] == [(0, 0, 80.0), (0, 1, 60.0)]
-    assert main(["table", "--over-severity", "--format", "csv"]) == 0
-    head, first, *_ = capsys.readouterr().out.splitlines()
+    head, first, *_ = printed(*OVER_SEVERITY, "--format", "csv").out.splitlines()
     assert head.split(",")[:6] == ["title", "block", "severity", "model", "drop", "value"]
     assert '",0,0,skip,50.0,80.0,' in first
-    assert main(["table", "--over-severity", "--pivot"]) == 2
-    assert main(["table", "--over-severity", "--out", "clean"]) == 3
-    assert "corrupt=clean,gaussian_noise:1-5" in capsys.readouterr().err
+    printed(*OVER_SEVERITY, "--pivot", code=2)

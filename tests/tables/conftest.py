@@ -1,0 +1,32 @@
+"""A folder of results, and the commands that read it."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
+
+
+@pytest.fixture
+def store(tmp_path) -> ResultStore:
+    return ResultStore(tmp_path)
+
+
+@pytest.fixture
+def printed(store, capsys) -> Callable[..., Any]:
+    """Run a command on the folder of results, and return what it prints to stdout and stderr."""
+
+    def run(*words: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([*words, "--out", str(store.root)]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def as_json(printed) -> Callable[..., list[dict[str, Any]]]:
+    return lambda *words: json.loads(printed(*words, "--format", "json").out)
