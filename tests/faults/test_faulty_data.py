@@ -1,8 +1,6 @@
 """Faulty images, masks, boxes and folders: the command names the file and computes nothing."""
 
 import json
-import os
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -25,16 +23,12 @@ from tests.support.faults import (
     class_folders,
     coco20k,
     each,
-    encoded,
     expect_error,
-    file_contents,
     mask,
     nothing,
-    paired_folders,
     peak_memory_mib,
     picture,
     png_of,
-    pretraining,
     probing,
     records,
     save_mask,
