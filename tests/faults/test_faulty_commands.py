@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -294,8 +293,7 @@ def test_other_probes_and_objectives_run_beside_a_broken_file(tmp_path):
         ("keys", "probe.reconstruction"): "probes/reconstruction.py",
         ("pretrain", "objective=rotation", "--dry-run"): "pretrain/objectives/rotation.py",
     }
-    others = [["--help"], ["keys"], ["keys", "probe.pca"], ["doctor"], ["completion", "bash"]]
-    others += [["probe", "--task", "pca", *SMALL], ["sweep", "--dry-run", *SMALL]]
+    others = [["--help"], ["keys"], ["sweep", "--dry-run", *SMALL]]
     others += [["probe", "--task", "all", "--layer", "0", *SMALL, "probe.training.epochs=1"]]
     others += [["pretrain", "--batch-size", "8", "--dry-run"]]
     code = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN_COMMANDS}"
@@ -313,7 +311,7 @@ def test_other_probes_and_objectives_run_beside_a_broken_file(tmp_path):
     for output, file in zip(outputs, broken.values(), strict=False):
         assert output.count("\n") == 1
         assert f"{suite / file}, line 1" in output
-    assert [one.count("left out: reconstruction: ") for one in outputs[-4:]] == [0, 1, 1, 0]
+    assert [one.count("left out: reconstruction: ") for one in outputs[-3:]] == [1, 1, 0]
     assert len(list((workdir / "results/records").glob("*"))) >= 4
 
 
@@ -405,24 +403,6 @@ def test_a_closed_pipe_is_no_error(workdir):
 
     assert exit_code(child) == 0
     assert (workdir / "stderr").read_text() == ""
-
-
-@pytest.mark.slow
-def test_everything_runs_without_gpu_and_display(workdir):
-    bare = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "MPLBACKEND")}
-    environment = bare | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    voc(workdir)
-    commands = [["doctor"], probing("retrieval", "voc2012", workdir)]
-    commands += [["table", "--figure", "curves.png"]]
-    code = f"from ssl_bench.cli.__main__ import main; print(*map(main, {commands}))"
-
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-
-    assert run.stdout.splitlines()[-1] == "0 0 0"
-    assert re.search(r"^gpu +none", run.stdout, re.MULTILINE)
-    assert (workdir / "curves.png").stat().st_size > 1000
 
 
 def limited(words: list[str]) -> int:

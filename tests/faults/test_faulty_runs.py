@@ -80,6 +80,18 @@ def spoil_all_photos(folder: Path) -> None:
         spoil(path, "half")
 
 
+def run_of(*settings: str) -> Callable[[Path], None]:
+    """Return a function that makes one step of a run with other settings."""
+
+    def prepare(_: Path) -> None:
+        assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0
+
+    return prepare
+
+
+FROM_FIRST = shlex.join(pretraining(PHOTOS, "second", ONE_STEP, "init_from=first"))
+MEAN = "data.mean=[0.48145466,0.4578275,0.40821073]"
+SHAPE = ("model.num_heads=3", "model.qkv_bias=False", "model.graying_layers=[0]")
 SKIPPING = shlex.join([*pretraining(PHOTOS, "new"), "--on-bad-image", "skip"])
 FAULTS = [
     *(Fault(f"a state without {'.'.join(names)}", without_part(*names), RESUME, 4,
@@ -99,6 +111,9 @@ FAULTS = [
           ("model.depth: 2 -> 3", "train.max_steps: 6 -> 7", "optimizer.lr")),
     Fault("a longer run", nothing, f"{RESUME} train.max_steps=8", 2, "max_steps", "--extend",
           remedy="--extend"),
+    Fault("initial weights with another mean", run_of(MEAN), FROM_FIRST, 2, hint=MEAN, remedy=MEAN),
+    Fault("initial weights of another architecture", run_of("model.graying=dct", *SHAPE),
+          FROM_FIRST, 2, SHAPE, remedy=f"model.graying=dct {' '.join(SHAPE)}"),
     Fault("no readable image", spoil_all_photos, SKIPPING, 3, "none of the 4 images"),
 ]  # fmt: skip
 
@@ -150,18 +165,39 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
     assert file_sha256(Path("cut/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
-@pytest.mark.parametrize("content", [None, "not a digest\n"])
-def test_a_run_continues_without_the_digest_of_its_state(capsys, begun, content):
-    sidecar = Path("run/state.pt.sha256")
-    sidecar.unlink()
-    if content is not None:
-        sidecar.write_text(content)
+def set_processes(number: int | None) -> Callable[[], None]:
+    def prepare() -> None:
+        state = load_state(Path("run"), CPU)[0]
+        assert state.pop("processes") == 1
+        # States of older versions do not contain the number.
+        save_state(Path("run"), state if number is None else {**state, "processes": number})
+
+    return prepare
+
+
+DIGEST = Path("run/state.pt.sha256")
+# A change of the folder, whether a message reports it, a part of this message, and logged steps.
+REPORTS = {
+    "no digest of the state": (DIGEST.unlink, True, "state.pt", [1, 2]),
+    "no valid digest": (lambda: DIGEST.write_text("no digest\n"), True, "state.pt", [1, 2]),
+    "no log": (Path("run/log.jsonl").unlink, True, "run/log.jsonl is missing", [2]),
+    "two processes": (set_processes(2), True, "saved with 2 processes", [1, 2]),
+    "an older version": (set_processes(None), False, "processes and continues", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_run_reports_a_change_of_its_folder_and_continues(capsys, begun, name):
+    change, is_reported, message, steps = REPORTS[name]
+    change()
+    capsys.readouterr()
 
     assert main([*begun, "--resume"]) == 0
 
-    assert "state.pt" in capsys.readouterr().err
-    assert len(log_rows("run")) == 2
-    assert sidecar.read_text()
+    assert (message in capsys.readouterr().err) == is_reported
+    assert [row["step"] for row in log_rows("run")] == steps
+    assert DIGEST.read_text().startswith(file_sha256(Path("run/state.pt")))
+    assert load_state(Path("run"), CPU)[0]["processes"] == 1
 
 
 def test_a_damaged_state_without_digest_is_not_used(capsys, begun):
@@ -195,28 +231,6 @@ def test_the_advice_for_lost_digests_and_states_works(workdir, capsys, begun):
     assert len(log_rows("a run")) == 1
 
 
-def test_a_missing_log_is_reported(capsys, begun):
-    Path("run/log.jsonl").unlink()
-
-    assert main([*begun, "--resume"]) == 0
-
-    assert "run/log.jsonl is missing" in capsys.readouterr().err
-    assert [row["step"] for row in log_rows("run")] == [2]
-
-
-@pytest.mark.parametrize(("saved", "reports"), [(2, 1), (None, 0)])
-def test_another_number_of_processes_is_reported(capsys, begun, saved, reports):
-    state = load_state(Path("run"), CPU)[0]
-    assert state.pop("processes") == 1
-    # States of older versions do not contain the number.
-    save_state(Path("run"), state if saved is None else {**state, "processes": saved})
-
-    assert main([*begun, "--resume"]) == 0
-
-    assert capsys.readouterr().err.count("saved with 2 processes") == reports
-    assert load_state(Path("run"), CPU)[0]["processes"] == 1
-
-
 def test_a_stopped_extension_continues_with_the_same_command(capsys, begun):
     longer = [*begun, "train.max_steps=8", "--extend", "--resume"]
     assert main(longer) == main(longer) == 0
@@ -242,29 +256,6 @@ def test_a_diverging_run_keeps_finite_weights_and_its_advice_works(workdir, caps
     if precision == "bfloat16":
         advice.append("train.precision=float32")
         assert main([*pretraining(PHOTOS, "another", "train.max_steps=2"), *advice]) == 0
-
-
-def test_the_advice_for_another_normalisation_works(workdir, capsys):
-    mean = "data.mean=[0.48145466,0.4578275,0.40821073]"
-    assert main([*pretraining(PHOTOS, "first", ONE_STEP), mean]) == 0
-    second = pretraining(PHOTOS, "second", ONE_STEP, "init_from=first")
-
-    message = expect_error(capsys, second, 2)
-
-    words = shlex.split(message.rpartition("use `")[2].rstrip("`"))
-    assert main([*second, *words]) == 0
-
-
-def test_the_advice_for_another_architecture_works(workdir, capsys):
-    other = ["model.num_heads=3", "model.qkv_bias=False", "model.graying_layers=[0]"]
-    assert main([*pretraining(PHOTOS, "first", ONE_STEP, "model.graying=dct"), *other]) == 0
-    second = pretraining(PHOTOS, "second", ONE_STEP, "init_from=first")
-
-    message = expect_error(capsys, second, 2)
-
-    advice = message.partition("got ")[2].partition(". ")[0].split()
-    assert {*other} <= {*advice}
-    assert main([*second, *advice]) == 0
 
 
 def test_a_rising_learning_rate_is_reported_with_a_remedy(workdir, capsys):
