@@ -41,18 +41,14 @@ class Pictures:
     stamp: str = "f00d"
     prefix: str = ""
     class_names: tuple[str, ...] = ("dark", "bright")
-    count: int = 4
+    labels: tuple[int, ...] = (0, 1, 0, 1)
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(f"{self.prefix}{index}" for index in range(self.count))
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        return tuple(index % 2 for index in range(self.count))
+        return tuple(f"{self.prefix}{index}" for index in range(4))
 
     def __len__(self) -> int:
-        return self.count
+        return 4
 
     def __getitem__(self, index: int) -> Sample:
         mask = np.tile(np.array([index % 2, 1 - index % 2], np.uint8).repeat(8), (16, 1))
@@ -286,10 +282,10 @@ def test_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache,
     value = facts[fact]
     changed, usual = value if isinstance(value, Change) else Change({fact: value})
 
-    def found(place: str, facts: Facts) -> str:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
-        (tmp_path / place).mkdir()
-        return name(tmp_path / place, facts)
+    def found(folder: str, facts: Facts) -> str:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
+        (tmp_path / folder).mkdir()
+        return name(tmp_path / folder, facts)
 
     known = f"{cache} {usual}"
     if known not in _usual:
