@@ -1,4 +1,4 @@
-"""What many tests of faults begin with, made once: a run of one step."""
+"""Fixtures for the tests of faults."""
 
 import shutil
 from pathlib import Path
@@ -7,6 +7,12 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import photo_folder, pretraining
+
+
+@pytest.fixture
+def workdir(place: Path) -> Path:
+    """The current folder, with `encoder.safetensors` and four images in `photos`."""
+    return place
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +24,7 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def begun(place: Path, run_of_one_step: Path) -> list[str]:
-    """Arguments of a run of which the folder `run` holds the first step; they ask for one more."""
-    shutil.copytree(run_of_one_step, place / "run")
-    return pretraining(place / "photos", "run", "train.max_minutes=0.0")
+def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
+    """Return the arguments of a run whose first step is saved in `run`; each call adds a step."""
+    shutil.copytree(run_of_one_step, workdir / "run")
+    return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import signal
 import struct
 import sys
@@ -13,12 +14,14 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jaxtyping
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -192,17 +195,76 @@ def records(out: str = "results") -> list[Record]:
     return ResultStore(Path(out)).records()
 
 
-def fails(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail; its last line, once it is known to be one line and no more."""
+def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
+    """Run a command that must fail. Return its error, which is one line without a traceback."""
     capsys.readouterr()
-    came = main(list(arguments))
+    ended = main(list(arguments))
     out, err = capsys.readouterr()
-    assert came == code, err
-    assert out == ""
-    assert "Traceback" not in err
-    last = err.splitlines()[-1]
-    assert last.startswith("ssl-bench: ")
-    return last
+    assert ended == code, err
+    # `data check` prints a table of all problems, and reports the first of them as an error.
+    assert out == "" or arguments[:2] == ["data", "check"], out
+    assert "Traceback" not in err, err
+    message = err.splitlines()[-1]
+    assert message.startswith("ssl-bench: ")
+    return message
+
+
+# The name that other tests use.
+fails = expect_error
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A broken file or setting, and how a command reports it.
+
+    Attributes:
+        name: The fault in plain English.
+        prepare: Creates the fault in the working folder.
+        command: The command as the user types it.
+        code: Its exit code.
+        words: Parts of the error: the file or key at fault, and what is wrong if several faults of
+            the same file must be told apart.
+        hint: The command or setting that the error recommends.
+        remedy: Words after which the command succeeds if they are added to it.
+    """
+
+    name: str
+    prepare: Callable[[Path], object]
+    command: str
+    code: int
+    words: str | tuple[str, ...] = ()
+    hint: str = ""
+    remedy: str = ""
+
+
+def check_fault(fault: Fault, folder: Path, capsys) -> None:
+    """Check that a command reports a fault in one line and keeps every file that existed."""
+    fault.prepare(folder)
+    before = file_contents(folder)
+
+    message = expect_error(capsys, shlex.split(fault.command), fault.code)
+
+    words = (fault.words,) if isinstance(fault.words, str) else fault.words
+    for word in (*words, fault.hint):
+        assert word in message, message
+    after = file_contents(folder)
+    assert before == {path: content for path, content in after.items() if path in before}
+    if fault.remedy:
+        assert main(shlex.split(f"{fault.command} {fault.remedy}")) == 0, capsys.readouterr().err
+
+
+def each(faults: Sequence[Fault]) -> pytest.MarkDecorator:
+    """Return a mark that runs a test once for each fault."""
+    return pytest.mark.parametrize("fault", faults, ids=[fault.name for fault in faults])
+
+
+def nothing(_: Path) -> None:
+    """Prepare nothing: the fault is in the command."""
+
+
+def file_contents(folder: Path) -> dict[Path, bytes]:
+    """Return the content of every regular file below a folder, except locks."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Mark:

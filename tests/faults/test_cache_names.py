@@ -1,4 +1,4 @@
-"""Row 88 of the catalogue of faults: what is kept is found again by nobody who asks for other."""
+"""Cached files, logs and records are reused only for exactly the same settings and data."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts that change, and those that are there before and after."""
+    """Facts that change, and facts that are the same before and after."""
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -34,25 +34,21 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A few pictures that play every role; what they are called has no part in what they show."""
+    """A few images that support every task. Their names do not affect their pixels."""
 
     name: str = "pictures"
     split: str = "some"
     stamp: str = "f00d"
     prefix: str = ""
     class_names: tuple[str, ...] = ("dark", "bright")
-    count: int = 4
+    labels: tuple[int, ...] = (0, 1, 0, 1)
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(f"{self.prefix}{index}" for index in range(self.count))
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        return tuple(index % 2 for index in range(self.count))
+        return tuple(f"{self.prefix}{index}" for index in range(4))
 
     def __len__(self) -> int:
-        return self.count
+        return 4
 
     def __getitem__(self, index: int) -> Sample:
         mask = np.tile(np.array([index % 2, 1 - index % 2], np.uint8).repeat(8), (16, 1))
@@ -67,7 +63,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and scored pictures, each with what is said of them."""
+    """A dataset with training images and scored images."""
 
     trained: Pictures
     scored: Pictures
@@ -84,57 +80,56 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Of a run of which these facts differ from what is usual."""
+    """Return the context of a run in which these facts differ from the defaults."""
 
-    def of(*names: str) -> dict[str, Any]:
+    def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
 
     def pictures(part: str) -> Pictures:
-        said = {
-            name: facts[f"{part}_{name}"] for name in vars(Pictures()) if f"{part}_{name}" in facts
-        }
-        return Pictures(**said)
+        given = {name.removeprefix(f"{part}_"): value for name, value in facts.items()
+                 if name.startswith(f"{part}_")}  # fmt: skip
+        return Pictures(**given)
 
     encoder = encoder_from_model(build_vit(TINY, seed=facts.get("weights", 0)), name="tiny")
     return context_of(
-        replace(encoder, **of("mean", "std", "architecture")),
+        replace(encoder, **select("mean", "std", "architecture")),
         Data(pictures("train"), pictures("val")),
         facts.get("layers", (0, 1, 2, 3)),
         folder / "pictures",
-        **of("dtype", "seed"),
+        **select("dtype", "seed"),
     )
 
 
-def probing(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """What a probe is asked; facts named "probe.NAME" are its own."""
+def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
+    """Return the options of a probe, which are facts named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
 
 def discovery_log(folder: Path, facts: Facts) -> str:
-    list(TokenCut(**probing(facts, panels=0)).run(context(folder, facts)))
+    list(TokenCut(**probe_options(facts, panels=0)).run(context(folder, facts)))
     (path,) = folder.glob("pictures/*/images_*.jsonl")
-    # A line is found again by what its image is known by.
+    # A line is found by the entry of its image.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return f"{path.name} {sorted({line['entry'] for line in lines if 'entry' in line})}"
 
 
 def features(folder: Path, facts: Facts) -> str:
     usual = {"tier": "disk", "cache": str(folder), "image_size": 16, "holdout": 0.0}
-    probe = quick_probe(**probing(facts, **usual))
+    probe = quick_probe(**probe_options(facts, **usual))
     SegmentationRun(probe, context(folder, facts)).features()
     (path,) = (folder / "features").glob("*.npy")
     return path.name
 
 
 def after_heads(beginning: str) -> Callable[[Path, Facts], str]:
-    """Files that a run has which was killed as its first score was known."""
+    """Return a function that names the file of a run that was killed after its first score."""
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
         sgd = {"epochs": 1, "learning_rates": [1e-3]} if "probe.training" not in facts else {}
-        asked = probing(facts, **usual, **sgd, keep_minutes=0.0)
-        next(quick_probe(**asked).run(context(folder, facts)))
+        options = probe_options(facts, **usual, **sgd, keep_minutes=0.0)
+        next(quick_probe(**options).run(context(folder, facts)))
         (path,) = (folder / "heads").glob(f"{beginning}_*.jsonl")
         return path.name
 
@@ -142,25 +137,25 @@ def after_heads(beginning: str) -> Callable[[Path, Facts], str]:
 
 
 def passed_images(folder: Path, facts: Facts) -> str:
-    """What probes of one command leave for the next one."""
-    asked = context(folder, facts)
-    list(KNN(**probing(facts, neighbours=[1], num_workers=1)).run(asked))
-    return str(next(iter(asked.features)))
+    """Return the key of features that probes of one command share."""
+    shared = context(folder, facts)
+    list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
+    return str(next(iter(shared.features)))
 
 
 def records(folder: Path, facts: Facts) -> str:
-    told = context(folder, {**facts, "layers": (1,)})
-    shared = {name: getattr(told, name) for name in ("encoder", "dataset", "layers", "seed")}
-    probe = KNN(**probing(facts, neighbours=[1], num_workers=1))
-    run = Evaluation(probe=probe, **shared, device=told.device, dtype=told.dtype)
+    run_context = context(folder, {**facts, "layers": (1,)})
+    shared = {name: getattr(run_context, name) for name in ("encoder", "dataset", "layers", "seed")}
+    probe = KNN(**probe_options(facts, neighbours=[1], num_workers=1))
+    run = Evaluation(probe=probe, **shared, device=run_context.device, dtype=run_context.dtype)
     run.run(ResultStore(folder), say=lambda _: None)
     return min(path.name for path in folder.glob("records/**/*top1*.json"))
 
 
 def toy_scenes(folder: Path, facts: Facts) -> str:
     kind = facts.get("kind", "toy")
-    asked = {name: value for name, value in facts.items() if "." not in name and name != "kind"}
-    return Toy(cache=folder, **asked).generate_once(kind, lambda _: None).name
+    options = {n: value for n, value in facts.items() if "." not in n and n != "kind"}
+    return Toy(cache=folder, **options).generate_once(kind, lambda _: None).name
 
 
 ENCODER = {
@@ -170,7 +165,7 @@ ENCODER = {
     "std": (0.5, 0.4, 0.3),
     "dtype": torch.bfloat16,
 }
-# Of these three the same function says who the encoder is as of features.
+# The caches below identify the encoder by the same function as the features.
 SHORT = {name: ENCODER[name] for name in ("weights", "mean")}
 CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "log of discovery": (
@@ -282,15 +277,15 @@ _usual: dict[str, str] = {}
 @pytest.mark.parametrize(
     ("cache", "fact"), [(cache, fact) for cache, (_, facts) in CACHES.items() for fact in facts]
 )
-def test_fault_88_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache, fact):
+def test_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache, fact):
     name, facts = CACHES[cache]
     value = facts[fact]
     changed, usual = value if isinstance(value, Change) else Change({fact: value})
 
-    def found(place: str, facts: Facts) -> str:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
-        (tmp_path / place).mkdir()
-        return name(tmp_path / place, facts)
+    def found(folder: str, facts: Facts) -> str:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
+        (tmp_path / folder).mkdir()
+        return name(tmp_path / folder, facts)
 
     known = f"{cache} {usual}"
     if known not in _usual:

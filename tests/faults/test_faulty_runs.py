@@ -1,0 +1,608 @@
+"""Faults of pretraining runs: they diverge, are stopped or killed, lose files, and continue."""
+
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from pretrain.checkpoints import load_state, save_state
+from pretrain.objectives.dino import DinoLearner
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import MachineError
+from ssl_bench.models import build_vit, load_encoder, save_encoder
+from ssl_bench.results import ResultStore
+from ssl_bench.system.files import file_sha256
+from tests.core.test_results import RECORD
+from tests.support.faults import (
+    PRETRAIN,
+    TINY,
+    Fault,
+    check_fault,
+    class_folders,
+    each,
+    exit_code,
+    expect_error,
+    fork,
+    nothing,
+    picture,
+    pretraining,
+    probing,
+    records,
+    small_files,
+    spoil,
+    supervised,
+)
+from tests.support.runs import assert_same_run, log_rows
+
+CPU = torch.device("cpu")
+ONE_STEP = "train.max_minutes=0.0"
+PHOTOS = Path("photos")
+RESUME = shlex.join([*pretraining(PHOTOS, "run", ONE_STEP), "--resume"])
+
+
+def without_part(*names: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        state = folder / "run/state.pt"
+        whole = part = torch.load(state, weights_only=True)
+        for name in names[:-1]:
+            part = part[name]
+        del part[names[-1]]
+        torch.save(whole, state)
+        (folder / "run/state.pt.sha256").unlink()
+
+    return prepare
+
+
+def with_step(step: object) -> Callable[[Path], None]:
+    return lambda folder: save_state(
+        folder / "run", {**load_state(folder / "run", CPU)[0], "step": step}
+    )
+
+
+def exchange_a_photo(folder: Path) -> None:
+    picture(77).save(folder / "photos/0.jpg", quality=50)
+
+
+def spoil_all_photos(folder: Path) -> None:
+    for path in (folder / "photos").iterdir():
+        spoil(path, "half")
+
+
+def run_of(*settings: str) -> Callable[[Path], None]:
+    """Return a function that makes one step of a run with other settings."""
+
+    def prepare(_: Path) -> None:
+        assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0
+
+    return prepare
+
+
+FROM_FIRST = shlex.join(pretraining(PHOTOS, "second", ONE_STEP, "init_from=first"))
+MEAN = "data.mean=[0.48145466,0.4578275,0.40821073]"
+SHAPE = ("model.num_heads=3", "model.qkv_bias=False", "model.graying_layers=[0]")
+SKIPPING = shlex.join([*pretraining(PHOTOS, "new"), "--on-bad-image", "skip"])
+FAULTS = [
+    *(Fault(f"a state without {'.'.join(names)}", without_part(*names), RESUME, 4,
+            ("run/state.pt", names[-1]))
+      for names in (["configuration"], ["left_out"], ["optimizer"], ["learner", "center"],
+                    ["optimizer", "state"])),
+    *(Fault(f"a state with step {step!r}", with_step(step), RESUME, 4,
+            ("run/state.pt", f"{step!r}"), "--overwrite` or `--out FOLDER")
+      for step in (-3, "7", None, 1000)),
+    Fault("an empty state", lambda folder: spoil(folder / "run/state.pt", "empty"), RESUME, 4,
+          "state.pt", "--overwrite"),
+    Fault("other images", exchange_a_photo, RESUME, 2, "image_files"),
+    Fault("a folder with a run", nothing, RESUME.replace(" --resume", ""), 2, "run",
+          "--resume` continues it, `--overwrite"),
+    Fault("another configuration", nothing,
+          f"{RESUME} train.max_steps=7 model.depth=3 train.num_workers=1 optimizer.lr=0.1", 2,
+          ("model.depth: 2 -> 3", "train.max_steps: 6 -> 7", "optimizer.lr")),
+    Fault("a longer run", nothing, f"{RESUME} train.max_steps=8", 2, "max_steps", "--extend",
+          remedy="--extend"),
+    Fault("initial weights with another mean", run_of(MEAN), FROM_FIRST, 2, hint=MEAN, remedy=MEAN),
+    Fault("initial weights of another architecture", run_of("model.graying=dct", *SHAPE),
+          FROM_FIRST, 2, SHAPE, remedy=f"model.graying=dct {' '.join(SHAPE)}"),
+    Fault("no readable image", spoil_all_photos, SKIPPING, 3, "none of the 4 images"),
+]  # fmt: skip
+
+
+@each(FAULTS)
+@pytest.mark.usefixtures("begun")
+def test_a_run_with_a_fault_is_not_continued(fault, workdir, capsys):
+    check_fault(fault, workdir, capsys)
+
+
+def test_only_keys_that_can_be_typed_again_are_named(begun, capsys):
+    settings = ["pretrain", "--out", "run", "--resume", *PRETRAIN[1:], "train.epochs=99"]
+
+    message = expect_error(capsys, [*settings, "model.depth=3"], 2)
+
+    assert "(model.depth: 2 -> 3; train.epochs: 300 -> 99)" in message
+    assert "num_workers" not in expect_error(
+        capsys, [*begun, "--resume", "train.num_workers=1", "model.depth=3"], 2
+    )
+    assert "--extend" not in expect_error(capsys, [*begun, "train.max_steps=5", "--resume"], 2)
+    longer = [*begun, "train.max_steps=8", "--extend"]
+    assert "--extend" not in expect_error(capsys, [*longer, "optimizer.lr=1e-5"], 2)
+
+
+def test_a_run_does_not_continue_with_other_classes(workdir, capsys):
+    root = class_folders(workdir / "classes")
+    run = supervised(root, "run", ONE_STEP)
+    assert main(run) == 0
+    (root / "train/dog/2.jpg").rename(root / "train/cat/9.jpg")
+
+    assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("soap", marks=pytest.mark.slow)])
+def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
+    def run(out: str) -> list[str]:
+        return pretraining(PHOTOS, out, f"optimizer={optimizer}", "train.max_steps=3")
+
+    assert main(run("whole")) == 0
+    assert main([*run("pieces"), ONE_STEP]) == 0
+    assert main([*run("pieces"), "--resume", ONE_STEP, "train.num_workers=2"]) == 0
+    subprocess.run(["cp", "-r", "pieces", "cut"], check=True)
+
+    assert main([*run("pieces"), "--resume", "train.num_workers=1"]) == 0
+    assert_same_run(Path("whole"), Path("pieces"))
+    # Without its last state, the run continues from the state before.
+    spoil(Path("cut/state.pt"), "half")
+    assert main([*run("cut"), "--resume"]) == 0
+    assert file_sha256(Path("cut/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
+
+
+def set_processes(number: int | None) -> Callable[[], None]:
+    def prepare() -> None:
+        state = load_state(Path("run"), CPU)[0]
+        assert state.pop("processes") == 1
+        # States of older versions do not contain the number.
+        save_state(Path("run"), state if number is None else {**state, "processes": number})
+
+    return prepare
+
+
+DIGEST = Path("run/state.pt.sha256")
+# A change of the folder, whether a message reports it, a part of this message, and logged steps.
+REPORTS = {
+    "no digest of the state": (DIGEST.unlink, True, "state.pt", [1, 2]),
+    "no valid digest": (lambda: DIGEST.write_text("no digest\n"), True, "state.pt", [1, 2]),
+    "no log": (Path("run/log.jsonl").unlink, True, "run/log.jsonl is missing", [2]),
+    "two processes": (set_processes(2), True, "saved with 2 processes", [1, 2]),
+    "an older version": (set_processes(None), False, "processes and continues", [1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_run_reports_a_change_of_its_folder_and_continues(capsys, begun, name):
+    change, is_reported, message, steps = REPORTS[name]
+    change()
+    capsys.readouterr()
+
+    assert main([*begun, "--resume"]) == 0
+
+    assert (message in capsys.readouterr().err) == is_reported
+    assert [row["step"] for row in log_rows("run")] == steps
+    assert DIGEST.read_text().startswith(file_sha256(Path("run/state.pt")))
+    assert load_state(Path("run"), CPU)[0]["processes"] == 1
+
+
+def test_a_damaged_state_without_digest_is_not_used(capsys, begun):
+    resumed = [*begun, "--resume"]
+    assert main(resumed) == 0
+    state = Path("run/state.pt")
+    Path("run/state.pt.sha256").unlink()
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 4
+    state.write_bytes(content)
+    capsys.readouterr()
+
+    assert main(resumed) == 0
+
+    assert "after step 1 of 6" in capsys.readouterr().err
+
+
+def test_the_advice_for_lost_digests_and_states_works(workdir, capsys, begun):
+    Path("run").rename("a run")
+    Path("a run/last.safetensors.sha256").unlink()
+    words = probing("pca", "folder", workdir / "photos", "--checkpoint", "a run")
+    message = expect_error(capsys, words, 4)
+    command = message.partition("run: ")[2]
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+    assert main(words) == 0
+
+    Path("a run/state.pt").write_bytes(b"")
+    run = [*begun, "--out", "a run"]
+    assert "`--overwrite`" in expect_error(capsys, [*run, "--resume"], 4)
+    assert main([*run, "--overwrite"]) == 0
+    assert len(log_rows("a run")) == 1
+
+
+def test_a_stopped_extension_continues_with_the_same_command(capsys, begun):
+    longer = [*begun, "train.max_steps=8", "--extend", "--resume"]
+    assert main(longer) == main(longer) == 0
+    assert "after step 2 of 8" in capsys.readouterr().err
+    assert Path("run/config.yaml").read_text().count("to_steps") == 1
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_diverging_run_keeps_finite_weights_and_its_advice_works(workdir, capsys, precision):
+    blown_up = ["objective.student_temperature=1e-38", "train.max_steps=40"]
+    patience = ["train.checkpoint_minutes=0.0", "train.non_finite_patience=3"]
+    run = pretraining(PHOTOS, "run", f"train.precision={precision}")
+
+    message = expect_error(capsys, [*run, *blown_up, *patience], 2)
+
+    assert len(log_rows("run")) < 40
+    state = load_state(Path("run"), CPU)[0]
+    assert all(weight.isfinite().all() for weight in state["learner"].values())
+    assert "--resume" not in message
+    assert "--out FOLDER optimizer.lr=LOWER_RATE" in message
+    advice = ["optimizer.lr=1e-5"]
+    assert ("train.precision=float32" in message) == (precision == "bfloat16")
+    if precision == "bfloat16":
+        advice.append("train.precision=float32")
+        assert main([*pretraining(PHOTOS, "another", "train.max_steps=2"), *advice]) == 0
+
+
+def test_a_rising_learning_rate_is_reported_with_a_remedy(workdir, capsys):
+    remedy = ["optimizer.lr=1e-5", "train.final_lr=0.0"]
+    for rises, more in ((True, remedy[:1]), (False, ["optimizer.lr=1e-3"]), (False, remedy)):
+        run = pretraining(PHOTOS, "run", "train.max_steps=3", *more, "--overwrite")
+        assert main(run) == 0
+        rates = [row["lr"] for row in log_rows("run")]
+        assert (rates[-1] > rates[1]) == rises
+        assert ("learning rate rises from 7.8e-08" in capsys.readouterr().err) == rises
+
+
+# Stopped and killed runs.
+
+
+def wait_for(is_done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def has_rows() -> bool:
+    log = Path("run/log.jsonl")
+    return log.exists() and log.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "code", "advice"),
+    [
+        (signal.SIGUSR1, 0, 75, "`--resume`"),
+        (signal.SIGTERM, 2, 75, "`--resume`"),
+        (signal.SIGINT, 0, 130, "--resume"),
+    ],
+)
+def test_a_stopped_run_saves_its_step_and_continues(workdir, number, workers, code, advice):
+    run = pretraining(PHOTOS, "run", "train.max_steps=2000", f"train.num_workers={workers}")
+    child = fork(lambda: main(run), stderr=workdir / "stderr")
+    wait_for(has_rows)
+    os.kill(child, number)
+
+    assert exit_code(child) == code
+
+    steps = load_state(workdir / "run", CPU)[0]["step"]
+    assert steps == len(log_rows("run"))
+    assert (workdir / "stderr").read_text().count("--resume") == 1
+    assert advice in (workdir / "stderr").read_text().splitlines()[-1]
+    assert main([*run, "--resume", ONE_STEP]) == 0
+    assert [row["step"] for row in log_rows("run")] == list(range(1, steps + 2))
+
+
+def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
+    run = pretraining(PHOTOS, "run", "train.max_steps=2000")
+    child, terminal = pty.fork()
+    if not child:
+        code = 70
+        try:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            # Replace pytest's streams by those of the terminal.
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+            code = main(run)
+        finally:
+            os._exit(code)
+    wait_for(has_rows)
+    os.close(terminal)
+
+    assert exit_code(child) == 75
+    assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
+
+
+def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
+    run = pretraining(PHOTOS, "run", "train.max_steps=12")
+
+    def under_nohup() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return main(run)
+
+    child = fork(under_nohup, stderr=workdir / "stderr")
+    wait_for(has_rows)
+    os.kill(child, signal.SIGHUP)
+
+    assert exit_code(child) == 0
+    assert len(log_rows("run")) == 12
+
+
+def pause_after_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    method = getattr(ResultStore, name)
+
+    def slow(*arguments, **named):
+        result = method(*arguments, **named)
+        Path("begun").touch()
+        time.sleep(60)
+        return result
+
+    monkeypatch.setattr(ResultStore, name, slow)
+
+
+@pytest.mark.parametrize(("command", "name"), [("probe", "SIGHUP"), ("sweep", "SIGTERM")])
+def test_a_stopped_probe_keeps_its_results_and_continues(workdir, monkeypatch, command, name):
+    words = [command, *probing("pca", "folder", PHOTOS, "--layer", "0,1")[1:]]
+    with monkeypatch.context() as patch:
+        pause_after_first(patch, "save")
+        child = fork(lambda: main(words), stderr=workdir / "stderr")
+        wait_for(Path("begun").exists)
+        os.kill(child, getattr(signal, name))
+        assert exit_code(child) == 75
+
+    output = (workdir / "stderr").read_text()
+    assert name in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert len(records()) == 1
+    assert not list(workdir.rglob("*.tmp"))
+    assert main(words) == 0
+    assert len(records()) == 2
+
+
+def test_other_commands_report_the_signal_that_stopped_them(workdir, monkeypatch):
+    ResultStore(Path("results")).save(RECORD)
+    pause_after_first(monkeypatch, "records")
+    child = fork(lambda: main(["table"]), stderr=workdir / "stderr")
+    wait_for(Path("begun").exists)
+    os.kill(child, signal.SIGTERM)
+
+    assert exit_code(child) == 75
+    assert (workdir / "stderr").read_text().startswith("ssl-bench: stopped by SIGTERM")
+
+
+@pytest.mark.slow
+def test_forty_kills_while_saving_leave_forty_checkpoints_that_load(workdir):
+    models = [build_vit(TINY, seed=seed) for seed in (0, 1)]
+    weights = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
+    run = workdir / "run"
+    path = run / "last.safetensors"
+
+    def save_forever() -> None:
+        for step in count():
+            save_encoder(path, models[step % 2], {})
+            save_state(run, {"step": step, "learner": weights[step % 2]})
+
+    save_encoder(path, models[0], {})
+    save_state(run, {"step": 0, "learner": weights[0]})
+    for attempt in range(40):
+        child = fork(save_forever)
+        time.sleep(0.005 + 0.0007 * attempt)
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+
+        loaded = load_encoder(str(path)).module.state_dict()
+        assert any(all(torch.equal(loaded[k], w[k]) for k in w) for w in weights)
+        state = load_state(run, CPU)[0]
+        expected = weights[state["step"] % 2]
+        assert all(torch.equal(state["learner"][k], expected[k]) for k in expected)
+
+    assert main([*pretraining(PHOTOS, "run", ONE_STEP), "--overwrite"]) == 0
+    assert not list(run.glob("*.tmp"))
+
+
+def kill_worker_before(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that kills a data worker and then calls this one."""
+
+    def fatal(*arguments: Any, **named: Any) -> Any:
+        for worker in active_children()[:1]:
+            worker.kill()
+        # Let the signal handler run. Waiting for the worker itself would hide its death from torch.
+        time.sleep(0.2)
+        return function(*arguments, **named)
+
+    return fatal
+
+
+# torch only destroys a part of the loader and warns about the rest.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_data_worker_that_dies_at_the_start_ends_the_run(workdir, capsys, monkeypatch):
+    reset = _MultiProcessingDataLoaderIter._reset
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", kill_worker_before(reset))
+
+    message = expect_error(capsys, pretraining(PHOTOS, "run", "train.num_workers=2"), 5)
+
+    assert "`train.num_workers=0`" in message
+    # A remaining worker ignores SIGTERM, so the process would wait for it at its end.
+    assert not active_children()
+
+
+def test_a_step_during_which_a_data_worker_dies_is_saved(workdir, capsys, monkeypatch):
+    run = pretraining(PHOTOS, "run", "train.num_workers=2", "train.max_steps=3000")
+    fatal = kill_worker_before(DinoLearner.update_teacher)
+    monkeypatch.setattr(DinoLearner, "update_teacher", fatal)
+
+    assert "`train.num_workers=0`" in expect_error(capsys, run, 5)
+
+    assert load_state(workdir / "run", CPU)[0]["step"] == len(log_rows("run")) >= 1
+
+
+def test_a_full_disk_leaves_the_old_training_state(workdir, capsys, begun):
+    before = {path.name: file_sha256(path) for path in Path("run").iterdir()}
+
+    with small_files(20_000):
+        message = expect_error(capsys, [*begun, "--resume"], 5)
+
+    assert "cannot write" in message
+    for name in ("state.pt", "last.safetensors"):
+        assert file_sha256(workdir / "run" / name) == before[name]
+    assert not list(Path("run").glob("*.tmp"))
+    load_encoder("run")
+    assert main([*begun, "--resume"]) == 0
+    assert [row["step"] for row in log_rows("run")] == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [40, 9_000, 20_000])
+def test_a_disk_that_fills_while_a_state_is_saved_leaves_no_part_of_it(workdir, limit):
+    state = {"weights": torch.zeros(10_000), "step": 3}
+
+    with small_files(limit), pytest.raises(MachineError, match=r"state\.new\.pt"):
+        save_state(Path(), state)
+
+    assert list(Path().glob("*state*")) == []
+
+
+# Images that cannot be read. The first step uses images 2 and 0, and the second 1 and 3.
+
+
+def damage(workdir: Path, name: str = "1.jpg") -> Path:
+    path = workdir / "photos" / name
+    spoil(path, "half")
+    return path
+
+
+def test_a_run_continues_after_an_image_is_repaired(workdir, capsys):
+    run = pretraining(PHOTOS, "run", "train.max_steps=3")
+    path = damage(workdir)
+
+    message = expect_error(capsys, run, 3)
+
+    assert "1.jpg" in message
+    assert "--on-bad-image skip" in message
+    assert len(log_rows("run")) == 1
+    picture(1).save(path, quality=95)
+    # Like the repaired image, this one has not been used yet.
+    picture(33).save(workdir / "photos/3.jpg", quality=95)
+    assert main([*run, "--resume"]) == 0
+    assert "some images have changed" in capsys.readouterr().err
+    assert [row["step"] for row in log_rows("run")] == [1, 2, 3]
+    assert main([*run, "--resume"]) == 0
+    assert "some images have changed" not in capsys.readouterr().err
+
+
+def test_unreadable_images_are_named_before_the_first_step(workdir, capsys, monkeypatch):
+    damage(workdir)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    for more in (["--dry-run"], [ONE_STEP, "--on-bad-image", "skip"]):
+        main([*pretraining(PHOTOS, "run"), *more])
+        assert "of 4 images 1 cannot be read: 1.jpg; " in "".join(capsys.readouterr())
+    (workdir / "photos/phone.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
+    main([*pretraining(PHOTOS, "other"), "--dry-run"])
+    assert "pip install 'ssl-bench[heic]': phone.heic" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("when", ["before", "after an epoch"])
+def test_images_that_a_run_has_used_must_stay_the_same(workdir, capsys, when):
+    run = pretraining(PHOTOS, "run")
+    if when == "before":
+        path = damage(workdir)
+        expect_error(capsys, run, 3)
+        picture(1).save(path, quality=95)
+        picture(33).save(workdir / "photos/0.jpg", quality=95)
+    else:
+        for more in ([], ["--resume"]):
+            assert main([*run, ONE_STEP, *more]) == 0
+        path = damage(workdir)
+        # The run began with the whole file.
+        assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
+        picture(33).save(path, quality=95)
+
+    assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
+
+
+def test_a_run_without_unreadable_images_is_the_same_in_pieces(workdir, capsys):
+    path = damage(workdir)
+
+    def skipping(out: str, *more: str) -> list[str]:
+        return [*pretraining(PHOTOS, out, "train.max_steps=3", *more), "--on-bad-image", "skip"]
+
+    for number, more in enumerate([[], ["train.num_workers=2"], ["data.in_memory=true"]]):
+        assert main(skipping(f"run{number}", *more)) == 0
+        assert "left out as unreadable: 1.jpg; 1 of 4 images" in capsys.readouterr().err
+        assert "left_out:\n- 1.jpg" in Path(f"run{number}/config.yaml").read_text()
+
+    whole = pretraining(PHOTOS, "pieces", "train.max_steps=3")
+    assert "--on-bad-image skip" in expect_error(capsys, whole, 3)
+    assert len(log_rows("pieces")) == 1
+    for until in ([ONE_STEP], []):
+        assert main([*skipping("pieces"), "--resume", *until]) == 0
+    for out in ("run1", "run2", "pieces"):
+        assert log_rows("run0") == log_rows(out)
+        digests = [file_sha256(Path(name, "last.safetensors")) for name in ("run0", out)]
+        assert digests[0] == digests[1]
+
+    picture(1).save(path, quality=95)
+    assert main([*skipping("run0"), "--resume"]) == 0
+    assert "left_out" not in Path("run0/config.yaml").read_text()
+
+
+def test_a_left_out_image_may_be_repaired_after_any_number_of_stops(workdir, capsys):
+    path = damage(workdir)
+    run = [*pretraining(PHOTOS, "run"), "--on-bad-image", "skip", ONE_STEP]
+    assert main(run) == 0
+    # It is left out in the second step. The third begins without it.
+    for _ in range(2):
+        assert main([*run, "--resume"]) == 0
+    assert load_state(Path("run"), CPU)[0]["left_out"] == [1]
+
+    picture(1).save(path, quality=95)
+
+    assert main([*run, "--resume"]) == 0
+    assert "some images have changed" in capsys.readouterr().err
+
+
+def test_an_image_that_is_damaged_after_its_use_must_stay_the_same(workdir, capsys, monkeypatch):
+    update_teacher, calls = DinoLearner.update_teacher, []
+
+    def damage_after_two_steps(self, step, lost):
+        calls.append(step)
+        if len(calls) == 2:
+            damage(workdir)
+        return update_teacher(self, step, lost)
+
+    run = [*pretraining(PHOTOS, "run", "train.max_steps=4"), "--on-bad-image", "skip"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DinoLearner, "update_teacher", damage_after_two_steps)
+        assert main(run) == 0
+    assert load_state(Path("run"), CPU)[0]["left_out"] == [1]
+    picture(33).save(workdir / "photos/1.jpg", quality=95)
+
+    assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
+    picture(1).save(workdir / "photos/1.jpg", quality=95)
+    assert main([*run, "--resume"]) == 0
+
+
+def test_records_of_a_monitor_count_the_images_that_were_left_out(workdir):
+    class_folders(workdir / "classes")
+    spoil(workdir / "classes/train/dog/1.jpg", "half")
+    scored = ["monitor.accuracy_epochs=2", "monitor.results=results"]
+    scored += [f"monitor.root={workdir / 'classes'}"]
+
+    assert main([*supervised(workdir / "classes", "run", *scored), "--on-bad-image", "skip"]) == 0
+
+    assert [r.details["left_out"] for r in records()] == [
+        {"train": {"count": 1, "first": ["dog/1.jpg"]}}
+    ]

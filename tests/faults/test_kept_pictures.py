@@ -1,0 +1,281 @@
+"""Pictures and per-image values: missing ones are made again, and each shows its own image."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from probes.tokencut.log import DiscoveryLog
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
+from tests.core.test_results import RECORD
+from tests.support.faults import (
+    class_folders,
+    encoder_file,
+    exit_code,
+    expect_error,
+    fork,
+    photo_folder,
+    picture,
+    probing,
+    records,
+    unchecked_types,
+    voc,
+)
+
+REPORT = ["report", "--out", "results"]
+
+
+def command(task: str, dataset: str = "voc2012", layers: str = "0,1") -> list[str]:
+    """Return a command for a dataset in the current folder."""
+    if task == "conditioning":
+        words = ["probe", "--task", task, "--dataset", "folder", "--data-root", "photos"]
+        words += ["--checkpoint", "encoder.safetensors", "probe.image_size=32"]
+        return [*words, "probe.num_images=2", "--layer", layers]
+    root = "photos" if dataset == "folder" else "."
+    return [*probing(task, dataset, Path(root)), "--layer", layers]
+
+
+def contents(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
+    """Return the content of all files by their path, except discovery logs."""
+    paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def pictures() -> dict[str, bytes]:
+    return contents("results/pictures")
+
+
+@pytest.fixture(scope="module")
+def complete_results(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function that returns the results of both blocks for a task, to be copied."""
+    found: dict[str, Path] = {}
+
+    def results(task: str) -> Path:
+        if task not in found:
+            root = tmp_path_factory.mktemp(task)
+            encoder_file(root / "encoder.safetensors")
+            photo_folder(root / "photos")
+            voc(root)
+            with contextlib.chdir(root), unchecked_types():
+                assert main(command(task)) == 0
+            found[task] = root / "results"
+        return found[task]
+
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
+@unchecked_types()
+def test_a_kill_after_the_first_record_loses_no_picture(workdir, complete_results, task):
+    voc(workdir)
+    complete = complete_results(task)
+
+    def save_once_and_die() -> int:
+        save = ResultStore.save
+
+        def save_and_die(*arguments: Any) -> Any:
+            save(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        ResultStore.save = save_and_die
+        return main(command(task))
+
+    assert exit_code(fork(save_once_and_die, stderr=workdir / "stderr")) == -signal.SIGKILL
+    ((path, record),) = contents("results/records", "*.json").items()
+
+    assert main(command(task)) == 0
+
+    assert pictures().keys() == contents(complete / "pictures").keys()
+    assert contents("results/records", "*.json")[path] == record
+    values = [{r.key(): r.value for r in records(str(out))} for out in ("results", complete)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
+@unchecked_types()
+def test_deleted_pictures_are_drawn_again_and_records_stay(workdir, complete_results, capsys, task):
+    voc(workdir)
+    shutil.copytree(complete_results(task), "results")
+    before, saved = pictures(), contents("results/records")
+    # Delete one of each kind, and then all of them.
+    kinds = {(Path(name).parent, Path(name).suffix): name for name in before}
+    assert len(kinds) > 1
+    for names in (*([name] for name in kinds.values()), before):
+        for name in names:
+            (Path("results/pictures") / name).unlink()
+        capsys.readouterr()
+
+        assert main(command(task)) == 0
+
+        assert "drawing missing pictures again" in capsys.readouterr().err
+        assert pictures() == before
+    assert contents("results/records") == saved
+    assert main(command(task)) == 0
+    assert "layers" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "task", ["segmentation", pytest.param("conditioning", marks=pytest.mark.slow), "pca"]
+)
+@unchecked_types()
+def test_a_picture_of_all_blocks_always_shows_all_of_them(workdir, complete_results, task):
+    voc(workdir)
+    assert main(command(task, layers="1")) == 0
+    assert main(command(task)) == 0
+
+    assert pictures().items() >= contents(complete_results(task) / "pictures").items()
+
+
+def test_deleted_masks_are_made_again(workdir, capsys):
+    words = command("tokencut", dataset="folder")
+    assert main(words) == 0
+    before = pictures()
+    assert any("masks/" in name for name in before)
+    for name in before:
+        (Path("results/pictures") / name).unlink()
+    capsys.readouterr()
+    assert main(["sweep", *words[1:], "--dry-run"]) == 0
+    assert "0 finished, 2 pending" in capsys.readouterr().out
+
+    assert main(words) == 0
+
+    assert pictures() == before
+
+
+@pytest.mark.parametrize("task", ["segmentation", "retrieval", "tokencut", "knn", "classification"])
+def test_deleted_per_image_values_are_made_again(workdir, task):
+    dataset = "class_folders" if task in ("knn", "classification") else "voc2012"
+    (class_folders if dataset == "class_folders" else voc)(workdir)
+    words = command(task, dataset)
+    assert main(words) == 0
+    before = {record.key(): record.value for record in records()}
+    patterns = ["results/records/**/*.npz"]
+    if task == "tokencut":
+        patterns += ["results/images/*.json"]
+    for pattern in patterns:
+        paths = sorted(Path().glob(pattern))
+        whole = paths[0].read_bytes()
+        paths[0].unlink()
+
+        assert main(words) == 0
+
+        assert sorted(Path().glob(pattern)) == paths
+        assert paths[0].read_bytes() == whole
+    assert {record.key(): record.value for record in records()} == before
+
+
+@pytest.mark.parametrize("rename", range(1, 5))
+def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypatch, rename):
+    replace_file, calls = Path.replace, []
+
+    def replace_or_die(self, target):
+        calls.append(target)
+        if len(calls) == rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace_file(self, target)
+
+    def write() -> None:
+        monkeypatch.setattr(Path, "replace", replace_or_die)
+        for seed in range(3):
+            record = replace(RECORD, seed=seed)
+            ResultStore(Path("results")).save(record, np.ones((record.num_images, 2), int))
+
+    assert exit_code(fork(write)) == -signal.SIGKILL
+
+    saved = sorted(Path("results").rglob("*.json"))
+    assert len(saved) == (rename - 1) // 2
+    assert all(path.with_suffix(".npz").is_file() for path in saved)
+
+
+def image_digests(page: Path) -> set[str]:
+    """Return the digests in the names of the picture folders that a page shows."""
+    pattern = r'src="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
+    return set(re.findall(pattern, page.read_text()))
+
+
+def test_a_replaced_image_has_its_pictures_beside_its_own_score(workdir, capsys):
+    words = command("pca", dataset="folder")
+    assert main(words) == 0
+    before, (yesterday,) = pictures(), {r.dataset_fingerprint for r in records()}
+    picture(99).save("photos/0.jpg", quality=95)
+    # There are no colours of the same images to align with.
+    encoder_file(workdir / "other.safetensors", seed=1)
+    aligned = [*words, "--checkpoint", "other.safetensors", "probe.align_to=encoder"]
+    assert "of the same images" in expect_error(capsys, aligned, 2)
+    assert main(words) == 0
+
+    assert main(REPORT) == 0
+
+    assert pictures().items() > before.items()
+    (today,) = {record.dataset_fingerprint for record in records()} - {yesterday}
+    index = Path("results/report/index.html")
+    assert image_digests(index) == {today[:8]}
+    assert f"data {today[:6]}" in index.read_text()
+    page = next(Path("results/report").glob("checkpoint-*.html"))
+    assert image_digests(page) == {today[:8], yesterday[:8]}
+    assert f"data {yesterday[:6]}" in page.read_text()
+
+
+def test_pictures_without_a_digest_of_their_images_are_not_shown(workdir):
+    words = command("tokencut", dataset="folder")
+    assert main(words) == 0
+    (folder,) = Path("results/pictures/tokencut/folder").iterdir()
+    folder.rename(folder.with_name(folder.name.rpartition("-")[0]))
+    index = Path("results/report/index.html")
+
+    assert main(REPORT) == 0
+    assert not image_digests(index)
+    assert main(words) == main(REPORT) == 0
+    assert len(image_digests(index)) == 1
+
+
+NAMES = [
+    *("a/b.png", "a_b.png", "A/b.png", "A_b.png", "a/B.png"),
+    *(f"a{separator}{'n' * 245}.png" for separator in "/_"),
+]
+
+
+@pytest.mark.parametrize("task", ["pca", "tokencut", "correspondence"])
+def test_no_two_images_share_a_panel(workdir, task):
+    for number, name in enumerate(NAMES):
+        path = workdir / "named" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(path)
+
+    assert main([*probing(task, "folder", workdir / "named"), "--pictures", "9"]) == 0
+    assert main(REPORT) == 0
+
+    panels = re.compile(r"[^/]*/[^/]*/[^/]*/[^/]*/block01[^/]*/[^/]*png")
+    drawn = [content for name, content in pictures().items() if panels.fullmatch(name)]
+    assert len(drawn) == len(set(drawn)) == len(NAMES)
+    page = next(Path("results/report").glob("checkpoint-*.html")).read_text()
+    assert all(f">{name.replace('/', '_')[:7]}" in page for name in NAMES)
+
+
+@pytest.mark.parametrize("size", [(32, 40), (64, 96), (16, 16)])
+def test_an_image_that_is_replaced_during_a_run_is_named(workdir, capsys, monkeypatch, size):
+    add = DiscoveryLog.add
+
+    def add_and_replace(log, image_id, result):
+        add(log, image_id, result)
+        if image_id == "0.jpg":
+            picture(99, *size).save("photos/0.jpg", quality=95)
+
+    words = command("tokencut", dataset="folder")
+    with monkeypatch.context() as patched:
+        patched.setattr(DiscoveryLog, "add", add_and_replace)
+        message = expect_error(capsys, words, 3)
+
+    assert "0.jpg of folder changed" in message
+    assert main(words) == 0
