@@ -57,7 +57,7 @@ def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
 @pytest.mark.parametrize(
     ("task", "more"),
     [
-        ("all", ["probe.image_size=100"]),
+        ("pca,retrieval", ["probe.image_size=100"]),
         # A second encoder does not fit what the first one fits.
         ("pca,conditioning", ["probe.image_size=32", "--checkpoint", "b.safetensors"]),
     ],

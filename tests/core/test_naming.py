@@ -1,6 +1,7 @@
 """File names for models, datasets and images with names of any length."""
 
 import random
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_encoder_folders_contain_digits_of_the_sha256():
 
 
 @pytest.mark.parametrize(
-    ("stem", "task"), [(LONG["255 bytes"], "pca"), (LONG["255 bytes"], "tokencut")]
+    ("stem", "task"), [(LONG["characters of three bytes"], "pca"), (LONG["255 bytes"], "tokencut")]
 )
 def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, stem, task):
     photos = place / "photos"
@@ -87,6 +88,10 @@ def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys
     assert {(record.model, record.dataset) for record in records()} == {(model, dataset * 2)}
     assert main(["report", "--into", "r" * 244]) == 0
     assert list(Path("r" * 244).rglob("*.png"))
+    # Weights whose name leaves no room for a file with their digest.
+    weights = Path(f"{'w' * 243}.safetensors")
+    shutil.copy("encoder.safetensors", weights)
+    assert main(["models", str(weights)]) == 4
 
 
 @pytest.mark.parametrize("stem", LONG.values(), ids=LONG)

@@ -216,6 +216,18 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
             ssl_bench.probe(own_module.own(), **{**asked, **words})
 
 
+def test_images_that_cannot_be_read_are_left_out_on_request(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    (tmp_path / "b.png").touch()
+    asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
+    asked |= {"layer": "1", "out": tmp_path / "r"}
+
+    with pytest.raises(DataError):
+        ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
+    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
+    assert {record.num_images for record in found} == {1}
+
+
 def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, layer="0,-1", **FEW)
 

@@ -29,6 +29,7 @@ def held() -> tuple[float, int]:
 
 
 def assert_flat(work: Callable[[int], object]) -> None:
+    before = held()
     with unchecked_types():
         for number in range(ROUNDS):
             work(number)
