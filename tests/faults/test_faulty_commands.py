@@ -85,6 +85,7 @@ VALUES = [
     typed(PCA, "probe.protocol=bacth", names="bacth"),
     typed(PCA, "prob.panels=1", hint="probe.panels=VALUE"),
     typed("probe --task", "pca,segmentaton", hint="--task segmentation", names="segmentaton"),
+    typed(PCA, "--chekpoint", hint="--checkpoint"),
     typed(f"{PROBE} knn", "probe.batch_size=0"),
     typed(f"{PROBE} classification", "probe.training.c_values=[nan]", names="c_values"),
     typed(f"{PROBE} segmentation", "probe.training.weight_decay=-1", names="weight_decay"),

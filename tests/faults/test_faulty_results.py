@@ -428,8 +428,9 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
     assert capsys.readouterr().err.count(str(path.with_suffix(".npz"))) == 1
     edited = record_path(next(record for record in records() if record.metric == "miou"))
     edited.write_text(json.dumps(json.loads(edited.read_text()) | {"model": "another name"}))
-    assert main(["table"]) == 0
-    assert f"1 of 6 records cannot be shown: {edited}: " in capsys.readouterr().err
+    for command in ("table", "report"):
+        assert main([command]) == 0
+        assert f"1 of 6 records cannot be shown: {edited}: " in capsys.readouterr().err
 
 
 def with_crc(line: dict[str, Any]) -> str:

@@ -98,6 +98,8 @@ def test_texts_of_a_record_are_escaped_in_figures(store, tmp_path, capsys):
     [
         ["table", "--out", f"no{HOSTILE}"],
         ["table", f"--{HOSTILE}"],
+        ["table", "--paper", HOSTILE],
+        ["reproduce", HOSTILE],
         ["reproduce", "mnist", "--row", HOSTILE],
         [HOSTILE],
         ["models", "--json", HOSTILE],

@@ -65,6 +65,7 @@ def test_written_files_are_recognised_in_any_folder(workdir):
         shutil.copytree("results/pictures/pca", photos / moved / "any_name")
     shutil.copytree("results", photos / "before", ignore=shutil.ignore_patterns(".ssl-bench-*"))
     (photos / "link").symlink_to(workdir / "results")
+    (photos / "loop").symlink_to(photos)
     assert main(["report", "--out", "results", "--into", "photos/page"]) == 0
     Toy(1, 1, cache=photos / "cache").images()
 

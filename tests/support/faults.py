@@ -1,4 +1,4 @@
-"""Small places in which the real commands meet real faults."""
+"""Small datasets, commands and faults, and the check that a command reports a fault."""
 
 import ctypes
 import gc
@@ -62,7 +62,7 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Noise with a bright square at 8..24, which is what masks and boxes speak of."""
+    """Return noise with a bright square at 8 to 24, which masks and boxes mark."""
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -86,7 +86,7 @@ def class_folders(root: Path, count: int = 3) -> Path:
 
 
 def voc(root: Path) -> Path:
-    """VOC2012 with four training and three validation images of background, cat and rim."""
+    """Create VOC2012 with four training and three validation images of cats."""
     base = root / "VOCdevkit/VOC2012"
     for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
         (base / folder).mkdir(parents=True)
@@ -109,7 +109,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Pictures of these names in each split, no two alike, with this file as their masks."""
+    """Create different images with these names in each split. All masks are the same file."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -121,8 +121,8 @@ def paired_folders(
     return root
 
 
-def coco20k(root: Path, numbers: Sequence[int], told: Mapping[str, Any]) -> Path:
-    """COCO20k with a picture for each number, and annotations that tell this; their file."""
+def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
+    """Create COCO20k with these image numbers. Return the file of annotations."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -130,12 +130,12 @@ def coco20k(root: Path, numbers: Sequence[int], told: Mapping[str, Any]) -> Path
     for name in names:
         picture(0).save(folder / name)
     (root / "coco_20k_filenames_subset.txt").write_text("".join(f"train2014/{n}\n" for n in names))
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     return path
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Roots of a dataset of masks and boxes, of classes, of pairs and of plain pictures."""
+    """Create a dataset of each kind and return their roots."""
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
@@ -154,7 +154,7 @@ def mask(height: int = 32, width: int = 40) -> np.ndarray:
 
 def save_mask(path: Path, indices: np.ndarray) -> None:
     image = Image.fromarray(indices)
-    # Colours that have nothing to do with the indices.
+    # These colours have nothing to do with the indices.
     image.putpalette([value for index in range(256) for value in (255 - index, 3, 9)])
     image.save(path)
 
@@ -175,7 +175,7 @@ def spoil(path: Path, how: str) -> None:
 def probing(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Arguments for one layer of an encoder, of that in the current folder if no other is named."""
+    """Return the arguments of a probe of one layer, by default of the current folder's encoder."""
     words = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*words, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -185,7 +185,7 @@ def pretraining(root: Path, out: str, *more: str) -> list[str]:
 
 
 def supervised(root: Path, out: str, *more: str) -> list[str]:
-    """Of a run that learns from classes."""
+    """Return the arguments of a run that learns from classes."""
     sizes = [word for word in PRETRAIN if not word.startswith("objective.")]
     words = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
     return [*words, "data.labels=true", *sizes, *more]
@@ -238,7 +238,7 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault in one line and keeps every file that existed."""
+    """Check that a command reports a fault in one line, keeps all files and writes no result."""
     fault.prepare(folder)
     before = file_contents(folder)
 
@@ -249,6 +249,9 @@ def check_fault(fault: Fault, folder: Path, capsys) -> None:
         assert word in message, message
     after = file_contents(folder)
     assert before == {path: content for path, content in after.items() if path in before}
+    new = after.keys() - before.keys()
+    assert not [path for path in new if "records" in path.parts]
+    assert fault.code != 2 or not [path for path in new if "results" not in path.parts]
     if fault.remedy:
         assert main(shlex.split(f"{fault.command} {fault.remedy}")) == 0, capsys.readouterr().err
 
@@ -284,7 +287,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes, as on a disk that is full."""
+    """Let no file grow beyond `limit` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -297,8 +300,8 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """How far the memory of this process rose above where it was."""
-    # What earlier tests have freed would be used again, and no rise be seen.
+    """Yield a function that returns how far the memory of this process has risen."""
+    # Reused memory of earlier tests would hide a rise.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -312,7 +315,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Start a process that has imported everything already; gives its id."""
+    """Run a function in a forked process, which has imported everything. Return its id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -331,12 +334,12 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a process; a negative number is the signal that ended it."""
+    """Wait for a process. A negative exit code is the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG of these, whatever they say."""
+    """Return a PNG of these chunks, valid or not."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 
@@ -352,7 +355,7 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 
 @contextmanager
 def unchecked_types() -> Iterator[None]:
-    """What users meet: they have no type checks but our own."""
+    """Disable the type checks of the tests, which users do not have."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
