@@ -69,6 +69,9 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
     expected = {"rankme": 7, "lidar": 3, "uniformity": 6, "position_r2": 7}
     assert expected.items() <= counts.items()
     assert found[1, "token", "position_r2"].details["num_held_out"] == 1
+    for kind, count in (("cls", 1), ("register", 2)):
+        details = found[1, "token", f"{kind}_patch_cosine"].details
+        assert details[f"num_{kind}_tokens"] == count
     # Fewer images than dimensions are stated.
     ranks = found[1, "cls", "rankme"]
     assert (ranks.details["limited_by_images"], ranks.details["rank_limit"]) == (True, 7)
