@@ -122,7 +122,7 @@ def test_the_size_of_the_batches_changes_nothing(photographs):
 
 @pytest.mark.parametrize(("size", "most"), [(32, 5), (512, 2)])
 def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, most):
-    model, seen = vit(patch_size=size // 4), []
+    model, seen = vit(image_size=size, patch_size=size // 4), []
     model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
 
     values(photographs, model, image_size=size)
