@@ -69,6 +69,9 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
     expected = {"rankme": 7, "lidar": 3, "uniformity": 6, "position_r2": 7}
     assert expected.items() <= counts.items()
     assert found[1, "token", "position_r2"].details["num_held_out"] == 1
+    for kind, count in (("cls", 1), ("register", 2)):
+        details = found[1, "token", f"{kind}_patch_cosine"].details
+        assert details[f"num_{kind}_tokens"] == count
     # Fewer images than dimensions are stated.
     ranks = found[1, "cls", "rankme"]
     assert (ranks.details["limited_by_images"], ranks.details["rank_limit"]) == (True, 7)
@@ -119,7 +122,7 @@ def test_the_size_of_the_batches_changes_nothing(photographs):
 
 @pytest.mark.parametrize(("size", "most"), [(32, 5), (512, 2)])
 def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, most):
-    model, seen = vit(patch_size=size // 4), []
+    model, seen = vit(image_size=size, patch_size=size // 4), []
     model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
 
     values(photographs, model, image_size=size)
