@@ -232,7 +232,7 @@ def test_a_run_scores_every_block_and_facet_from_one_pass_and_goes_on(tmp_path):
     assert len(calls) == 2  # "a" and "c" are of one shape.
     assert again == scores
     assert {s.metric for s in scores if s.per_image is None} == {"ap_coco"}
-    assert probe.settings()["tau"] == 0.15
+    assert (probe.settings()["tau"], probe.settings()["confidence"]) == (0.15, "order")
     lost = ObjectDiscovery(method="lost", panels=0)
     found = lost.run(context(tmp_path / "lost", Pictures({"a": [FAR_AWAY]}), [2]))
     assert {s.details["found_boxes"] for s in found if s.metric != "corloc"} == {1}

@@ -200,6 +200,8 @@ def test_the_data_decides_what_is_clustered(dataset, overrides, protocol, facet)
     assert config["probe"]["protocol"] == protocol
     unused = {"patches": "crop_share", "images": "fit_patches"}[protocol]
     assert unused not in probe.settings()
+    assert replace(probe, batch_size=9, memory_gib=1.0).settings() == probe.settings()
+    assert replace(probe, num_restarts=5).settings() != probe.settings()
     with pytest.raises(DataError):
         plan_probes(["clustering"], ["voc2012"], ["probe.protocol=images"], {"voc2012": "/nowhere"})
 
