@@ -25,7 +25,7 @@ def said(program: str, *words: object) -> str:
     """
     command = [sys.executable, "-m", f"tests.support.{program}", *map(str, words)]
     run = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=600
+        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
     )
     assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
     return run.stdout
