@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where uv is, if it was not at hand.
 export PATH := $(PATH):$(CURDIR)/.venv/uv/bin
 READY := .venv/.ready
-# A file to a process, so that what its tests share is made once; in the order of conftest.py. Each
+# A file to a process, so that what its tests share is made once; in the order of fixtures.py. Each
 # computes with one thread: two that take all cores wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -25,7 +25,8 @@ all-tests: $(READY)
 
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
-	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8
+	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8 \
+	  $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 # An hour on one core; touches no file of the checkout. JOBS=N plants N faults at a time.
 mutants: $(READY)

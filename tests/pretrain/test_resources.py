@@ -158,7 +158,7 @@ def test_memory_that_runs_out_in_the_monitor_gives_no_advice_about_steps(
 
     said = fails(capsys, pretraining(place / "photos", "run", *words), 5)
 
-    assert "accumulation" not in said
+    assert "would fit" not in said
 
 
 def test_memory_for_not_even_one_image_asks_for_a_smaller_model(place, capsys, monkeypatch):
