@@ -1,23 +1,14 @@
-"""Words of the smallest runs of pretraining, and of every probe with every protocol."""
+"""Words of small runs of every objective, and of every probe with every protocol."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from pretrain.objectives.objective import Generating
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
+from tests.support.objectives import reduced_words, small_run
 
-SMALL = (
-    "model.image_size=16", "model.patch_size=8", "model.dim=24", "model.depth=2",
-    "model.num_heads=2", "train.batch_size=2", "train.max_steps=3", "train.num_workers=0",
-)  # fmt: skip
-OBJECTIVES = {
-    "dino": (
-        "objective.out_dim=32", "objective.hidden_dim=16", "objective.bottleneck_dim=8",
-        "objective.crops.num_locals=2", "objective.crops.local_size=8",
-    ),
-    "mae": ("objective.decoder_dim=16", "objective.decoder_depth=1", "objective.decoder_heads=2"),
-    "supervised": ("data.labels=true", "objective.crops.mixup=0.8", "objective.crops.cutmix=1.0"),
-}  # fmt: skip
+TRAIN = ("train.batch_size=2", "train.max_steps=3", "train.num_workers=0")
 SEGMENTATION = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
 RETRIEVAL = ("probe.image_size=32", "probe.neighbours=5")
 HEADS = ("probe.training.batch_size=4", "probe.training.epochs=2")
@@ -102,3 +93,14 @@ def scores(
     words += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*words, *more]) == 0
     return {(r.layer, r.facet, r.metric): r.value for r in ResultStore(Path(device)).records()}
+
+
+def pretraining(
+    objective: str, root: Path | str, *more: str, model: str | None = None
+) -> list[str]:
+    """Return the words of three small steps of an objective, on images of classes."""
+    plan, words = small_run(objective)
+    if model is not None:
+        words = reduced_words(f"objective={objective}", f"model={model}")
+    images = [] if isinstance(plan.objective, Generating) else ["--data-root", str(root)]
+    return ["pretrain", *images, *words, *TRAIN, *more]

@@ -7,8 +7,9 @@ import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system.device import to_float64
-from tests.device.runs import NOT_ON_MPS, OBJECTIVES, SMALL, WALKS, scores
+from tests.device.runs import NOT_ON_MPS, WALKS, pretraining, scores
 from tests.support.faults import fails
+from tests.support.objectives import OBJECTIVES
 from tests.support.simulated_mps import simulation
 
 
@@ -27,11 +28,9 @@ def test_a_probe_scores_what_the_cpu_does(data, walk):
 @pytest.mark.parametrize("optimizer", ["adamw", "soap"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_three_steps_of_pretraining_are_run(data, objective, optimizer):
-    dataset = "class_folders" if objective == "supervised" else "folder"
-    words = ["pretrain", "--data-root", str(data[dataset]), "--out", "run", "--device", "mps"]
-    words += [f"objective={objective}", f"optimizer={optimizer}", *SMALL, *OBJECTIVES[objective]]
+    words = pretraining(objective, data["class_folders"], f"optimizer={optimizer}")
     with simulation():
-        assert main(words) == 0
+        assert main([*words, "--device", "mps", "--out", "run"]) == 0
     assert Path("run/last.safetensors").is_file()
 
 

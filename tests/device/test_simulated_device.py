@@ -122,13 +122,3 @@ def test_what_is_fetched_is_there_after_a_wait_and_not_before():
 
     assert early != [0, 1, 2]
     assert target.tolist() == [0, 1, 2]
-
-
-def test_autocast_casts_what_that_of_cuda_casts():
-    layer = torch.nn.Linear(4, 2).to(CUDA)
-    with torch.autocast("cuda", torch.bfloat16):
-        low = layer(here(3, 4))
-        assert torch.is_autocast_enabled("cuda")
-        assert low.dtype == F.gelu(low).dtype == torch.bfloat16
-        assert low.softmax(-1).dtype == low.sum().dtype == F.layer_norm(low, (2,)).dtype
-        assert low.sum().dtype == torch.float32

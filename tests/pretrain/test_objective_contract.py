@@ -1,7 +1,8 @@
 """What every objective must do, including the one that docs/extending.md adds.
 
-A new objective needs no entry here. Its configuration is reduced by the keys in `REDUCED`, as far
-as it has them. It meets a small encoder of every kind, and either trains it or refuses it.
+A new objective needs no entry here. Its configuration is reduced by the keys in
+`tests/support/objectives.py`, as far as it has them. It meets a small encoder of every kind, and
+either trains it or refuses it.
 """
 
 import math
@@ -28,30 +29,24 @@ from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining
-from ssl_bench.composition.choices import config_names
-from ssl_bench.composition.compose import build, compose_config, list_keys
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 from ssl_bench.models.config import find_registered, registered_names
 from tests.pretrain.plans import CPU, album
+from tests.support.objectives import OBJECTIVES, reduced_words
 from tests.support.runs import assert_goes_on_to_the_bit, flat
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 PLUGIN = re.findall(r"^`[\w/]+/rotation\.py`:\n```python\n(.*?)^```", PAGE, re.DOTALL | re.M)[0]
-REDUCED = {
-    "out_dim": 40, "hidden_dim": 32, "bottleneck_dim": 24, "decoder_dim": 24, "decoder_depth": 1,
-    "decoder_heads": 2, "length": 5, "letters": 30, "test_lengths": [4], "test_strings": 4,
-    "crops.num_locals": 2, "crops.color_jitter": 0.2, "crops.cutout": 3, "crops.mixup": 0.4,
-    "crops.cutmix": 1.0, "crops.erasing_probability": 0.5,
-}  # fmt: skip
 # A decoder of MAE is as large as this encoder, whose weights would come again.
 MODEL = {
     "image_size": 16, "patch_size": 8, "dim": 24, "depth": 1, "num_heads": 2, "drop_path": 0.1,
     "position_embedding": "sinusoidal", "num_states": 16, "head_width": 8, "num_tokens": 32,
     "name": "vit_tiny_patch16_224", "widths": (24,), "depths": (1,), "heads": (2,),
 }  # fmt: skip
-NAMES = [*sorted(config_names("objective")), "rotation"]
+NAMES = [*OBJECTIVES, "rotation"]
 PAIRS = list(product(NAMES, registered_names("model")))
 CLASSES = [f"class{number}" for number in range(40)]
 TIMELINE = Timeline(20, 5)
@@ -81,9 +76,7 @@ def small_model(kind: str) -> EncoderConfig:
 
 @cache
 def small_objective(name: str) -> Any:
-    keys = list_keys(compose_config("pretraining", [f"objective={name}"]))
-    words = [f"objective.{k}={v}" for k, v in REDUCED.items() if f"objective.{k}" in keys]
-    return build(compose_config("pretraining", [f"objective={name}", *words]), "objective")
+    return build(compose_config("pretraining", reduced_words(f"objective={name}")), "objective")
 
 
 def plan_of(name: str, kind: str, **options: Any) -> Pretraining:

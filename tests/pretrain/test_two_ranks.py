@@ -1,4 +1,4 @@
-"""Whatever one of two processes meets, both end with it, saved, and one line says it."""
+"""Two processes learn what one does. If one meets a fault, both save and end with one message."""
 
 import json
 import subprocess
@@ -10,59 +10,33 @@ import pytest
 import torch
 
 from pretrain.checkpoints import has_state, load_state
-from tests.support.faults import class_folders, photo_folder
-from tests.support.two_ranks import AT
+from ssl_bench.cli.__main__ import main
+from tests.support.faults import class_folders, photo_folder, unchecked_types
+from tests.support.runs import log_rows
+from tests.support.two_ranks import AT, words_of
 
+pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-# Exit code, what the line says, and the step that is saved at the end.
+# Exit codes of both processes, a part of the message, and the saved step.
 EXPECTED = {
-    "image": (3, "photos/3.png is cut short", AT),
+    "image:0": ([3, 3], "photos/3.png", AT),
+    "image:1": ([3, 3], "photos/3.png", AT),
     # The two steps that were lost changed nothing, and are not worth a checkpoint.
-    "loss": (2, "loss or gradient was not finite for 2 steps", None),
-    "SIGTERM": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
-    "SIGHUP": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
-    "SIGUSR1": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
-    "SIGINT": (75, "stopped by a signal: 4 of 8 steps", AT + 1),
-    "worker": (5, "a data worker died", AT),
-    "images": (3, "holds no images", None),
-    "disk": (5, "No space left on device", AT + 1),
-    "taken": (2, "already contains a run", None),
-    "states": (5, "No space left on device", AT - 1),
+    "loss:1": ([2, 2], "not finite", None),
+    "SIGTERM:0": ([75, 75], "4 of 8 steps", AT + 1),
+    "SIGHUP:1": ([75, 75], "4 of 8 steps", AT + 1),
+    # For the process without the Ctrl-C it is a request to stop.
+    "SIGINT:0": ([130, 75], "interrupted", AT + 1),
+    "SIGINT:1": ([75, 130], "4 of 8 steps", AT + 1),
+    "worker:0": ([5, 5], "data worker", AT),
+    "worker:1": ([5, 5], "data worker", AT),
+    "images:1": ([3, 3], "no images", None),
+    # Only the first process writes the log and looks at the folder.
+    "disk:0": ([5, 5], "No space left", AT + 1),
+    "taken:0": ([2, 2], "already contains a run", None),
+    "states:0": ([5, 5], "No space left", AT - 1),
 }
-FIRST = ("disk", "taken", "states")
-# Signals of one meaning: one for each process.
-ONCE = ("SIGHUP:1", "SIGUSR1:0")
-BOTH = [n for n in EXPECTED if n not in FIRST and not any(one.startswith(n) for one in ONCE)]
-# Only the first process writes the log and looks at the folder.
-CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), *(f"{n}:0" for n in FIRST)]
-CASES += ONCE
-SLOW = ("slow disk:0", "slow monitor:0", "slower monitor:0")
-SKIPPED = ("skipped:0", "skipped:1")
-
-
-def ends(place: Path, cases: list[str]) -> dict[str, Any]:
-    """How both processes ended, for each fault; all in a process of their own."""
-    photos = photo_folder(place / "photos")
-    class_folders(place / "classes", 2)
-    command = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place), *cases]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def lines_of(end: dict[str, Any]) -> list[str]:
-    return [line for text in end["said"] for line in text.splitlines() if "ssl-bench: " in line]
-
-
-def saved_step(place: Path, fault: str) -> int | None:
-    folder = place / fault.replace(":", "-")
-    return load_state(folder, torch.device("cpu"))[0]["step"] if has_state(folder) else None
-
-
-def codes_of(fault: str, code: int) -> list[int]:
-    """Whoever got the Ctrl-C says so; to the other it is a wish to stop."""
-    name, rank = fault.split(":")
-    return [130 if name == "SIGINT" and number == int(rank) else code for number in range(2)]
+OTHERS = ("slow disk:0", "slow monitor:0", "slower monitor:0", "skipped:1", "none:0")
 
 
 @pytest.fixture(scope="module")
@@ -72,34 +46,57 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(place) -> dict[str, Any]:
-    """How each fault ended; what takes long begins together."""
-    return ends(place, [*SLOW, *SKIPPED, *CASES])
+    """How both processes ended for each fault; all in one process with its children."""
+    photos = photo_folder(place / "photos")
+    class_folders(place / "classes", 2)
+    words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place)]
+    run = subprocess.run(
+        [*words, *OTHERS, *EXPECTED], cwd=REPOSITORY, capture_output=True, text=True, timeout=500
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_both_processes_end_together_saved_and_with_one_line(place, found):
-    for fault in CASES:
-        code, said, step = EXPECTED[fault.split(":")[0]]
-        lines = lines_of(found[fault])
-        assert found[fault]["codes"] == codes_of(fault, code), (fault, found[fault])
-        assert len(lines) == 1, (fault, lines)
-        assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
-        assert saved_step(place, fault) == step, fault
+def saved_state(place: Path, fault: str) -> dict[str, Any] | None:
+    folder = place / fault.replace(":", "-")
+    return load_state(folder, torch.device("cpu"))[0] if has_state(folder) else None
 
 
-@pytest.mark.slow
-def test_fault_89_what_one_process_cannot_read_the_first_says_and_keeps(place, found):
-    for fault in SKIPPED:
-        assert found[fault]["codes"] == [0, 0], found
-        assert "left out as unreadable: 3.jpg; 1 of 4 images" in found[fault]["said"][0]
-        assert found[fault]["said"][1] == ""
-        folder = place / fault.replace(":", "-")
-        assert load_state(folder, torch.device("cpu"))[0]["left_out"] == [3]
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_both_processes_end_together_saved_and_with_one_message(place, found, fault):
+    codes, part, step = EXPECTED[fault]
+    lines = [line for text in found[fault]["said"] for line in text.splitlines()]
+    (line,) = [line for line in lines if "ssl-bench: " in line]
+    state = saved_state(place, fault)
+
+    assert found[fault]["codes"] == codes
+    assert part in line
+    assert (state and state["step"]) == step
 
 
-@pytest.mark.slow
-def test_nobody_waits_for_a_disk_and_for_a_monitor_as_long_as_the_option_says(place, found):
-    assert found["slow disk:0"]["codes"] == [0, 0], found
-    assert found["slow monitor:0"]["codes"] == [0, 0], found
-    assert 0 not in found["slower monitor:0"]["codes"], found
-    assert saved_step(place, "slow disk:0") == 8
+def test_fault_89_the_first_process_reports_what_another_cannot_read(place, found):
+    assert found["skipped:1"]["codes"] == [0, 0]
+    assert "3.jpg; 1 of 4 images" in found["skipped:1"]["said"][0]
+    assert found["skipped:1"]["said"][1] == ""
+    state = saved_state(place, "skipped:1")
+    assert state is not None
+    assert state["left_out"] == [3]
+
+
+def test_processes_wait_for_a_slow_disk_and_for_a_monitor_up_to_the_timeout(place, found):
+    assert found["slow disk:0"]["codes"] == found["slow monitor:0"]["codes"] == [0, 0]
+    assert 0 not in found["slower monitor:0"]["codes"]
+
+
+@unchecked_types()
+def test_two_processes_learn_what_one_does(place, found):
+    assert found["none:0"]["codes"] == [0, 0]
+    assert main(words_of(place / "photos", place / "alone")) == 0
+
+    one, two = (saved_state(place, name) for name in ("alone", "none:0"))
+    assert one is not None
+    assert two is not None
+    for name, value in one["learner"].items():
+        torch.testing.assert_close(two["learner"][name], value, atol=1e-4, rtol=1e-3, msg=name)
+    losses = [[row["loss"] for row in log_rows(place / name)] for name in ("alone", "none-0")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

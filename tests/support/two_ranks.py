@@ -1,8 +1,8 @@
 """Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
 
 `python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault, of three faults at a time and beside them all that sleep. In a process of its own,
-since what has computed gradients must not be forked.
+for each fault: first those of all faults that sleep, then the others, three at a time. It runs in a
+process of its own, because a process that has computed gradients must not be forked.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from ssl_bench.errors import DataError, MachineError, UnreadableImage
 AT = 3  # the step, from 0, in which it happens
 SECONDS = 90
 AT_ONCE = 3
-# Longer than processes have time to wait for each other, where they are told so.
-PAUSE = 16.0
+# Twice as long as processes wait for each other with `_SHORT`.
+PAUSE = 8.0
 MONITOR = ("monitor.knn_epochs=9", "monitor.neighbours=2")
 OPTIONS = (
     *("model.dim=24", "model.depth=1", "model.image_size=16", "model.patch_size=8"),
@@ -45,122 +45,112 @@ OPTIONS = (
 )
 
 
-def at_piece(happens: Callable[[], Any]) -> Callable[[], None]:
-    """Let something happen where this process reads its part at that step; None reads on."""
+def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Return a function that replaces a method by what `make` makes of it."""
+    return lambda: setattr(owner, name, make(getattr(owner, name)))
 
-    def arrange() -> None:
-        whole = BatchChunks.__getitem__
 
-        def meeting(self: BatchChunks, piece: int) -> Any:
+def at_step(happens: Callable[[], Any]) -> Callable[[], None]:
+    """Let something happen when this process reads its part of that step."""
+
+    def make(usual: Any) -> Any:
+        def getitem(self: BatchChunks, piece: int) -> Any:
             found = happens() if piece == AT else None
-            return whole(self, piece) if found is None else found
+            return usual(self, piece) if found is None else found
 
-        BatchChunks.__getitem__ = meeting
+        return getitem
 
-    return arrange
+    return replace_method(BatchChunks, "__getitem__", make)
 
 
-def signalled(number: signal.Signals) -> Callable[[], None]:
-    return at_piece(lambda: os.kill(os.getpid(), number))
+def receive(number: signal.Signals) -> Callable[[], None]:
+    return at_step(lambda: os.kill(os.getpid(), number))
 
 
 def lose_worker() -> None:
     raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
 
 
-def diverge() -> None:
-    whole = DinoLearner.loss
-
-    def poisoned(self: DinoLearner, network: Any, views: Any, step: int) -> Any:
-        value, report = whole(self, network, views, step)
+def diverging(usual: Any) -> Any:
+    def loss(self: DinoLearner, network: Any, views: Any, step: int) -> Any:
+        value, report = usual(self, network, views, step)
         return (value * torch.nan if step >= AT else value), report
 
-    DinoLearner.loss = poisoned
+    return loss
 
 
-def fill_disk() -> None:
-    whole = LogFile.write
-
-    def full(self: LogFile, row: Any) -> None:
+def full_log(usual: Any) -> Any:
+    def write(self: LogFile, row: Any) -> None:
         if row["step"] > AT:
             raise MachineError("cannot write log.jsonl: No space left on device; free space")
-        whole(self, row)
+        usual(self, row)
 
-    LogFile.write = full
+    return write
 
 
 def at_state(happens: Callable[[int], None]) -> Callable[[], None]:
-    """Let something happen where a state is written, after so many steps."""
+    """Let something happen when a state is written, after so many steps."""
 
-    def arrange() -> None:
-        usual = checkpoints._write
-
-        def meeting(values: Any, file: Any) -> None:
+    def make(usual: Any) -> Any:
+        def write(values: Any, file: Any) -> None:
             happens(values["step"])
             usual(values, file)
 
-        checkpoints._write = meeting
+        return write
 
-    return arrange
+    return replace_method(checkpoints, "_write", make)
 
 
-def fill_disk_of_states(step: int) -> None:
+def fill_disk(step: int) -> None:
     if step > AT:
         raise OSError(28, "No space left on device")
 
 
-def slow_disk(step: int) -> None:
-    time.sleep(PAUSE * (step < AT))
-
-
-def slow_monitor() -> None:
-    usual = Evaluator.measures
-
-    def slow(self: Evaluator, step: int) -> dict[str, float]:
-        if step == AT - 1:
-            time.sleep(PAUSE)
+def slow_monitor(usual: Any) -> Any:
+    def measures(self: Evaluator, step: int) -> dict[str, float]:
+        time.sleep(PAUSE * (step == AT - 1))
         return usual(self, step)
 
-    Evaluator.measures = slow
+    return measures
 
 
-def lose_image() -> None:
+def lost_image(usual: Any) -> Any:
     """A file that this process alone cannot read."""
-    whole = FileImageSet.__getitem__
 
-    def unreadable(self: FileImageSet, index: int) -> Any:
+    def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
             raise UnreadableImage("photos/3.jpg is cut short")
-        return whole(self, index)
+        return usual(self, index)
 
-    FileImageSet.__getitem__ = unreadable
+    return getitem
 
 
-def hide_images() -> None:
-    def nothing(self: ImageFolder) -> Any:
+def no_images(usual: Any) -> Any:
+    def images(self: ImageFolder) -> Any:
         raise DataError(f"{self.root} holds no images")
 
-    ImageFolder.images = nothing
+    return images
 
 
+_SLOW_MONITOR = replace_method(Evaluator, "measures", slow_monitor)
 FAULTS: dict[str, Callable[[], None]] = {
-    "image": at_piece(lambda: DataError("photos/3.png is cut short")),
-    "loss": diverge,
-    "SIGTERM": signalled(signal.SIGTERM),
-    "SIGHUP": signalled(signal.SIGHUP),
-    "SIGUSR1": signalled(signal.SIGUSR1),
-    "SIGINT": signalled(signal.SIGINT),
-    "disk": fill_disk,
-    "worker": at_piece(lose_worker),
-    "images": hide_images,
-    "skipped": lose_image,
+    "none": lambda: None,
+    "image": at_step(lambda: DataError("photos/3.png is cut short")),
+    "loss": replace_method(DinoLearner, "loss", diverging),
+    "SIGTERM": receive(signal.SIGTERM),
+    "SIGHUP": receive(signal.SIGHUP),
+    "SIGINT": receive(signal.SIGINT),
+    "disk": replace_method(LogFile, "write", full_log),
+    "worker": at_step(lose_worker),
+    "images": replace_method(ImageFolder, "images", no_images),
+    "skipped": replace_method(FileImageSet, "__getitem__", lost_image),
     "taken": lambda: None,
-    "states": at_state(fill_disk_of_states),
-    "slow disk": at_state(slow_disk),
-    "slow monitor": slow_monitor,
-    "slower monitor": slow_monitor,
+    "states": at_state(fill_disk),
+    "slow disk": at_state(lambda step: time.sleep(PAUSE * (step < AT))),
+    "slow monitor": _SLOW_MONITOR,
+    "slower monitor": _SLOW_MONITOR,
 }
-# Words for faults that need more than the options.
+# Options of faults that need more than the others.
 _SHORT = f"train.timeout_minutes={PAUSE / 2 / 60:.3f}"
 MORE: dict[str, tuple[str, ...]] = {
     "skipped": ("data.on_bad_image=skip",),
@@ -183,17 +173,21 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     said, code = io.StringIO(), 1
     try:
         with contextlib.redirect_stderr(said):
-            words = (f"data.root={photos}", *OPTIONS, *MORE.get(name, ()))
-            words += (f"monitor.root={photos.parent / 'classes'}",)
-            code = cli.main(["pretrain", "--out", str(out), *words])
+            words = [*words_of(photos, out), *MORE.get(name, ())]
+            code = cli.main([*words, f"monitor.root={photos.parent / 'classes'}"])
     finally:
         Path(f"{out}.{number}").write_text(said.getvalue())
         # Not through the interpreter, which is that of the parent.
         os._exit(code)
 
 
-def begun(fault: str, photos: Path, out: Path) -> list[int]:
-    """Both processes."""
+def words_of(photos: Path, out: Path) -> list[str]:
+    """The command of a run without a fault."""
+    return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
+
+
+def start(fault: str, photos: Path, out: Path) -> list[int]:
+    """Fork both processes, and return their ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -208,7 +202,7 @@ def begun(fault: str, photos: Path, out: Path) -> list[int]:
     return pids
 
 
-def ended(pids: list[int], out: Path) -> dict[str, Any]:
+def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
     """Exit codes and lines of both processes."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
@@ -242,12 +236,12 @@ def main() -> None:
     folders = {fault: out / fault.replace(":", "-") for fault in faults}
     sleeping = [fault for fault in faults if fault.startswith("slow")]
     others = [fault for fault in faults if fault not in sleeping]
-    pids = {fault: begun(fault, photos, folders[fault]) for fault in sleeping}
+    pids = {fault: start(fault, photos, folders[fault]) for fault in sleeping}
     for first in range(0, len(others), AT_ONCE):
         several = others[first : first + AT_ONCE]
-        pids |= {fault: begun(fault, photos, folders[fault]) for fault in several}
-        found |= {fault: ended(pids[fault], folders[fault]) for fault in several}
-    found |= {fault: ended(pids[fault], folders[fault]) for fault in sleeping}
+        pids |= {fault: start(fault, photos, folders[fault]) for fault in several}
+        found |= {fault: wait_for(pids[fault], folders[fault]) for fault in several}
+    found |= {fault: wait_for(pids[fault], folders[fault]) for fault in sleeping}
     print(json.dumps(found))
 
 

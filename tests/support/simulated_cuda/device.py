@@ -119,14 +119,12 @@ class Ledger:
         uploads: Copies to the device from memory that is not pinned; all but the smallest of them
             wait as well.
         pinned_uploads: Copies to the device from pinned memory that do not wait.
-        compiled: Modules that would have been compiled.
         on_their_way: Copies to pinned memory that are not there yet, and what they will hold.
     """
 
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     pinned_uploads: Counter[str] = field(default_factory=Counter)
-    compiled: Counter[str] = field(default_factory=Counter)
     on_their_way: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def wait(self, what: str, times: int = 1) -> None:
@@ -152,7 +150,7 @@ class Ledger:
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
         """Counts of what happens inside alone; complete once the block has ended."""
-        names, found = ("waits", "uploads", "pinned_uploads", "compiled"), Ledger()
+        names, found = ("waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield found
         for name in names:

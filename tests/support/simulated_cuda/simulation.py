@@ -1,19 +1,14 @@
 """What torch says of the machine meanwhile, and how the simulation begins and ends."""
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._decomp.decompositions_for_jvp
 import torch._dynamo
-import torch.distributed as dist
-from torch import Tensor
 
 from pretrain.crops import augmentation
 from tests.support.simulated_cuda.device import (
@@ -108,31 +103,6 @@ ACCELERATOR: dict[str, Any] = {
 }
 
 
-_LOW = (torch.bfloat16, torch.float16)
-# Computed in float32 by CUDA's autocast and not by the CPU's: "CUDA Ops that can autocast to
-# float32" of https://docs.pytorch.org/docs/stable/amp.html, as far as the project calls them.
-FLOAT32 = (
-    "acos", "binary_cross_entropy_with_logits", "cosine_similarity", "cumprod", "cumsum", "dist",
-    "exp", "expm1", "group_norm", "kl_div", "l1_loss", "layer_norm", "linalg_vector_norm", "log",
-    "log10", "log1p", "log2", "log_softmax.int", "logsumexp", "norm.Scalar", "norm.ScalarOpt_dim",
-    "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "rsqrt",
-    "smooth_l1_loss", "softmax.int", "softplus", "sum", "sum.dim_IntList",
-)  # fmt: skip
-
-
-def autocast_of_cuda() -> torch.library.Library:
-    """Registers the float32 list; it is gone with the object."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        # They replace the CPU's rule that nothing is cast.
-        warnings.simplefilter("ignore")
-        for name in FLOAT32:
-            packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, partial(_in_float32, operator), "AutocastCPU")
-    return library
-
-
 def patched_start(start: Callable[..., None]) -> Callable[..., None]:
     """`torch.autocast.__init__`, for which "cuda" is the CPU."""
 
@@ -150,18 +120,6 @@ def patched_start(start: Callable[..., None]) -> Callable[..., None]:
 def patched_question(ask: Callable[[str], Any]) -> Callable[..., Any]:
     """`torch.is_autocast_enabled` and the like; without a device they mean CUDA."""
     return lambda device="cuda": ask("cpu" if device == "cuda" else device)
-
-
-def _in_float32(operator: Any, *args: Any, **options: Any) -> Any:
-    hidden: Any = torch._C
-    keys = hidden.DispatchKeySet(hidden.DispatchKey.AutocastCPU)
-    with hidden._ExcludeDispatchKeyGuard(keys):
-        raised = {name: _raised(value) for name, value in options.items()}
-        return operator(*map(_raised, args), **raised)
-
-
-def _raised(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
 
 # It relies on what torch does inside; other versions may do it otherwise.
@@ -185,8 +143,6 @@ def is_simulated() -> bool:
 def simulation() -> Iterator[None]:
     """A process with a CUDA device, in this thread and in those that start meanwhile."""
     with ExitStack() as stack:
-        library = autocast_of_cuda()
-        stack.callback(library._destroy)
         for owner, name, value in _patches():
             stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(_modes())
@@ -213,10 +169,9 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.amp, "is_autocast_available", patched_question(available)
     group = "_group_tensors_by_device_and_dtype"
     yield torch._C, group, grouping(getattr(torch._C, group))
-    yield torch.nn.Module, "compile", _compile
+    yield torch.nn.Module, "compile", lambda *_, **__: None
     yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
     yield threading.Thread, "run", running(threading.Thread.run)
-    yield dist, "init_process_group", _joining(dist.init_process_group)
 
 
 def loading(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,22 +199,9 @@ def grouping(group: Callable[..., Any]) -> Callable[..., Any]:
     return grouped
 
 
-def _compile(self: torch.nn.Module, *_: Any, **__: Any) -> None:
-    LEDGER.compiled[type(self).__name__] += 1
-
-
 def running(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     def run_in_modes(self: threading.Thread) -> None:
         with _modes():
             run(self)
 
     return run_in_modes
-
-
-def _joining(join: Callable[..., None]) -> Callable[..., None]:
-    """Processes that would speak NCCL speak gloo; their tensors are on the host."""
-
-    def joining(backend: str | None = None, *more: Any, **options: Any) -> None:
-        join("gloo" if backend == "nccl" else backend, *more, **options)
-
-    return joining
