@@ -118,6 +118,8 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert shown == records
     assert {epoch for _, _, epoch, _ in shown} == {1.0, 2.0, 3.0}
     assert Image.open(figure).size[0] > 300
+    assert main([*table, "--format", "text"]) == 0
+    assert "epoch" in capsys.readouterr().out
     assert main([*table, "--pivot"]) == 2
     compare = ["compare", *out, f"{kept}@1"]
     assert main([*compare, f"{kept}@2"]) == 3
