@@ -159,8 +159,8 @@ class SingleCrop(ViewMaker):
             without mixup.
         cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws shares of the
             area, or 0 without CutMix.
-        mix_probability: Probability that the images of a micro-batch are mixed. switch_probability:
-        Probability of CutMix if both mixup and CutMix are used.
+        mix_probability: Probability that the images of a micro-batch are mixed.
+        switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
     Source: transforms and `Mixup` of timm. The docstrings of the methods name timm's files.
     """
