@@ -21,7 +21,7 @@ quick-tests: $(READY)
 test-all: lint all-tests test-device
 
 all-tests: $(READY)
-	$(PYTEST) --durations=8
+	SSL_BENCH_CHECK_SHAPES=1 $(PYTEST) --durations=8
 
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
@@ -39,7 +39,7 @@ gpu-report: $(READY)
 # Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
 coverage: $(READY)
 	mkdir -p build
-	$(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=term-missing:skip-covered
+	SSL_BENCH_CHECK_SHAPES=1 $(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=term-missing:skip-covered
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

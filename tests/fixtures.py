@@ -1,4 +1,8 @@
-"""Fixtures and hooks of all tests. The shapes of tensors are checked while the tests run."""
+"""Fixtures and hooks of all tests.
+
+If SSL_BENCH_CHECK_SHAPES=1, the shapes of tensors are checked at each call of a function. That
+takes a quarter more time, so only `make test-all`, `make coverage` and `make mutants` do it.
+"""
 
 import gc
 import os
@@ -18,7 +22,8 @@ from tests.support import checked
 
 # On a GPU, code is compiled together with its checks. They break torch 2.11 and cause 33 graphs
 # instead of 3 in torch 2.15.
-if torch.__version__ >= "2.15" and not torch.cuda.is_available():
+is_wanted = os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1"
+if is_wanted and torch.__version__ >= "2.15" and not torch.cuda.is_available():
     root = Path(__file__).parents[1]
     files = chain.from_iterable(
         (root / n).rglob("*.py") for n in ("ssl_bench", "pretrain", "probes")

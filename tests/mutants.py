@@ -177,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     # A signal ends the program in order, so that nothing of it stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "SSL_BENCH_CHECK_SHAPES": "1"}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("SSL_BENCH_TEST_DATA", str(ROOT.resolve().parent / "shared/data"))
     for name in HEAVY:

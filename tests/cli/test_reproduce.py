@@ -99,6 +99,7 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
     assert plan_of("table2", "train.epochs=200").unreachable_rows == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["train.max_steps=2", "train.epochs=1"])
 def test_recipes_that_count_in_epochs_fit_a_short_run(asked):
     lengths = set()

@@ -171,6 +171,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
                 yield row, column.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", load_published_tables(), ids=full_name)
 def test_every_row_with_a_run_is_filled_by_commands_that_parse(
     table, tmp_path, monkeypatch, capsys

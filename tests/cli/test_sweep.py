@@ -369,6 +369,7 @@ def test_tasks_of_an_array_leave_the_results_of_the_plan(place, cluster):
 
 
 # submitit calls a job of one minute timed out on every signal, and a job of an hour preempted.
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "why"), [(1, "timed-out"), (60, "preempted")])
 def test_a_task_that_slurm_interrupts_runs_again(tmp_path, minutes, why):
     runs = tmp_path / "runs"

@@ -183,6 +183,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return scores(own_module.own(), tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

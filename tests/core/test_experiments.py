@@ -42,6 +42,7 @@ def test_every_experiment_builds(names):
         assert all(size % plan.encoder.patch_size == 0 for size in sizes), run
 
 
+@pytest.mark.slow
 def test_the_name_of_a_run_composes_its_recipe_with_its_changes():
     # One that takes another file of a group, and one of each kind of value.
     grouped = [n for n, run in RUNS.items() if any("." not in key for key in run.changes)]

@@ -108,6 +108,7 @@ CHECKS: Mapping[str, Callable[[Parsed], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", OURS, ids=lambda one: f"{one.page}: {one.text[:50]}")
 def test_the_suite_accepts_each_command_of_a_page(shown, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -171,6 +171,7 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     assert typed.tasks == ["pca", "knn"]
 
 
+@pytest.mark.slow
 def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -677,6 +678,7 @@ def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, 
     assert (one.identity() != other.identity()) == is_other
 
 
+@pytest.mark.slow
 def test_settings_of_a_module_are_in_its_identity():
     module = timm.create_model("test_vit", dynamic_img_size=True)
     settings: list[dict[str, Any]] = [

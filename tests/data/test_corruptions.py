@@ -41,6 +41,7 @@ def folders(tmp_path) -> ClassFolders:
     return ClassFolders(class_folders(tmp_path))
 
 
+@pytest.mark.slow
 def test_pixels_are_those_of_earlier_records():
     found = hashlib.sha256()
     for name in (name for name in NAMES if name != "motion_blur"):

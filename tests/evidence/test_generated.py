@@ -22,6 +22,7 @@ def test_no_generated_file_is_out_of_date():
         assert list(stale(ROOT)) == [], again
 
 
+@pytest.mark.slow
 def test_the_pages_of_evidence_match_their_ledger():
     for name in ("evidence", "evidence_runs"):
         page = f"results/tables/{name}.md"

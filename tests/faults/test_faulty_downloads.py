@@ -260,6 +260,7 @@ def test_oversized_per_image_values_are_ignored(workdir, which):
     assert peak_mib(read) < 60
 
 
+@pytest.mark.slow
 def test_oversized_metadata_of_an_image_takes_little_memory(workdir):
     bomb = zlib.compress(bytes(128 * MEBIBYTE), 9)
     heads = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0", b"eXIf": b""}

@@ -329,6 +329,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
     assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
     run = pretraining(PHOTOS, "run", "train.max_steps=12")
 
@@ -535,6 +536,7 @@ def test_images_that_a_run_has_used_must_stay_the_same(workdir, capsys, when):
     assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
 
 
+@pytest.mark.slow
 def test_a_run_without_unreadable_images_is_the_same_in_pieces(workdir, capsys):
     path = damage(workdir)
 

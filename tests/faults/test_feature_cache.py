@@ -230,6 +230,7 @@ def test_features_that_are_replaced_while_they_are_used_stay_the_same(tmp_path, 
     assert SegmentationRun(probe, context).features().passes == 1
 
 
+@pytest.mark.slow
 def test_features_of_other_weights_or_images_are_computed_again(workdir):
     base = voc(workdir)
 
@@ -287,6 +288,7 @@ def test_a_disk_that_others_fill_meanwhile_does_no_harm(small_disk):
     assert_complete(feature_file(small_disk))
 
 
+@pytest.mark.slow
 def test_processes_with_the_same_id_may_write_the_same_features(tmp_path, monkeypatch):
     # Processes in two containers or on two hosts may have the same id.
     monkeypatch.setattr(os, "getpid", lambda: 7)

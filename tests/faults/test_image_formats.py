@@ -135,6 +135,7 @@ def deep_class_folders(root: Path, bits: int) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_every_command_asks_for_the_bits_and_then_uses_them(workdir, capsys):
     deep = deep_class_folders(workdir / "deep", 12)
     words = probing("knn", "class_folders", deep)

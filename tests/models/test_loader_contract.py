@@ -115,6 +115,7 @@ def test_every_loader_of_this_package_has_an_example():
     assert {uri.partition(":")[0] for uri in EXAMPLES} >= LOADERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uri", URIS)
 def test_the_same_address_always_gives_the_same_encoder(uri):
     first = encoder_of(uri)

@@ -496,6 +496,7 @@ def draws_of_timm() -> list[list[tuple[str, int | float]]]:
     return draws
 
 
+@pytest.mark.slow
 def test_operations_are_drawn_and_applied_as_often_as_by_timm():
     both = (draws_of_ours(), draws_of_timm())
     names = ([name for draw in draws for name, _ in draw] for draws in both)

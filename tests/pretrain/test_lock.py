@@ -70,6 +70,7 @@ def contend(together, rounds: int, wins) -> None:
             together.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_last_owner_dead", [False, True])
 def test_fault_58_exactly_one_of_many_processes_gets_the_lock(place, is_last_owner_dead):
     rounds = 10
@@ -105,6 +106,7 @@ def take_turns(together, folder: Path, seconds: float, inside, overlaps) -> None
             pass
 
 
+@pytest.mark.slow
 def test_fault_58_processes_that_lock_and_unlock_never_overlap(place):
     inside, overlaps = FORK.Value("i", 0), FORK.Value("i", 0)
     # A folder that is not empty is not deleted by the process that unlocks it.

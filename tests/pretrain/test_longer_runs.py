@@ -45,6 +45,7 @@ def kept(root, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_encoders_of_the_requested_epochs_stay_with_their_digests(kept, root, tmp_path):
     found = sorted(path.name for path in kept.glob("epoch*"))
     assert found == [f"epoch000{n}.safetensors{end}" for n in (1, 2) for end in ("", ".sha256")]
@@ -90,6 +91,7 @@ def test_another_form_of_epochs_is_refused_with_a_pattern_that_works(kept, capsy
     assert "run@2" in planned
 
 
+@pytest.mark.slow
 def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     out = ["--out", str(tmp_path)]
     assert main([*PCA, *out, "--checkpoint", str(kept)]) == 0

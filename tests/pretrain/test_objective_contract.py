@@ -258,6 +258,7 @@ def test_smaller_parts_of_blank_images_can_be_computed(name):
     assert error.hint == ("train.accumulation=2", "--overwrite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stopped_run_continues_bit_for_bit_with_other_workers(name, tmp_path):
     options = {"batch_size": 4, "max_steps": 6, "accumulation": 2, "num_workers": 0, "seed": 3}

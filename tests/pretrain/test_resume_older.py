@@ -44,6 +44,7 @@ NEWER = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forgotten", "added"),
     [

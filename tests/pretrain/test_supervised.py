@@ -99,6 +99,7 @@ def test_a_run_shows_each_image_as_often_as_repeats_says(root, tmp_path, monkeyp
     assert all(names[0] == names[1] and names[2] == names[3] for names in shown)
 
 
+@pytest.mark.slow
 def test_a_run_learns_to_tell_two_colours_and_leaves_its_encoder(root, tmp_path):
     undecayed = {"weight_decay": 0.0, "final_weight_decay": 0.0}
     plan = plan_of(root, optimizer=AdamW(lr=0.1), max_steps=30, batch_size=8, **undecayed)

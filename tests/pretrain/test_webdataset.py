@@ -28,6 +28,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [SMALL_DINO, Supervised()], ids=["dino", "supervised"])
 def test_tar_files_give_the_weights_of_the_folder(root, tmp_path, objective):
     plans = {
@@ -89,6 +90,7 @@ def test_a_resumed_run_notices_other_images(root, tmp_path):
         plan_of(shards).run(tmp_path / "run", resume=True, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
 def test_tar_files_may_move_before_a_run_continues(root, tmp_path, fingerprint):
     shards = tars_of(root / "album", tmp_path / "shards")

@@ -180,6 +180,7 @@ PROBED = ("--task", "all", "--checkpoint", "encoder.safetensors", "--layer", "1"
 FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sweep", "python"])
 def test_an_image_of_a_folder_passes_once_for_each_task(place, monkeypatch, command):
     shown, count = Shown(monkeypatch), 4

@@ -23,6 +23,7 @@ from tests.support.colours import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
