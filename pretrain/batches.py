@@ -375,8 +375,8 @@ def _postpone_worker_deaths() -> Generator[None]:
 def _ignore_stop_signals(worker: int) -> None:
     """Keep a data worker alive if a signal stops the whole process group.
 
-    A data worker ignores only the first SIGTERM. The training process ends a data worker that hangs
-    with a second SIGTERM.
+    A data worker ignores only the first SIGTERM. If a data worker hangs, the training process ends
+    it with a second SIGTERM.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

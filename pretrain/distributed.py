@@ -1,4 +1,4 @@
-"""Connect the processes that train one model together, as `torchrun` starts them."""
+"""Connect the processes that `torchrun` starts to train one model."""
 
 import os
 from collections.abc import Callable, Generator

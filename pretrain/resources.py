@@ -54,7 +54,10 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class _ShapeOnlyResize(TorchDispatchMode):
-    """Bicubic resizing that only computes the shape. On "meta", torch would compute all weights."""
+    """Compute only the shape of a bicubic resize.
+
+    Without this mode, torch computes all weights of the interpolation, even on "meta".
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

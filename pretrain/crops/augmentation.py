@@ -168,7 +168,7 @@ def jitter(
 def apply_to_views(
     images: Images, wanted: Bool[Tensor, " views"], operation: Callable[[Images, Rows], Images]
 ) -> None:
-    """Replace the wanted views in place by operation(wanted views, their row numbers)."""
+    """Apply `operation(views, rows)` to the wanted views, in place."""
     rows = wanted.nonzero()[:, 0]
     if len(rows) == len(images):
         images.copy_(operation(images, rows))

@@ -290,7 +290,7 @@ def cross_view_loss(
     *,
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Compute the mean cross-entropy of each student view with each other teacher view.
+    """Compute the mean cross-entropy over all pairs of a student view and a different teacher view.
 
     Let z be the logits of a student view. Let q be the mean probabilities of the m teacher views
     other than this view. For a view that the teacher sees too, m is 1, otherwise 2. The terms of

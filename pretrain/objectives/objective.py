@@ -155,7 +155,7 @@ class Generating(Objective, ABC):
 
     @abstractmethod
     def observer(self, learner: Any, timeline: Timeline) -> Measuring:
-        """Return the evaluation of the learner, in place of the monitor."""
+        """Return the evaluation of the learner. It replaces the monitor."""
 
 
 def derive_seed(seed: int, part: str) -> int:

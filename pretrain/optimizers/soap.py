@@ -38,9 +38,9 @@ class SOAP(torch.optim.Optimizer):
 
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
-    statistic or basis, whatever values the gradients have. The step only counts as skipped. If the
-    step with a parameter's first gradient is skipped, the basis vectors of the parameter are the
-    coordinate axes until the next refresh.
+    statistic or basis, whatever values the gradients have. Only the count of skipped steps
+    increases. If the first gradient of a parameter is skipped, its bases are identity matrices
+    until the next refresh.
 
     Args:
         params: Parameters or parameter groups.
@@ -453,7 +453,7 @@ def rotate(
 def rotate_back(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the tensors that have these coordinates in the bases."""
+    """Return the tensors whose coordinates in the bases are given."""
     return rotate(tensors, {mode: basis.mT for mode, basis in bases.items()})
 
 

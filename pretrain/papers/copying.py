@@ -127,7 +127,7 @@ class CopyingLearner(Learner):
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Compute the mean cross-entropy of the letters of the copy and of the stop.
+        """Compute the mean cross-entropy of all tokens after the delimiter.
 
         Args:
             network: The student, possibly wrapped for several devices.
