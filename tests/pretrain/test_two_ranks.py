@@ -33,6 +33,7 @@ EXPECTED = {
     "images:1": ([3, 3], "no images", None),
     # Only the first process writes the log and looks at the folder.
     "disk:0": ([5, 5], "No space left", AT + 1),
+    "monitor:0": ([5, 5], "process 0 failed: AssertionError", AT - 1),
     "taken:0": ([2, 2], "already contains a run", None),
     "states:0": ([5, 5], "No space left", AT - 1),
 }

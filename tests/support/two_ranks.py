@@ -114,6 +114,14 @@ def slow_monitor(usual: Any) -> Any:
     return measures
 
 
+def broken_monitor(usual: Any) -> Any:
+    def measures(self: Evaluator, step: int) -> dict[str, float]:
+        assert step != AT - 1, "an unforeseen error"
+        return usual(self, step)
+
+    return measures
+
+
 def lost_image(usual: Any) -> Any:
     """A file that this process alone cannot read."""
 
@@ -143,6 +151,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "disk": replace_method(LogFile, "write", full_log),
     "worker": at_step(lose_worker),
     "images": replace_method(ImageFolder, "images", no_images),
+    "monitor": replace_method(Evaluator, "measures", broken_monitor),
     "skipped": replace_method(FileImageSet, "__getitem__", lost_image),
     "taken": lambda: None,
     "states": at_state(fill_disk),
@@ -156,6 +165,7 @@ MORE: dict[str, tuple[str, ...]] = {
     "skipped": ("data.on_bad_image=skip",),
     "states": ("train.checkpoint_epochs=1",),
     "slow disk": ("train.checkpoint_epochs=1", _SHORT),
+    "monitor": MONITOR,
     "slow monitor": MONITOR,
     "slower monitor": (*MONITOR, _SHORT),
 }
