@@ -22,8 +22,11 @@ from tests.support import checked
 
 # On a GPU, code is compiled together with its checks. They break torch 2.11 and cause 33 graphs
 # instead of 3 in torch 2.15.
-is_wanted = os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1"
-if is_wanted and torch.__version__ >= "2.15" and not torch.cuda.is_available():
+if (
+    os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1"
+    and torch.__version__ >= "2.15"
+    and not torch.cuda.is_available()
+):
     root = Path(__file__).parents[1]
     files = chain.from_iterable(
         (root / n).rglob("*.py") for n in ("ssl_bench", "pretrain", "probes")
