@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+from probes.features.image import ImagePass
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -17,7 +18,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
-from tests.support.coloured_classes import flat, scored, tiny
+from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
@@ -134,6 +135,16 @@ def test_every_cell_is_scored_from_normed_features_of_central_squares(root):
             assert score.num_images == 12
             assert score.per_image is not None
             assert score.per_image.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize("facet", ["cls", "patch_mean"])
+def test_features_are_those_of_the_central_squares(root, facet):
+    images, context = ClassFolders(root).val(), class_context(ClassFolders(root))
+    image_pass = ImagePass(KNN(facet=facet, crop_share=0.5), context, batch_size=5)
+
+    found = image_pass.run(images, range(len(images)), [2]).select(2, facet)
+
+    torch.testing.assert_close(found.features, _by_hand(2, facet, images, share=0.5).features)
 
 
 def _by_hand(layer: int, facet: str, images: ImageSet, *, share: float) -> LabelledFeatures:
