@@ -53,8 +53,8 @@ def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
     assert 0 < counter.images - 7 <= 5
 
 
-def test_scores_are_those_of_a_restatement_in_float64(tmp_path):
-    seed = 1
+@pytest.mark.parametrize("seed", [0, 1])
+def test_scores_are_those_of_a_restatement_in_float64(tmp_path, seed):
     # So many distant patches vote that their weights and shares decide.
     asked = {"memory_patches": 40, "neighbours": 20, "temperature": 0.05, "image_size": 40}
     context = probe_context(tmp_path, layers=(0,), seed=seed)
