@@ -97,6 +97,11 @@ def restated_matched_iou(confusion):
     return 100 * best
 
 
+def test_classes_are_matched_by_their_iou_and_not_by_their_pixels():
+    confusion = np.array([[19, 53, 15], [13, 42, 37], [2, 5, 22]])
+    assert matched_mean_iou(confusion)[0] == pytest.approx(restated_matched_iou(confusion))
+
+
 @pytest.mark.parametrize(
     ("confusion", "by_hand"),
     [

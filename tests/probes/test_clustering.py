@@ -123,13 +123,23 @@ def test_random_clusters_of_the_same_sizes_are_the_baseline():
         assert baseline.value == pytest.approx(purity(one))
 
 
-def test_the_entropy_of_unseen_cells_equals_a_loop():
-    counts = np.array([5, 3, 2, 2, 1, 1, 1, 0])
-    share = 2 * 2 / (14 * 3 + 2 * 2)
-    seen = sum(x / 15 * sum(1 / k for k in range(x, 15)) for x in counts if x)
-    unseen = 3 / 15 * sum((1 - share) ** (r - 14) / r for r in range(15, 3000))
-    assert estimate_entropy(counts) == pytest.approx(seen + unseen, rel=1e-9)
+@pytest.mark.parametrize(
+    ("counts", "share"),
+    [
+        ([5, 3, 2, 2, 1, 1, 1, 0], 2 * 2 / (14 * 3 + 2 * 2)),
+        # Without a cell of two, the number of such cells is estimated.
+        ([5, 3, 1, 1], 2 / (9 * 1 + 2)),
+    ],
+)
+def test_the_entropy_of_unseen_cells_equals_a_loop(counts, share):
+    total, once = sum(counts), counts.count(1)
+    seen = sum(x / total * sum(1 / k for k in range(x, total)) for x in counts if x)
+    terms = ((1 - share) ** (r - total + 1) / r for r in range(total, 3000))
+    expected = seen + once / total * sum(terms)
+    assert estimate_entropy(np.array(counts)) == pytest.approx(expected, rel=1e-9)
 
+
+def test_the_entropy_of_few_samples_is_nearly_unbiased():
     generator = np.random.default_rng(0)
     drawn = np.stack([generator.multinomial(200, np.full(200, 1 / 200)) for _ in range(40)])
     assert estimate_entropy(drawn).mean() == pytest.approx(np.log(200), abs=0.05)

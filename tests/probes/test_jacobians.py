@@ -167,6 +167,9 @@ def test_a_narrow_spectrum_is_bounded_from_both_sides():
     found = bounds_of(matrix, 40)
     assert 1.99 < found.condition_number_at_least <= 2
     assert 2 <= found.condition_number_at_most < 2.3
+    # Theorem 4.2 of Kuczynski and Wozniakowski, for 40 steps and a failure of 0.05 / 2.
+    error = (math.log(1.648 * math.sqrt(200) / 0.025) / (2 * 40 - 1)) ** 2
+    assert found.largest_at_most == pytest.approx(found.largest / math.sqrt(1 - error))
     assert bounds_of(matrix, 2).condition_number_at_most == math.inf
 
 

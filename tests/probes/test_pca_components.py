@@ -172,3 +172,15 @@ def test_of_two_clusters_the_one_away_from_the_border_is_the_foreground(sign):
     expected = torch.zeros(6, 8, dtype=torch.bool)
     expected[2:4, 3:6] = True
     assert (mask == expected).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_cluster_that_fills_the_lower_border_is_the_background(sign):
+    features = 0.01 * torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(0))
+    features[5:] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
+
+    (mask,) = foreground_masks([features])
+
+    # Of the 28 patches on the border 12 are in the cluster, of all 64 patches 24.
+    assert mask[:5].all()
+    assert not mask[5:].any()

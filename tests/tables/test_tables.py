@@ -66,6 +66,15 @@ def test_equal_blocks_are_marked_together_and_none_where_all_are(values, marked)
     assert [n for n, row in enumerate(rows) if "**" in row] == marked
 
 
+def test_latex_underlines_the_second_best_block():
+    records = [replace(RECORD, layer=i, value=v, ci95=None) for i, v in enumerate([3.0, 1.0, 2.0])]
+
+    latex = render_tables(depth_tables(records), "latex")
+
+    cells = [line.split(" & ")[1] for line in latex.splitlines() if " & " in line]
+    assert cells[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
+
+
 def test_checkpoints_of_one_name_are_told_apart_in_every_table():
     one, other = RECORDS[0], replace(SKIPLESS, model="skip")
     alone = replace(one, metric="detection_rate")
