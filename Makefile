@@ -28,7 +28,7 @@ test-device: $(READY)
 	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8 \
 	  $$(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
-# An hour on one core; touches no file of the checkout. JOBS=N plants N faults at a time.
+# 20 minutes on one core; touches no file of the checkout. JOBS=N plants N faults at a time.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1)
 

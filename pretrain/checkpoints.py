@@ -116,9 +116,9 @@ class Saver:
     def submit(self, name: str, work: Callable[[], None]) -> None:
         """Let the thread call `work` after all earlier jobs.
 
-        It replaces an earlier job of the same name that has not started. If the disk is slow, only
-        the newest of several waiting states is therefore written. `work` may only use data that the
-        training loop does not change.
+        A waiting job of the same name is cancelled. If the disk is slow, only the newest of several
+        states is therefore written. `work` may only use data that the training loop does not
+        change.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
         self._jobs = [*others, (name, self._thread.submit(work))]
@@ -139,8 +139,7 @@ class Saver:
     def close(self) -> None:
         """Wait until all files are written.
 
-        Ctrl-C during the wait cancels the jobs that have not started, and waits only for the job
-        that is being written.
+        After Ctrl-C, only the file that is being written is completed. Waiting jobs are cancelled.
         """
         try:
             self._thread.shutdown()

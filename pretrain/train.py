@@ -283,11 +283,11 @@ class Run:
                 micro_batch, error = None, None
                 try:
                     # Each chunk is read when it is needed, so that its shared memory is freed.
-                    of_this = (self._read_chunk(chunks) for _ in range(self.workers.num_chunks))
+                    own = (self._read_chunk(chunks) for _ in range(self.workers.num_chunks))
                     if self.workers.num_chunks == 1:
-                        micro_batch = next(of_this)
+                        micro_batch = next(own)
                     else:
-                        micro_batch = self.plan.objective.crops.join(of_this, device)
+                        micro_batch = self.plan.objective.crops.join(own, device)
                 except SslBenchError as met:
                     error = met
                 self.ranks.raise_on_all(error or self._error)
@@ -318,8 +318,7 @@ class Run:
             be computing.
         """
         plan, trainer = self.plan, self.trainer
-        own = islice(micro_batches, plan.train.accumulation)
-        views = map(self._finish_crops, own)
+        views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
         values = self._compute(step, views)
         seconds, waited = self.clock.end_step()
         row = {

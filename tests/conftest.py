@@ -1,11 +1,34 @@
-"""Load the fixtures of all tests, except in the process that hands tests to the workers of xdist.
+"""Check the shapes of tensors if SSL_BENCH_CHECK_SHAPES=1, and load the fixtures of all tests.
 
-That process runs no test, and the imports would only delay the start of its workers.
+The checks take a quarter more time. `make test-all`, `make coverage` and `make mutants` ask for
+them.
 """
 
 import os
-import sys
+import re
+from pathlib import Path
 
-starts_workers = any(word.startswith("-n") for word in sys.argv[1:])
-if "PYTEST_XDIST_WORKER" in os.environ or not starts_workers:
-    from tests.fixtures import *  # noqa: F403
+import pytest
+from jaxtyping import install_import_hook
+
+from tests.support import checked
+
+if os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1":
+    root = Path(__file__).parents[1]
+    # The types of all other files are checked by pyrefly alone.
+    shapes = re.compile("jaxtyping|PerImage")
+    with_shapes = [
+        path.relative_to(root).with_suffix("")
+        for package in ("ssl_bench", "pretrain", "probes")
+        for path in (root / package).rglob("*.py")
+        if shapes.search(path.read_text())
+    ]
+    modules = [".".join(path.parts) for path in with_shapes]
+    install_import_hook(modules, f"{checked.__name__}.checked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The process that hands tests to the workers of xdist runs none. Its workers start sooner if
+    # it does not import what the tests need.
+    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("tests.fixtures")

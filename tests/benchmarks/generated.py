@@ -77,7 +77,6 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/photographs.md": partial(_records, "results/photographs"),
     "results/tables/real_probes.md": partial(_records, "results/real_probes"),
     "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
-    "docs/reliability.md": partial(_by_document, "_faults.py", "page"),
     "docs/rooms.svg": partial(_by_document, "_rooms.py", "picture"),
 }
 """Files whose every byte is made."""

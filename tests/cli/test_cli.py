@@ -12,7 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256
-from tests.support.faults import encoder_file, fails, picture
+from tests.support.faults import encoder_file, expect_error, picture
 from tests.support.without_torch import REPOSITORY, said_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -109,7 +109,9 @@ def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
 
     # A broken image loses none of them.
     (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
-    assert "1.png" in fails(capsys, [*PROBE, *SMALL, "--layer", "2", "--on-bad-image", "fail"], 3)
+    assert "1.png" in expect_error(
+        capsys, [*PROBE, *SMALL, "--layer", "2", "--on-bad-image", "fail"], 3
+    )
     assert len(ResultStore(workplace / "results").records()) == 2
 
 

@@ -19,7 +19,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.data.layouts.toy import Painter
 from ssl_bench.data.sources import SOURCES, Download
-from tests.support.faults import fails, photo_folder, picture, voc
+from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
 def packed(root: Path, kind: str = "tar") -> bytes:
@@ -100,9 +100,9 @@ def test_a_dataset_without_published_facts_is_shown_and_checked(tmp_path, monkey
     assert main(["data", "list", "folder"]) == 0
     assert re.search("roles +discovery, images", capsys.readouterr().out)
     assert main(["data", "check", "folder", "--data-root", str(photos)]) == 0
-    fails(capsys, ["data", "download", "folder", "--data-root", str(photos)], 2)
+    expect_error(capsys, ["data", "download", "folder", "--data-root", str(photos)], 2)
     monkeypatch.undo()
-    said = fails(capsys, ["data", "download", "cityscapes", "--data-root", str(photos)], 2)
+    said = expect_error(capsys, ["data", "download", "cityscapes", "--data-root", str(photos)], 2)
     assert "https://www.cityscapes-dataset.com" in said
 
 
@@ -151,7 +151,7 @@ OUTWARD = {
 
 
 @pytest.mark.parametrize("outward", OUTWARD.values(), ids=OUTWARD)
-def test_fault_35_a_tar_that_leads_outwards_is_refused(published, outward, capsys):
+def test_a_tar_that_leads_outwards_is_refused(published, outward, capsys):
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         member = tarfile.TarInfo(outward[0])
@@ -166,7 +166,7 @@ def test_fault_35_a_tar_that_leads_outwards_is_refused(published, outward, capsy
 
 
 @pytest.mark.parametrize("name", ["/tmp/out.png", "a/../../out.png"])
-def test_fault_35_a_zip_that_leads_outwards_stays_below_its_folder(published, name):
+def test_a_zip_that_leads_outwards_stays_below_its_folder(published, name):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr(name, "x")

@@ -3,13 +3,13 @@
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import class_folders, encoder_file, fails, photo_folder
+from tests.support.faults import class_folders, encoder_file, expect_error, photo_folder
 
 PHOTOS = ["--dataset", "folder", "--data-root", "photos", "--layer", "0", "probe.image_size=32"]
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("one", "other")):
         encoder_file(tmp_path / f"{name}.safetensors", seed=seed)
@@ -32,8 +32,8 @@ def test_images_that_are_not_drawn_are_counted(capsys):
 
 def test_tasks_that_cannot_be_compared_are_named_beside_the_others(capsys):
     assert probe("pca", *PHOTOS, "probe.panels=1") == 0
-    fails(capsys, ["compare", "one", "one"], 2)
-    line = fails(capsys, ["compare", "one", "other"], 3)
+    expect_error(capsys, ["compare", "one", "one"], 2)
+    line = expect_error(capsys, ["compare", "one", "other"], 3)
     assert "pca" in line
     assert "--overwrite" not in line
 

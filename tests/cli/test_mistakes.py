@@ -11,7 +11,7 @@ from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.choices import choices
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders, fails
+from tests.support.faults import class_folders, expect_error
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 TYPOS = [
@@ -64,16 +64,16 @@ MISSING_OR_CONFLICTING = [
 
 
 @pytest.mark.parametrize(("words", "code", "recommended"), [*TYPOS, *MISSING_OR_CONFLICTING])
-def test_a_mistake_is_answered_in_one_line(place, capsys, words, code, recommended):
-    files = set(place.iterdir())
+def test_a_mistake_is_answered_in_one_line(workdir, capsys, words, code, recommended):
+    files = set(workdir.iterdir())
 
-    line = fails(capsys, shlex.split(words), code)
+    line = expect_error(capsys, shlex.split(words), code)
 
     assert not recommended or recommended in re.findall(r"`(.*?)`", line)
-    assert set(place.iterdir()) == files
+    assert set(workdir.iterdir()) == files
 
 
-def test_no_flag_takes_two_hyphens_as_its_value(place, capsys):
+def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
     (commands,) = (
         action.choices
         for action in build_parser()._actions
@@ -83,20 +83,20 @@ def test_no_flag_takes_two_hyphens_as_its_value(place, capsys):
         for action in command._actions:
             if action.option_strings and action.nargs is None:
                 flag = action.option_strings[0]
-                assert flag in fails(capsys, [name, f"{flag}=--"], 2)
+                assert flag in expect_error(capsys, [name, f"{flag}=--"], 2)
 
 
 @pytest.fixture
-def mixer(place) -> list[str]:
+def mixer(workdir) -> list[str]:
     """Words of a probe of an encoder without attention."""
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
-    save_encoder(place / "mixer.safetensors", build_encoder(config, seed=0), {})
+    save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
 
 
-def test_a_plan_leaves_out_the_tasks_that_a_run_leaves_out(place, capsys, mixer):
+def test_a_plan_leaves_out_the_tasks_that_a_run_leaves_out(workdir, capsys, mixer):
     for number in (1, 2, 3):
-        (place / f"photos/{number}.jpg").unlink()
+        (workdir / f"photos/{number}.jpg").unlink()
     words = [*mixer, "folder", "--data-root", "photos", "--task"]
 
     for more in (["--dry-run"], []):
@@ -106,7 +106,9 @@ def test_a_plan_leaves_out_the_tasks_that_a_run_leaves_out(place, capsys, mixer)
         assert "`--task pca,correspondence`" in line
         assert "folder has no class labels for classification and clustering and knn" in said
         assert "folder has no masks for retrieval and segmentation" in said
-        assert "`--task pca,correspondence`" in fails(capsys, [*words, "conditioning", *more], 2)
+        assert "`--task pca,correspondence`" in expect_error(
+            capsys, [*words, "conditioning", *more], 2
+        )
 
 
 POST_NORM = """
@@ -127,8 +129,8 @@ class Model(nn.Module):
 """
 
 
-def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(place, capsys):
-    (place / "odd.py").write_text(POST_NORM)
+def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(workdir, capsys):
+    (workdir / "odd.py").write_text(POST_NORM)
     words = ["probe", "--task", "conditioning", "--checkpoint", "odd.py:Model", "--dataset"]
     words += ["folder", "--data-root", "photos", "probe.num_images=1", "probe.image_size=32"]
     words += ["--layer", "1"]
@@ -140,16 +142,16 @@ def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(place, capsy
     assert "15 finished, 0 pending" in capsys.readouterr().out
 
 
-def test_all_skips_tasks_that_do_not_fit_and_names_each(place, capsys, mixer):
-    class_folders(place / "classes")
+def test_all_skips_tasks_that_do_not_fit_and_names_each(workdir, capsys, mixer):
+    class_folders(workdir / "classes")
     words = [*mixer, "class_folders", "--data-root", "classes", "--limit", "2", "--task"]
 
     assert main([*words, "all"]) == 0
     said = capsys.readouterr().err
-    assert "`probe.facet=patch_mean`" in fails(capsys, [*words, "knn"], 2)
+    assert "`probe.facet=patch_mean`" in expect_error(capsys, [*words, "knn"], 2)
 
     left = " ".join(line for line in said.splitlines() if "left out: " in line)
     assert "class_folders-limit2 has no masks for retrieval and segmentation" in left
-    scored = {record.task for record in ResultStore(place / "results").records()}
+    scored = {record.task for record in ResultStore(workdir / "results").records()}
     assert scored >= {"correspondence", "pca"}
     assert [task for task in choices("probe") if task not in left and task not in scored] == []

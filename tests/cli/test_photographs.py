@@ -18,7 +18,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.models.loading.addresses import expand
 from tests.support.faults import (
     encoder_file,
-    fails,
+    expect_error,
     photo_folder,
     picture,
     probing,
@@ -31,7 +31,7 @@ ORIENTATION = 0x0112
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def workdir(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     encoder_file(tmp_path / "encoder.safetensors")
@@ -52,9 +52,9 @@ def rows_by_log() -> dict[str, dict[str, dict]]:
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}
 
 
-def test_unreadable_images_are_found_before_a_model_is_loaded(place, capsys, monkeypatch):
+def test_unreadable_images_are_found_before_a_model_is_loaded(workdir, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    photos = photo_folder(place / "photos", 5)
+    photos = photo_folder(workdir / "photos", 5)
     spoil(photos / "1.jpg", "half")
     spoil(photos / "3.jpg", "empty")
     (photos / "phone.HEIC").write_bytes(HEIC)
@@ -82,7 +82,7 @@ def test_unreadable_images_are_found_before_a_model_is_loaded(place, capsys, mon
     assert {r.task for r in records()} == {"pca", "tokencut"}
     assert all(r.details["left_out"] == {"all": gone} for r in records())
     for more in ([], ["--dry-run"]):
-        said = fails(capsys, [*words, "--pictures", "2", "--on-bad-image", "fail", *more], 3)
+        said = expect_error(capsys, [*words, "--pictures", "2", "--on-bad-image", "fail", *more], 3)
         assert "photos/1.jpg" in said
 
 
@@ -96,8 +96,8 @@ def test_images_of_rare_suffixes_are_taken(tmp_path, suffix):
     assert (sample.image_id, sample.image.shape) == (f"a{suffix}", (24, 40, 3))
 
 
-def test_a_second_command_decodes_no_image_to_check_it(place, capsys, monkeypatch):
-    photos = photo_folder(place / "photos")
+def test_a_second_command_decodes_no_image_to_check_it(workdir, capsys, monkeypatch):
+    photos = photo_folder(workdir / "photos")
     for path in photos.iterdir():
         # Files that were written this moment may change and keep their times.
         os.utime(path, (time.time() - 3600,) * 2)
@@ -113,22 +113,22 @@ def test_a_second_command_decodes_no_image_to_check_it(place, capsys, monkeypatc
     assert "using 4 images of folder" in capsys.readouterr().err
 
 
-def test_heic_is_read_where_pillow_heif_is_installed(place):
+def test_heic_is_read_where_pillow_heif_is_installed(workdir):
     heif = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
-    (place / "photos").mkdir()
+    (workdir / "photos").mkdir()
     # Smooth, because noise does not survive such a codec, on any number of threads.
     rows, cols = np.mgrid[:64, :96]
     smooth = np.stack([rows * 3, cols * 2, rows + cols], axis=2).astype(np.uint8)
-    Image.fromarray(smooth).save(place / "photos/a.heic", quality=95)
+    Image.fromarray(smooth).save(workdir / "photos/a.heic", quality=95)
 
-    (sample,) = ImageFolder(place / "photos").images()
+    (sample,) = ImageFolder(workdir / "photos").images()
 
     assert np.abs(sample.image - smooth.astype(int)).mean() < 4
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_fault_07_photographs_are_turned_as_exif_says(tmp_path, orientation):
+def test_photographs_are_turned_as_exif_says(tmp_path, orientation):
     names = ["a.jpg", "b.png", "c.webp", "d.tif"]
     names += ["e.avif"] if features.check("avif") else []
     for name in names:
@@ -147,7 +147,7 @@ def test_fault_07_photographs_are_turned_as_exif_says(tmp_path, orientation):
         assert ClassFolders(tmp_path / "classes").train()[0].image.shape == (40, 24, 3)
 
 
-def test_fault_07_fingerprints_change_only_with_the_pixels(tmp_path):
+def test_fingerprints_change_only_with_the_pixels(tmp_path):
     photos = photo_folder(tmp_path / "photos")
     plain = ImageFolder(photos).images()
     turned(photos / "9.jpg", 6)
@@ -157,8 +157,8 @@ def test_fault_07_fingerprints_change_only_with_the_pixels(tmp_path):
     assert replace(plain, upright=False).fingerprint() == plain.fingerprint()
 
 
-def test_only_new_photographs_are_searched(place):
-    photos = photo_folder(place / "photos", 5)
+def test_only_new_photographs_are_searched(workdir):
+    photos = photo_folder(workdir / "photos", 5)
     words = probing("tokencut", "folder", photos, "--pictures", "0")
     assert main(words) == 0
     picture(77).save(photos / "2.jpg", quality=95)
@@ -185,8 +185,8 @@ def test_only_new_photographs_are_searched(place):
     assert cells == fresh
 
 
-def test_as_many_pictures_as_asked_are_drawn_from_all_over_a_set(place, capsys):
-    photos = photo_folder(place / "photos", 12)
+def test_as_many_pictures_as_asked_are_drawn_from_all_over_a_set(workdir, capsys):
+    photos = photo_folder(workdir / "photos", 12)
     words = probing("tokencut", "folder", photos, "--pictures", "3")
 
     assert main(words) == 0
@@ -195,12 +195,12 @@ def test_as_many_pictures_as_asked_are_drawn_from_all_over_a_set(place, capsys):
     drawn = {path.name.removesuffix(".png") for path in folder.glob("block01_key/*.png")}
     assert len(drawn) == 3
     assert drawn != set(sorted(f"{number}.jpg" for number in range(12))[:3])
-    assert "probe.panels=4" in fails(capsys, [*words, "probe.panels=4"], 2)
+    assert "probe.panels=4" in expect_error(capsys, [*words, "probe.panels=4"], 2)
 
 
-def test_checkpoints_are_separated_by_commas(place, capsys):
-    (place / "runs,all").mkdir()
-    encoder_file(place / "runs,all/a.safetensors")
+def test_checkpoints_are_separated_by_commas(workdir, capsys):
+    (workdir / "runs,all").mkdir()
+    encoder_file(workdir / "runs,all/a.safetensors")
     stated = "mean=0.5,std=0.5:encoder.safetensors"
 
     for text, found in {
@@ -212,13 +212,13 @@ def test_checkpoints_are_separated_by_commas(place, capsys):
         stated: [stated],
     }.items():
         assert expand([text]) == found
-    words = probing("pca", "folder", photo_folder(place / "photos", 1))
+    words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
     both = [word.replace("encoder.safetensors", "encoder.safetensors,no.pth") for word in words]
-    assert "no.pth" in fails(capsys, both, 4)
+    assert "no.pth" in expect_error(capsys, both, 4)
 
 
-def test_a_check_of_photographs_lists_the_unreadable_ones(place, capsys):
-    spoil(photo_folder(place / "photos") / "1.jpg", "half")
+def test_a_check_of_photographs_lists_the_unreadable_ones(workdir, capsys):
+    spoil(photo_folder(workdir / "photos") / "1.jpg", "half")
     words = ["data", "check", "folder", "--data-root", "photos"]
 
     assert main(words) == 3
@@ -235,8 +235,8 @@ def test_a_check_of_photographs_lists_the_unreadable_ones(place, capsys):
     assert capsys.readouterr().out == "3 images: ok\n"
 
 
-def test_maps_of_two_sizes_are_kept_side_by_side(place):
-    words = probing("pca", "folder", photo_folder(place / "photos", 1))
+def test_maps_of_two_sizes_are_kept_side_by_side(workdir):
+    words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
     for size in (32, 48):
         assert main([w.replace("image_size=32", f"image_size={size}") for w in words]) == 0
 

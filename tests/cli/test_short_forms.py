@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import fails, pretraining, records
+from tests.support.faults import expect_error, pretraining, records
 
 PROBE = ["probe", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
 PROBE += ["--data-root", "photos"]
@@ -23,7 +23,7 @@ def configs(capsys, *words: str) -> dict[str, dict]:
     }
 
 
-def test_flags_of_a_probe_set_its_keys(place, capsys):
+def test_flags_of_a_probe_set_its_keys(workdir, capsys):
     flags = ["--task", "pca,tokencut", "--seed", "3", "--limit", "2"]
     found = configs(capsys, *PROBE, *flags, "probe.tau=0.3")
 
@@ -33,7 +33,7 @@ def test_flags_of_a_probe_set_its_keys(place, capsys):
     assert found["tokencut"]["dataset"]["root"] == "photos"
 
 
-def test_the_batch_size_of_probes_is_that_of_the_encoder(place, capsys):
+def test_the_batch_size_of_probes_is_that_of_the_encoder(workdir, capsys):
     words = ["probe", "--task", "knn,classification,segmentation", "--dataset"]
     words += ["class_folders,toy", "--data-root", "class_folders=x", "--batch-size", "3"]
     found = configs(capsys, *words)
@@ -41,11 +41,11 @@ def test_the_batch_size_of_probes_is_that_of_the_encoder(place, capsys):
     assert found["knn"]["probe"]["batch_size"] == 3
     assert found["classification"]["probe"]["encoder_batch_size"] == 3
     assert found["segmentation"]["probe"]["training"]["batch_size"] == 16
-    said = fails(capsys, ["probe", "--task", "segmentation", "--batch-size", "3"], 2)
+    said = expect_error(capsys, ["probe", "--task", "segmentation", "--batch-size", "3"], 2)
     assert "`probe.training.batch_size=3`" in said
 
 
-def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
+def test_no_pictures_are_drawn_when_none_are_wanted(workdir, capsys):
     words = ["--checkpoint", "encoder.safetensors", "--layer", "0", "dataset.num_train=10"]
     words += ["dataset.num_val=2", "--pictures", "0"]
     knn = ["probe", "--task", "knn", "--dataset", "toy_objects"]
@@ -54,7 +54,7 @@ def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
         assert main([*command, "--out", task, *words]) == 0
         assert records(task)
         assert not [*Path(task).rglob("*.png")]
-    assert "probe.panels" in fails(capsys, [*knn, *words[:-1], "3"], 2)
+    assert "probe.panels" in expect_error(capsys, [*knn, *words[:-1], "3"], 2)
 
     # A task that scores its pictures draws them beside tasks that draw none.
     none = ["--checkpoint", "encoder.safetensors", "--pictures", "0"]
@@ -62,10 +62,10 @@ def test_no_pictures_are_drawn_when_none_are_wanted(place, capsys):
         found = configs(capsys, "probe", "--task", tasks, "--dataset", "toy,toy_objects", *none)
         assert found["pca"]["probe"]["panels"] == 8
         assert found.get("tokencut", {"probe": {"panels": 0}})["probe"]["panels"] == 0
-    fails(capsys, ["probe", "--task", "pca", *none], 2)
+    expect_error(capsys, ["probe", "--task", "pca", *none], 2)
 
 
-def test_flags_of_a_run_set_its_keys(place, capsys):
+def test_flags_of_a_run_set_its_keys(workdir, capsys):
     words = ["pretrain", "--seed", "3", "--limit", "20", "--batch-size", "4", "train.epochs=2"]
     (found,) = configs(capsys, *words).values()
 
@@ -74,11 +74,11 @@ def test_flags_of_a_run_set_its_keys(place, capsys):
     assert found["data"]["limit"] == 20
 
 
-def test_a_dry_run_counts_missing_results_and_writes_nothing(place, capsys):
+def test_a_dry_run_counts_missing_results_and_writes_nothing(workdir, capsys):
     words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32", "probe.panels=1"]
     assert main([*words, "--dry-run"]) == 0
     assert "1 job, 2 scores: 0 finished, 2 pending" in capsys.readouterr().out
-    assert not (place / "results").exists()
+    assert not (workdir / "results").exists()
 
     assert main([*words, "--layer", "0"]) == 0
     assert main([*words, "--dry-run"]) == 0
@@ -86,8 +86,8 @@ def test_a_dry_run_counts_missing_results_and_writes_nothing(place, capsys):
     assert "1 job, 2 scores: 1 finished, 1 pending" in capsys.readouterr().out
 
 
-def test_a_dry_run_of_pretraining_states_its_size_or_the_refusal(place, capsys):
-    words = pretraining(place / "photos", "run", "--dry-run")
+def test_a_dry_run_of_pretraining_states_its_size_or_the_refusal(workdir, capsys):
+    words = pretraining(workdir / "photos", "run", "--dry-run")
     assert main(words) == 0
 
     out = capsys.readouterr().out
@@ -95,9 +95,9 @@ def test_a_dry_run_of_pretraining_states_its_size_or_the_refusal(place, capsys):
     assert "2 blocks of width 24, patches of 8 pixels, images of 16 x 16" in out
     # Two steps an epoch, six at most.
     assert "6 of 2 images, 3 epochs" in out
-    assert not (place / "run").exists()
-    (place / "run").mkdir()
-    (place / "run" / "log.jsonl").touch()
-    fails(capsys, words, 2)
+    assert not (workdir / "run").exists()
+    (workdir / "run").mkdir()
+    (workdir / "run" / "log.jsonl").touch()
+    expect_error(capsys, words, 2)
     assert main([*words, "--overwrite"]) == 0
-    assert (place / "run" / "log.jsonl").exists()
+    assert (workdir / "run" / "log.jsonl").exists()

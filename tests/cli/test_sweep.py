@@ -25,7 +25,7 @@ from tests.support.faults import (
     class_folders,
     encoder_file,
     exit_code,
-    fails,
+    expect_error,
     fork,
     photo_folder,
     records,
@@ -40,7 +40,7 @@ SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def workdir(tmp_path, monkeypatch) -> Path:
     """Two runs of two blocks each, and two photographs."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["one", "two"]):
@@ -55,7 +55,7 @@ def planned(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_plan_counts_the_results_that_a_probe_left(place, capsys):
+def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     assert main(["probe", *PHOTOS, "--checkpoint", "runs/two", "--layer", "1"]) == 0
 
     plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
@@ -76,9 +76,9 @@ def test_the_plan_counts_the_results_that_a_probe_left(place, capsys):
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
 
 
-def test_a_plan_holds_every_task_that_fits(place, capsys):
+def test_a_plan_holds_every_task_that_fits(workdir, capsys):
     words = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
-    words += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={place}/toy"]
+    words += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={workdir}/toy"]
 
     plan = planned(capsys, *words)
 
@@ -87,7 +87,7 @@ def test_a_plan_holds_every_task_that_fits(place, capsys):
     assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - unfit
 
 
-def test_patterns_and_equal_weights_are_planned_once(place, capsys):
+def test_patterns_and_equal_weights_are_planned_once(workdir, capsys):
     Path("runs/notes.txt").write_text("not weights")
     Path("runs/empty").mkdir()
 
@@ -96,16 +96,16 @@ def test_patterns_and_equal_weights_are_planned_once(place, capsys):
     assert found == ["runs/one", "runs/two", "timm:vit_*"]
     weights = [f"runs/{name}/last.safetensors" for name in ("one", "two")]
     assert expand(["runs/**/*.safetensors"]) == weights
-    encoder_file(place / "runs/copy/last.safetensors", seed=1)
+    encoder_file(workdir / "runs/copy/last.safetensors", seed=1)
     plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
     assert [job["checkpoint"] for job in plan["jobs"]] == ["runs/copy", "runs/one"]
     main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"])
     assert "runs/two is the same encoder as runs/copy" in capsys.readouterr().err
 
 
-def test_tasks_run_on_the_datasets_that_have_their_labels(place, capsys):
-    voc(place / "a")
-    class_folders(place / "b")
+def test_tasks_run_on_the_datasets_that_have_their_labels(workdir, capsys):
+    voc(workdir / "a")
+    class_folders(workdir / "b")
     tasks = ["--task", "pca,segmentation,knn", "--dataset", "voc2012,class_folders"]
     roots = ["--data-root", "voc2012=a,class_folders=b", "--layer", "-1"]
 
@@ -134,8 +134,8 @@ def test_roots_are_one_folder_or_one_for_each_dataset():
         assert parse_data_roots(text, ["toy", "voc2012"]) == roots
 
 
-def test_a_failed_job_stops_no_other_and_is_retried(place, capsys, monkeypatch):
-    weights = place / "runs/one/last.safetensors"
+def test_a_failed_job_stops_no_other_and_is_retried(workdir, capsys, monkeypatch):
+    weights = workdir / "runs/one/last.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
@@ -179,14 +179,14 @@ def unchecked() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(place):
+def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
     sizes = ["dataset.num_train=4", "dataset.num_val=3"]
     tasks = "pca,segmentation,retrieval"
     sweep = ["sweep", "--task", tasks, "--checkpoint", "runs/*", *SMALL, *sizes]
     assert main([*sweep, "--out", "through"]) == 0
     cells = len(records("through"))
 
-    child = fork(lambda: main(sweep), stderr=place / "said")
+    child = fork(lambda: main(sweep), stderr=workdir / "said")
     latest = time.monotonic() + 300
     while len(found := written()) < cells // 2:
         assert time.monotonic() < latest, Path("said").read_text()
@@ -221,7 +221,7 @@ def values(out: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
+def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(workdir, capsys):
     sweep = ["sweep", "--task", "segmentation", "--checkpoint", "runs/one", *SMALL]
     sweep += ["dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
     assert main([*sweep, "--out", "through"]) == 0
@@ -239,8 +239,8 @@ def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
     assert tables[0] == tables[1]
 
 
-def test_jobs_are_split_by_block_if_there_are_too_few(place, capsys):
-    voc(place / "voc")
+def test_jobs_are_split_by_block_if_there_are_too_few(workdir, capsys):
+    voc(workdir / "voc")
     words = ["--dataset", "voc2012", "--data-root", "voc", "--checkpoint", "runs/*"]
     words += ["--task", "retrieval,pca", "--jobs"]
 
@@ -266,16 +266,16 @@ def test_jobs_are_split_by_block_if_there_are_too_few(place, capsys):
 
 
 @pytest.mark.parametrize("command", ["probe", "sweep", "features"])
-def test_one_of_several_processes_is_refused(place, capsys, monkeypatch, command):
+def test_one_of_several_processes_is_refused(workdir, capsys, monkeypatch, command):
     one_of(monkeypatch, 4)
     more = ["--out", "there"] if command == "features" else PHOTOS[:2]
 
-    said = fails(capsys, [command, *more, *PHOTOS[2:6], "--checkpoint", "runs/one"], 2)
+    said = expect_error(capsys, [command, *more, *PHOTOS[2:6], "--checkpoint", "runs/one"], 2)
 
     assert "ssl-bench sweep --jobs 4" in said
 
 
-def test_printed_commands_run_in_a_shell(place, capsys):
+def test_printed_commands_run_in_a_shell(workdir, capsys):
     out = "it's $(touch bad); results"
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--out", out, "--layer", "-1"]
     assert main([*sweep, "--print"]) == 0
@@ -319,14 +319,14 @@ def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
 
 
 @pytest.fixture
-def cluster(place, monkeypatch) -> Path:
+def cluster(workdir, monkeypatch) -> Path:
     """A cluster that takes arrays; gives the file the submitted script goes to."""
-    stand_in(place / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
-    monkeypatch.setenv("KEPT", str(place / "submitted.sh"))
-    return place / "submitted.sh"
+    stand_in(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
+    monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
+    return workdir / "submitted.sh"
 
 
-def test_an_array_with_a_task_for_each_job_is_submitted(place, cluster, capsys):
+def test_an_array_with_a_task_for_each_job_is_submitted(workdir, cluster, capsys):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm", "--slurm-partition", "short"]
     sweep += ["--slurm-minutes", "90"]
     assert main([*sweep, "--dry-run"]) == 0
@@ -354,7 +354,7 @@ def test_an_array_with_a_task_for_each_job_is_submitted(place, cluster, capsys):
 
 
 @pytest.mark.slow
-def test_tasks_of_an_array_leave_the_results_of_the_plan(place, cluster):
+def test_tasks_of_an_array_leave_the_results_of_the_plan(workdir, cluster):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
     assert main([*sweep, "--slurm"]) == 0
 
@@ -393,17 +393,17 @@ def test_a_task_that_slurm_interrupts_runs_again(tmp_path, minutes, why):
     assert f"this job is {why}" in (job.stderr() or "")
 
 
-def test_missing_programs_and_refusals_of_slurm_are_one_line(place, cluster, capsys, monkeypatch):
+def test_missing_programs_and_refusals_of_slurm_are_one_line(workdir, cluster, capsys, monkeypatch):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--slurm"]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
-        assert "sbatch and srun" in fails(capsys, sweep, 5)
+        assert "sbatch and srun" in expect_error(capsys, sweep, 5)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "submitit", None)
-        assert "ssl-bench[slurm]" in fails(capsys, sweep, 5)
+        assert "ssl-bench[slurm]" in expect_error(capsys, sweep, 5)
     refusal = "#!/bin/sh\necho 'sbatch: error: invalid partition' >&2; exit 1\n"
-    (place / "commands/sbatch").write_text(refusal)
-    assert "invalid partition" in fails(capsys, sweep, 5)
+    (workdir / "commands/sbatch").write_text(refusal)
+    assert "invalid partition" in expect_error(capsys, sweep, 5)
 
 
 TEMPLATE = Path(__file__).parents[2] / "configs/slurm/pretrain.sbatch"

@@ -45,7 +45,7 @@ class _Job(Job):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def workdir(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = [sys.executable, "-S", "-c", SCRIPT]
@@ -57,7 +57,7 @@ def lines() -> list[list[str]]:
     return [line.split() for line in Path("log").read_text().splitlines()]
 
 
-def test_jobs_that_run_together_have_devices_of_their_own(place):
+def test_jobs_that_run_together_have_devices_of_their_own(workdir):
     jobs = [_Job(f"job{number}") for number in range(6)]
 
     outcomes = list(run_in_processes(jobs, 3, ["GPU-a", "GPU-b", "7"]))
@@ -70,7 +70,7 @@ def test_jobs_that_run_together_have_devices_of_their_own(place):
     assert {device for _, _, device in lines()} == {"GPU-a", "GPU-b", "7"}
 
 
-def test_more_jobs_than_devices_share_them_evenly(place, monkeypatch):
+def test_more_jobs_than_devices_share_them_evenly(workdir, monkeypatch):
     list(run_in_processes([_Job(f"job{number}") for number in range(4)], 4, ["0", "1"]))
     begun = [device for what, _, device in lines() if what == "begin"]
     assert sorted(begun) == ["0", "0", "1", "1"]
@@ -83,7 +83,7 @@ def test_more_jobs_than_devices_share_them_evenly(place, monkeypatch):
 @pytest.mark.parametrize(
     ("ends", "said"), [("short once", "ran out of memory"), ("killed once", "was killed")]
 )
-def test_a_job_that_ran_out_of_memory_is_retried_alone(place, capsys, ends, said):
+def test_a_job_that_ran_out_of_memory_is_retried_alone(workdir, capsys, ends, said):
     jobs = [_Job("hungry", ends), *(_Job(f"job{number}") for number in range(2))]
 
     outcomes = list(run_in_processes(jobs, 2))
@@ -94,7 +94,7 @@ def test_a_job_that_ran_out_of_memory_is_retried_alone(place, capsys, ends, said
     assert line.startswith(f"hungry {said}")
 
 
-def test_a_job_that_fails_alone_or_for_another_reason_has_failed(place):
+def test_a_job_that_fails_alone_or_for_another_reason_has_failed(workdir):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
 
     outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}

@@ -30,7 +30,7 @@ TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """A folder with an encoder, class folders and VOC, in which commands run."""
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
@@ -60,16 +60,16 @@ def values(out: str = "results") -> dict[str, float]:
     return {record.metric: record.value for record in records(out)}
 
 
-def test_fault_52_swapped_training_classes_are_other_training_images(place, capsys):
+def test_swapped_training_classes_are_other_training_images(workdir, capsys):
     encoder_file(Path("other.safetensors"), seed=1)
-    probe = probing("knn", "class_folders", place / "classes")
+    probe = probing("knn", "class_folders", workdir / "classes")
     other = [word.replace("encoder.", "other.") for word in probe]
     assert main(probe) == main([*other, "--out", "both"]) == main([*probe, "--out", "both"]) == 0
     assert main(["compare", "encoder", "other", "--out", "both"]) == 0
     assert "trained on train (6 images, " in capsys.readouterr().out
     before = records()
 
-    swap(place / "classes/train/cat", place / "classes/train/dog")
+    swap(workdir / "classes/train/cat", workdir / "classes/train/dog")
 
     # Results of different training images are not compared.
     assert main([*other, "--out", "apart"]) == main([*probe, "--out", "fresh"]) == 0
@@ -107,11 +107,11 @@ def evaluation(dataset: Any, probe: Any) -> Evaluation:
 
 
 @pytest.mark.parametrize("task", sorted(SMALL))
-def test_fault_52_probes_that_read_training_images_record_them(place, task):
+def test_probes_that_read_training_images_record_them(workdir, task):
     kinds = dict.fromkeys(("knn", "classification", "clustering"), "class_folders")
     kind = kinds.get(task, "voc2012")
     overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
-    root = place / ("voc" if kind == "voc2012" else "classes")
+    root = workdir / ("voc" if kind == "voc2012" else "classes")
     config = compose_config("probing", [*overrides, f"data.root={root}"])
     probe, dataset = build(config, "probe"), cast(Any, Watched(build(config, "dataset"), []))
 
@@ -122,7 +122,7 @@ def test_fault_52_probes_that_read_training_images_record_them(place, task):
     assert set(choices("probe")) == {*SMALL, "conditioning"}
 
 
-def test_fault_52_training_images_that_change_during_a_run_keep_the_key(place):
+def test_training_images_that_change_during_a_run_keep_the_key(workdir):
     config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
     folders = ClassFolders("classes")
     dataset = cast(Any, Watched(folders, []))
@@ -131,7 +131,7 @@ def test_fault_52_training_images_that_change_during_a_run_keep_the_key(place):
     def swapped_after_the_first(self, record, per_image=None):
         path = save(self, record, per_image)
         if len(list(Path("here").rglob("*.json"))) == 2:
-            swap(place / "classes/train/cat", place / "classes/train/dog")
+            swap(workdir / "classes/train/cat", workdir / "classes/train/dog")
         return path
 
     save = ResultStore.save
@@ -145,7 +145,7 @@ def test_fault_52_training_images_that_change_during_a_run_keep_the_key(place):
     assert sorted(dataset.opened) == ["train", "val"]
 
 
-def test_fault_53_equal_weights_of_another_architecture_are_another_encoder():
+def test_equal_weights_of_another_architecture_are_another_encoder():
     from timm.models.vision_transformer import VisionTransformer
 
     shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2}
@@ -169,10 +169,15 @@ def test_fault_53_equal_weights_of_another_architecture_are_another_encoder():
     assert describe_config(replace(TINY, init="mimetic", drop_path=0.1)) == describe_config(TINY)
 
 
-def test_fault_53_a_replaced_checkpoint_is_compared_again(place):
+def test_a_replaced_checkpoint_is_compared_again(workdir):
     encoder_file(Path("other.safetensors"), seed=1)
     words = ["probe", "--task", "conditioning", "--dataset", "folder", "--layer", "1"]
-    words += ["--data-root", str(place / "classes/val/cat"), "--checkpoint", "encoder.safetensors"]
+    words += [
+        "--data-root",
+        str(workdir / "classes/val/cat"),
+        "--checkpoint",
+        "encoder.safetensors",
+    ]
     words += ["probe.protocol=checkpoints", "probe.compare_to=other.safetensors"]
     words += ["probe.image_size=32", "probe.num_images=2"]
     assert main(words) == 0
@@ -185,8 +190,8 @@ def test_fault_53_a_replaced_checkpoint_is_compared_again(place):
     assert after.value != before.value
 
 
-def test_dtype_is_part_of_the_key(place):
-    probe = probing("knn", "class_folders", place / "classes")
+def test_dtype_is_part_of_the_key(workdir):
+    probe = probing("knn", "class_folders", workdir / "classes")
 
     assert main(probe) == main([*probe, "dtype=bfloat16"]) == 0
 
@@ -194,8 +199,8 @@ def test_dtype_is_part_of_the_key(place):
     assert kinds.count("bfloat16") == kinds.count("float32") == len(kinds) // 2 > 0
 
 
-def test_fault_55_a_record_in_the_old_format_is_ignored_and_named(place, capsys):
-    probe = probing("knn", "class_folders", place / "classes")
+def test_a_record_in_the_old_format_is_ignored_and_named(workdir, capsys):
+    probe = probing("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     paths = sorted(Path("results/records").rglob("*.json"))
     for path in paths:
@@ -224,8 +229,8 @@ def outdated_lines(capsys) -> list[str]:
 
 
 @pytest.mark.parametrize("raised", ["metric", "pipeline"])
-def test_outdated_results_are_left_out_and_computed_again(place, capsys, monkeypatch, raised):
-    probe = probing("knn", "class_folders", place / "classes")
+def test_outdated_results_are_left_out_and_computed_again(workdir, capsys, monkeypatch, raised):
+    probe = probing("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     before = records()
     assert main(["table", "--pack"]) == 0

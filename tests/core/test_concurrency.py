@@ -26,7 +26,7 @@ def assert_complete(root: Path, cells: int) -> None:
     assert not list(root.rglob("*.tmp"))
 
 
-def test_fault_33_writers_of_the_same_and_other_results_lose_nothing(place):
+def test_writers_of_the_same_and_other_results_lose_nothing(workdir):
     def write_thirty(writer: int) -> None:
         for layer in range(30):
             record = replace(RECORD, layer=layer, depth=30, seed=writer % 2)
@@ -43,12 +43,12 @@ def test_fault_33_writers_of_the_same_and_other_results_lose_nothing(place):
         assert (kept == record.layer).all()
 
 
-def test_fault_33_commands_that_run_together_finish_the_same_table(place):
+def test_commands_that_run_together_finish_the_same_table(workdir):
     def sweep(layers: str) -> int:
-        return main(probing("pca", "folder", place / "photos", "--layer", layers))
+        return main(probing("pca", "folder", workdir / "photos", "--layer", layers))
 
     sweeps = [
-        fork(lambda n=n: sweep(n), stderr=place / f"said{n}") for n in ("0", "1", "0,1", "1,0")
+        fork(lambda n=n: sweep(n), stderr=workdir / f"said{n}") for n in ("0", "1", "0,1", "1,0")
     ]
 
     assert [exit_code(child) for child in sweeps] == [0] * WRITERS
@@ -56,7 +56,7 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
 
 
 @pytest.mark.slow
-def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
+def test_killed_writers_leave_no_half_of_a_cell(workdir):
     def write_for_ever(writer: int) -> None:
         for number in range(10**9):
             record = replace(RECORD, layer=number % 40, depth=40, seed=writer % 2)

@@ -39,7 +39,6 @@ def test_the_site_builds_without_warnings_and_without_the_network(tmp_path):
     ("page", "script", "make"),
     [
         ("rooms.svg", "_rooms.py", "picture"),
-        ("reliability.md", "_faults.py", "page"),
         ("gallery.md", "_gallery.py", "page"),
     ],
 )

@@ -34,7 +34,7 @@ from ssl_bench.system.files import (
     write_atomically,
     write_text_atomically,
 )
-from tests.support.faults import exit_code, fails, fork, photo_folder, pretraining, probing
+from tests.support.faults import exit_code, expect_error, fork, photo_folder, pretraining, probing
 from tests.support.without_torch import REPOSITORY
 
 
@@ -68,7 +68,7 @@ def make(request) -> Iterator[Callable[[Path], object]]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_fault_62_every_reader_refuses_what_is_not_a_regular_file(tmp_path, make):
+def test_every_reader_refuses_what_is_not_a_regular_file(tmp_path, make):
     for name in ("x.txt", "x.json", "x.jpg", "x.safetensors", "x.pth"):
         make(tmp_path / name)
 
@@ -89,15 +89,15 @@ def test_fault_62_every_reader_refuses_what_is_not_a_regular_file(tmp_path, make
             load_encoder(str(tmp_path / name))
 
 
-def test_fault_62_commands_name_a_pipe_or_device_without_waiting(place, capsys, make):
-    photos = photo_folder(place / "more", 1)
+def test_commands_name_a_pipe_or_device_without_waiting(workdir, capsys, make):
+    photos = photo_folder(workdir / "more", 1)
     make(photos / "x.jpg")
     if make is Path.mkdir:
         pytest.skip("folders are looked into")
 
-    assert "more/x.jpg" in fails(capsys, probing("pca", "folder", photos), 3)
+    assert "more/x.jpg" in expect_error(capsys, probing("pca", "folder", photos), 3)
     with pytest.raises(DataError, match=r"x\.jpg"):
-        write_manifest(photos, place / "list")
+        write_manifest(photos, workdir / "list")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "writable", "of another user"])
@@ -216,9 +216,9 @@ def test_every_module_can_be_imported_without_features_of_unix():
 OURS = f".ssl-bench-{7:032x}.tmp"
 
 
-def test_fault_59_files_of_the_user_are_never_removed(place):
-    home = place / "home"
-    outside = place / "elsewhere"
+def test_files_of_the_user_are_never_removed(workdir):
+    home = workdir / "home"
+    outside = workdir / "elsewhere"
     names = [
         "project/sub/.notes.tmp", f"project/{OURS}", ".notes.tmp", "records/.notes.tmp",
         "records/.ssl-bench-notes.tmp", f"records/{OURS}.kept", f"pictures/a{OURS}",
@@ -232,16 +232,16 @@ def test_fault_59_files_of_the_user_are_never_removed(place):
     (home / "records" / OURS).symlink_to(outside / OURS)
     (home / "images").symlink_to(outside)
     (home / "pictures" / OURS).mkdir()
-    before = sorted(place.rglob("*"))
+    before = sorted(workdir.rglob("*"))
 
-    assert main(probing("pca", "folder", place / "photos", "--out", "home")) == 0
-    assert main(pretraining(place / "photos", "home", "train.max_minutes=0.0")) == 0
+    assert main(probing("pca", "folder", workdir / "photos", "--out", "home")) == 0
+    assert main(pretraining(workdir / "photos", "home", "train.max_minutes=0.0")) == 0
 
-    assert set(before) <= set(place.rglob("*"))
+    assert set(before) <= set(workdir.rglob("*"))
     assert (outside / OURS).read_text() == "mine"
 
 
-def test_fault_59_a_temporary_file_is_kept_while_its_writer_lives(tmp_path):
+def test_a_temporary_file_is_kept_while_its_writer_lives(tmp_path):
     def write() -> None:
         with atomic_file(tmp_path / "records" / "a.json"):
             (tmp_path / "locked").touch()
@@ -271,9 +271,7 @@ def test_fault_59_a_temporary_file_is_kept_while_its_writer_lives(tmp_path):
         ("missing", 1.5, True), ("missing", 25, False),
     ],
 )  # fmt: skip
-def test_fault_59_an_orphan_is_removed_after_an_hour_or_a_day(
-    tmp_path, monkeypatch, locks, hours, is_kept
-):
+def test_an_orphan_is_removed_after_an_hour_or_a_day(tmp_path, monkeypatch, locks, hours, is_kept):
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -15,7 +15,7 @@ from ssl_bench.evaluation import fit_size
 from ssl_bench.features import Resize
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from tests.support import own_module
-from tests.support.faults import encoder_file, fails, records
+from tests.support.faults import encoder_file, expect_error, records
 
 FILE = str(Path(__file__).parents[1] / "support/own_module.py")
 TOY = ["--dataset", "toy", "--layer", "-1", "dataset.num_train=2", "dataset.num_val=2"]
@@ -25,7 +25,7 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def workdir(tmp_path, monkeypatch) -> Path:
     """An encoder whose patch divides no preset's size."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))
@@ -43,7 +43,7 @@ def planned(capsys, words: list[str]) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
+def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
     words = probed(",".join(SQUARES), *QUICK)
     assert all(job["pending"] for job in planned(capsys, words))
 
@@ -63,16 +63,16 @@ def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
         ("pca,conditioning", ["probe.image_size=32", "--checkpoint", "b.safetensors"]),
     ],
 )
-def test_typed_sizes_that_do_not_fit_run_nothing(place, capsys, task, more):
-    encoder_file(place / "b.safetensors")
+def test_typed_sizes_that_do_not_fit_run_nothing(workdir, capsys, task, more):
+    encoder_file(workdir / "b.safetensors")
 
     for words in (probed(task, *more), ["sweep", *probed(task, *more)[1:], "--dry-run"]):
-        assert "`probe.image_size=72`" in fails(capsys, words, 2)
+        assert "`probe.image_size=72`" in expect_error(capsys, words, 2)
     assert not list(Path("results").rglob("*.json"))
 
 
-def test_maps_have_the_size_of_the_encoder_and_at_least_224(place, capsys):
-    encoder_file(place / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
+def test_maps_have_the_size_of_the_encoder_and_at_least_224(workdir, capsys):
+    encoder_file(workdir / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
     for name in ("a", "b"):
         assert main(probed("pca", "probe.panels=1", checkpoint=f"{name}.safetensors")) == 0
 
@@ -83,7 +83,7 @@ def test_maps_have_the_size_of_the_encoder_and_at_least_224(place, capsys):
     assert [job["pending"] for job in jobs] == [0]
 
 
-def test_an_encoder_of_one_size_is_probed_at_that_size(place, capsys):
+def test_an_encoder_of_one_size_is_probed_at_that_size(workdir, capsys):
     tasks = "tokencut,discovery,pca,retrieval"
     words = probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own")
 
@@ -104,7 +104,7 @@ def test_an_encoder_of_one_size_is_probed_at_that_size(place, capsys):
     ("task", "settings"),
     [("geometry", {"image_size": 48}), ("tokencut", {"longer_side": 48}), ("pca", {"squash": 48})],
 )
-def test_another_size_than_the_only_one_is_refused(place, task, settings):
+def test_another_size_than_the_only_one_is_refused(workdir, task, settings):
     with pytest.raises(ConfigurationError, match="32 x 32"):
         ssl_bench.probe(own_module.own(), task=task, out="results", **settings)
     assert not list(Path("results").rglob("*.json"))
@@ -131,7 +131,7 @@ def test_images_are_resized_to_the_expected_height_and_width(resize, image, patc
     assert Resize(100, round_to_patch=True).square_side((224, 240), 14) == 98
 
 
-def test_records_state_the_size_that_an_encoder_was_given(place):
+def test_records_state_the_size_that_an_encoder_was_given(workdir):
     tasks = "geometry,correspondence"
     few = ["probe.views=2", "probe.num_points=4", "probe.panels=0"]
 
@@ -143,7 +143,7 @@ def test_records_state_the_size_that_an_encoder_was_given(place):
     }
 
 
-def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(place, capsys):
+def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(workdir, capsys):
     pixels = np.full((30, 40, 3), 255, np.uint8)
     # Of the third row of patches of 14 pixels the picture has two.
     pixels[28:] = 0

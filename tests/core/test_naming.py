@@ -63,8 +63,8 @@ def test_encoder_folders_contain_digits_of_the_sha256():
 @pytest.mark.parametrize(
     ("stem", "task"), [(LONG["characters of three bytes"], "pca"), (LONG["255 bytes"], "tokencut")]
 )
-def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, stem, task):
-    photos = place / "photos"
+def test_images_with_the_longest_names_are_probed_and_drawn(workdir, stem, task):
+    photos = workdir / "photos"
     for path in list(photos.iterdir())[1:]:
         path.unlink()
     picture(5).save(photos / f"{stem}.jpg")
@@ -75,12 +75,12 @@ def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, stem
     assert drawn
 
 
-def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys):
+def test_models_and_datasets_with_long_names_are_recorded(workdir, capsys):
     model, dataset = "m" * 244, "画" * 81
-    run = encoder_file(place / model / "last.safetensors")
+    run = encoder_file(workdir / model / "last.safetensors")
     stored = encoded("PNG", Image.fromarray(mask() // 8 % 2))
-    paired_folders(place, {"train": "012", "val": "34"}, content=stored)
-    words = probing("segmentation", "paired_folders", place, f"dataset.name='{dataset * 2}'")
+    paired_folders(workdir, {"train": "012", "val": "34"}, content=stored)
+    words = probing("segmentation", "paired_folders", workdir, f"dataset.name='{dataset * 2}'")
     words[words.index("encoder.safetensors")] = str(run.parent)
 
     assert main([*words, "dataset.class_names=[no,yes]", "probe.panels=1"]) == 0
@@ -95,7 +95,7 @@ def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys
 
 
 @pytest.mark.parametrize("stem", LONG.values(), ids=LONG)
-def test_fault_64_a_file_with_the_longest_name_is_written_and_unpacked(tmp_path, stem):
+def test_a_file_with_the_longest_name_is_written_and_unpacked(tmp_path, stem):
     source = tmp_path / f"{stem}.txt"
     write_text_atomically(source, "whole")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:

@@ -29,7 +29,7 @@ from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.request import ProbeRequest
 from ssl_bench.system.output import say_once
 from tests.support import own_module
-from tests.support.faults import fails, picture, unchecked_types
+from tests.support.faults import expect_error, picture, unchecked_types
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 4, "dataset.num_val": 3}
@@ -487,7 +487,7 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     photographs(tmp_path / "photos", 3)
     assert main(features(tmp_path / "out")) == 0
     assert main([*features(tmp_path / "out"), "--dtype", "float16"]) == 2
-    line = fails(capsys, features(tmp_path / "out", "--layer", "0"), 2)
+    line = expect_error(capsys, features(tmp_path / "out", "--layer", "0"), 2)
     assert "different layers; use `--out FOLDER`" in line
     photographs(tmp_path / "more", 1)
     (tmp_path / "more/000.png").rename(tmp_path / "photos/new.png")

@@ -49,6 +49,18 @@ protocol seed settings split std task"""
 VERSIONS = ("metric_version", "pipeline_version")
 
 
+def test_results_of_older_versions_are_found(tmp_path):
+    store, key = ResultStore(tmp_path), RECORD.key()
+    newest = replace(key, metric_version=3, pipeline_version=2)
+    stored = [(1, 1), (2, 2), (3, 1), (3, 2)]
+    for metric, pipeline in stored:
+        store.save(replace(RECORD, metric_version=metric, pipeline_version=pipeline))
+
+    found = store.find_older_versions([newest])
+
+    assert [(older.metric_version, older.pipeline_version) for older in found] == stored[:3]
+
+
 def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
     store = ResultStore(tmp_path)
 

@@ -30,7 +30,7 @@ def test_a_published_file_is_downloaded_once(server, path, algorithm):
 
 
 @pytest.mark.parametrize(("knows_ranges", "chunked"), [(True, False), (False, False), (True, True)])
-def test_fault_36_a_cut_download_is_continued(server, path, knows_ranges, chunked):
+def test_a_cut_download_is_continued(server, path, knows_ranges, chunked):
     published = server.publish(CONTENT)
     server.cut_after, server.knows_ranges, server.chunked = 300_000, knows_ranges, chunked
 
@@ -62,7 +62,7 @@ def test_a_part_that_is_too_long_is_dropped_and_a_complete_one_renamed(server, p
 
 
 @pytest.mark.parametrize("part", [b"", b"of another file"])
-def test_fault_36_a_file_with_a_wrong_checksum_is_deleted(server, path, part):
+def test_a_file_with_a_wrong_checksum_is_deleted(server, path, part):
     published = server.publish(CONTENT)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(part)

@@ -32,7 +32,7 @@ from tests.support.faults import (
     class_folders,
     coco20k,
     exit_code,
-    fails,
+    expect_error,
     fork,
     paired_folders,
     photo_folder,
@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fault_54_changed_bytes_of_equal_size_and_time_are_noticed(tmp_path, case):
+def test_changed_bytes_of_equal_size_and_time_are_noticed(tmp_path, case):
     make, opened, file, old, new = CASES[case]
     root = make(tmp_path / "data")
     settle()
@@ -182,8 +182,8 @@ def test_sizes_and_times_are_trusted_only_on_request(tmp_path, files_read):
     assert not files_read
 
 
-def test_results_by_sizes_and_times_are_kept_apart(place, capsys):
-    words = probing("pca", "folder", place / "photos")
+def test_results_by_sizes_and_times_are_kept_apart(workdir, capsys):
+    words = probing("pca", "folder", workdir / "photos")
     assert main([*words, "data.fingerprint=stat"]) == 0
     assert "identified by size and time" in capsys.readouterr().out
     assert main(words) == 0
@@ -193,25 +193,25 @@ def test_results_by_sizes_and_times_are_kept_apart(place, capsys):
     assert sorted(kinds) == [False, True]
     assert main(["table"]) == 0
     assert "data stat-" in capsys.readouterr().out
-    fails(capsys, [*words, "data.fingerprint=times"], 2)
+    expect_error(capsys, [*words, "data.fingerprint=times"], 2)
 
 
-def test_fault_54_a_run_does_not_resume_with_changed_images(place, capsys):
+def test_a_run_does_not_resume_with_changed_images(workdir, capsys):
     run = pretraining(
-        place / "photos", "run", "train.max_minutes=0.0", "objective.crops.num_locals=0"
+        workdir / "photos", "run", "train.max_minutes=0.0", "objective.crops.num_locals=0"
     )
     by_stat = [*run, "data.fingerprint=stat"]
     assert main(by_stat) == main([*by_stat, "--resume"]) == 0
-    said = fails(capsys, [*run, "--resume"], 2)
+    said = expect_error(capsys, [*run, "--resume"], 2)
     assert "data.fingerprint: stat -> content" in said
     # This difference follows from the other one.
     assert "image_files: " not in said
     settle()
     assert main([*run, "--overwrite"]) == 0
 
-    repaint(place / "photos/0.jpg")
+    repaint(workdir / "photos/0.jpg")
 
-    said = fails(capsys, [*run, "--resume"], 2)
+    said = expect_error(capsys, [*run, "--resume"], 2)
     assert "image_files: " in said
     assert "images: " not in said
 
@@ -219,7 +219,7 @@ def test_fault_54_a_run_does_not_resume_with_changed_images(place, capsys):
 # The cache of digests.
 
 
-def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
+def test_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     exact, second = fingerprints.file_state, 10**9
@@ -240,7 +240,7 @@ def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkey
     assert fingerprint(root) != before
 
 
-def test_fault_54_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files_read):
+def test_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files_read):
     root = photo_folder(tmp_path / "photos")
     settle()
     first = fingerprint(root)
@@ -264,7 +264,7 @@ def test_fault_54_a_damaged_cache_is_ignored_and_replaced(tmp_path, cache, files
 
 
 @pytest.mark.parametrize("has_home", [False, True])
-def test_fault_54_a_cache_that_cannot_be_written_is_reported_once(
+def test_a_cache_that_cannot_be_written_is_reported_once(
     tmp_path, monkeypatch, capsys, files_read, has_home
 ):
     if has_home:
@@ -288,33 +288,33 @@ def test_fault_54_a_cache_that_cannot_be_written_is_reported_once(
     # A probe has also stored that all 40 photographs can be decoded.
     [("probe", signal.SIGINT, 130, 70), ("pretrain", signal.SIGTERM, 75, 30)],
 )
-def test_fault_54_an_interrupt_keeps_the_computed_digests(
-    place, cache, monkeypatch, files_read, command, number, code, least
+def test_an_interrupt_keeps_the_computed_digests(
+    workdir, cache, monkeypatch, files_read, command, number, code, least
 ):
-    root = photo_folder(place / "many", 40)
+    root = photo_folder(workdir / "many", 40)
     settle()
     read = fingerprints._read
 
     def read_slowly(part: fingerprints.FilePart) -> bytes:
         if len(files_read) > 30:
-            (place / "slow").touch()
+            (workdir / "slow").touch()
             time.sleep(0.5)
         return read(part)
 
     monkeypatch.setattr(fingerprints, "_read", read_slowly)
     words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
-    child = fork(lambda: main(words), stderr=place / "said")
+    child = fork(lambda: main(words), stderr=workdir / "said")
     deadline = time.monotonic() + 30
-    while not (place / "slow").exists() and time.monotonic() < deadline:
+    while not (workdir / "slow").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(child, number)
 
-    assert exit_code(child) == code, (place / "said").read_text()
+    assert exit_code(child) == code, (workdir / "said").read_text()
     kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())
     assert least <= kept < least + 45
 
 
-def test_fault_54_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
+def test_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
     root = photo_folder(tmp_path / "photos")
     settle()
     read = fingerprints._read

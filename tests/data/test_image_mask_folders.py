@@ -165,6 +165,13 @@ def test_colours_become_classes_and_unknown_ones_are_refused(folders):
         mask_of(dataset)
 
 
+@pytest.mark.parametrize("number", [0, 255])
+def test_a_mask_of_two_classes_may_hold_one_number_only(folders, number):
+    save(folders, "masks/val/c.png", [[number] * 3] * 2)
+
+    assert mask_of(ImageMaskFolders(folders, **NAMED)) == [[number] * 3] * 2
+
+
 def test_class_names_may_be_in_a_file_and_numbers_begin_at_one(folders):
     (folders / "classes.txt").write_text("road\n sky \n\n")
     save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])

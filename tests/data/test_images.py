@@ -12,7 +12,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import decode_image, read_image
 from ssl_bench.errors import DataError, UnreadableImage
-from tests.support.faults import fails, pretraining, probing, records
+from tests.support.faults import expect_error, pretraining, probing, records
 
 END = b"\xff\xd9"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,7 +104,7 @@ def test_a_jpeg_of_any_sampling_factors_is_decoded_or_refused():
 
 
 @every_kind
-def test_fault_63_a_cut_jpeg_with_an_end_marker_is_refused(kind):
+def test_a_cut_jpeg_with_an_end_marker_is_refused(kind):
     content = jpeg(kind, 24, 16)
     whole = decode_image(content, "one.jpg")
     start = content.rindex(b"\xff\xda")
@@ -124,7 +124,7 @@ def test_fault_63_a_cut_jpeg_with_an_end_marker_is_refused(kind):
         decode_image(large[: int(0.99 * len(large))] + END, "one.jpg")
 
 
-def test_fault_63_a_wrong_restart_marker_is_refused():
+def test_a_wrong_restart_marker_is_refused():
     content = jpeg("usual", 300, 200)
     middle = (content.rindex(b"\xff\xda") + len(content)) // 2
 
@@ -145,14 +145,14 @@ def test_bytes_around_the_end_marker_do_no_harm(kind, before, behind):
     np.testing.assert_array_equal(pixels, decode_image(content, "one.jpg"))
 
 
-def test_fault_63_a_half_photograph_with_an_end_marker_stops_or_is_left_out(place, capsys):
-    photos = place / "photos"
+def test_a_half_photograph_with_an_end_marker_stops_or_is_left_out(workdir, capsys):
+    photos = workdir / "photos"
     content = (photos / "1.jpg").read_bytes()
     (photos / "1.jpg").write_bytes(content[: len(content) // 2] + END)
     words = probing("pca", "folder", photos, "--on-bad-image")
 
-    assert "photos/1.jpg is damaged" in fails(capsys, [*words, "fail"], 3)
-    assert "photos/1.jpg is damaged" in fails(capsys, pretraining(photos, "run"), 3)
+    assert "photos/1.jpg is damaged" in expect_error(capsys, [*words, "fail"], 3)
+    assert "photos/1.jpg is damaged" in expect_error(capsys, pretraining(photos, "run"), 3)
     assert main([*words, "skip"]) == 0
     assert records()[0].details["left_out"] == {"all": {"count": 1, "first": ["1.jpg"]}}
 

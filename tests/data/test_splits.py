@@ -108,8 +108,8 @@ def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
     assert opened("data.first=2", *caught.value.hint).ids == first.ids
 
 
-def test_results_of_limited_images_have_their_own_name(place, capsys):
-    words = probing("pca", "folder", place / "photos")
+def test_results_of_limited_images_have_their_own_name(workdir, capsys):
+    words = probing("pca", "folder", workdir / "photos")
 
     assert main(words) == main([*words, "--limit", "2"]) == main([*words, "data.first=2"]) == 0
     capsys.readouterr()

@@ -8,7 +8,7 @@ import torch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system.device import to_float64
 from tests.device.runs import NOT_ON_MPS, WALKS, pretraining, scores
-from tests.support.faults import fails
+from tests.support.faults import expect_error
 from tests.support.objectives import OBJECTIVES
 from tests.support.simulated_mps import simulation
 
@@ -63,4 +63,4 @@ def test_float64_is_of_the_cpu_where_the_device_has_none():
 def test_a_machine_without_the_device_says_so_in_a_line(data, capsys):
     words = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", str(data["folder"])]
     words += ["--checkpoint", "encoder.safetensors", "--device", "mps"]
-    assert "--device cpu" in fails(capsys, words, 5)
+    assert "--device cpu" in expect_error(capsys, words, 5)

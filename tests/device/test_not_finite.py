@@ -5,7 +5,7 @@ import torch
 
 from ssl_bench.models import build_vit, save_encoder
 from tests.device.runs import WALKS
-from tests.support.faults import TINY, fails
+from tests.support.faults import TINY, expect_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,15 +14,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("walk", ["segmentation, fast", "retrieval", "pca", "tokencut, lost"])
-def test_a_probe_stops_at_the_block(data, place, capsys, walk):
+def test_a_probe_stops_at_the_block(data, workdir, capsys, walk):
     model = build_vit(TINY, seed=0)
     torch.nn.init.constant_(model.get_parameter("blocks.1.mlp.fc2.weight"), 3e38)
-    save_encoder(place / "encoder.safetensors", model, {})
+    save_encoder(workdir / "encoder.safetensors", model, {})
     task, dataset, *words = WALKS[walk]
     # LOST looks at keys, which come before the block's output.
     words += ["probe.facet=token"] if walk == "tokencut, lost" else []
     words += ["--data-root", str(data[dataset]), "--checkpoint", "encoder.safetensors"]
 
-    said = fails(capsys, ["probe", "--task", task, "--dataset", dataset, *words], 4)
+    said = expect_error(capsys, ["probe", "--task", task, "--dataset", dataset, *words], 4)
 
     assert "block 1 of encoder" in said

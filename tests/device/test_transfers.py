@@ -45,7 +45,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
-def test_a_probed_module_gets_its_memory_back(place, home):
+def test_a_probed_module_gets_its_memory_back(workdir, home):
     """Weights, gradients and buffers, which an optimizer or another module may hold too."""
     module = own_module.own()
     module.register_buffer("scale", torch.ones(1))
@@ -54,7 +54,7 @@ def test_a_probed_module_gets_its_memory_back(place, home):
     encoder = ssl_bench.Encoder.from_module(module)
     held = tensors_of(module)
     memory = [tensor.data_ptr() for tensor in held]
-    few = {"dataset.num_train": 6, "layer": -1, "out": place / "out"}
+    few = {"dataset.num_train": 6, "layer": -1, "out": workdir / "out"}
 
     for device in ("cpu", "cuda", None):
         for given in (encoder, module):
@@ -65,11 +65,11 @@ def test_a_probed_module_gets_its_memory_back(place, home):
         assert [tensor.data_ptr() for tensor in now] == memory
 
 
-def test_an_encoder_made_of_a_module_computes_where_that_is(place):
+def test_an_encoder_made_of_a_module_computes_where_that_is(workdir):
     encoder = ssl_bench.Encoder.from_module(own_module.own())
 
     (first, *_) = ssl_bench.probe(
-        encoder, task="geometry", layer=-1, out=place / "out", **{"dataset.num_train": 6}
+        encoder, task="geometry", layer=-1, out=workdir / "out", **{"dataset.num_train": 6}
     )
 
     assert first.device.startswith("cpu")

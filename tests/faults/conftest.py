@@ -9,12 +9,6 @@ from ssl_bench.cli.__main__ import main
 from tests.support.faults import photo_folder, pretraining
 
 
-@pytest.fixture
-def workdir(place: Path) -> Path:
-    """The current folder, with `encoder.safetensors` and four images in `photos`."""
-    return place
-
-
 @pytest.fixture(scope="session")
 def run_of_one_step(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("begun")

@@ -217,6 +217,18 @@ def test_a_damaged_state_without_digest_is_not_used(capsys, begun, is_cut):
     assert "after step 1 of 6" in capsys.readouterr().err
 
 
+def test_an_intact_state_that_its_digests_do_not_name_is_not_used(capsys, begun):
+    resumed, path = [*begun, "--resume"], Path("run/state.pt")
+    assert main(resumed) == 0
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "seed of another run": 1}, path)
+    capsys.readouterr()
+
+    assert main(resumed) == 0
+
+    assert "after step 1 of 6" in capsys.readouterr().err
+
+
 def test_the_advice_for_lost_digests_and_states_works(workdir, capsys, begun):
     Path("run").rename("a run")
     Path("a run/last.safetensors.sha256").unlink()

@@ -21,7 +21,7 @@ from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
 from tests.benchmarks.generated import LEDGER, ROOT
 from tests.cli.test_sweep import planned
-from tests.support.faults import TINY, encoder_file, fails, photo_folder, probing, records
+from tests.support.faults import TINY, encoder_file, expect_error, photo_folder, probing, records
 from tests.support.foreign_weights import assert_same_weights, normalise, timm_model
 
 
@@ -65,14 +65,14 @@ def test_baselines_follow_the_encoders_once_each():
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors", seed=1)
     photo_folder(tmp_path / "photos", 2)
     return tmp_path
 
 
-def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(place, capsys):
+def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(workdir, capsys):
     Path("mine.py").write_text("from tests.support.own_module import own\n")
 
     with pytest.raises(CheckpointError, match="initialisation of this encoder is unknown"):
@@ -83,8 +83,8 @@ def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(place, ca
     assert {record.model for record in records()} == {"mine.own", "colours of 8 x 8 pixels"}
 
 
-def test_one_flag_probes_them_beside_the_encoder(place, capsys):
-    asked = [*probing("pca", "folder", place / "photos"), "--baselines"]
+def test_one_flag_probes_them_beside_the_encoder(workdir, capsys):
+    asked = [*probing("pca", "folder", workdir / "photos"), "--baselines"]
 
     assert main(asked) == 0
 
@@ -95,20 +95,20 @@ def test_one_flag_probes_them_beside_the_encoder(place, capsys):
     assert [job["pending"] for job in planned(capsys, *asked[1:])["jobs"]] == [0, 0, 0]
 
 
-def test_a_baseline_without_a_result_is_left_out_unless_requested(place, capsys):
+def test_a_baseline_without_a_result_is_left_out_unless_requested(workdir, capsys):
     asked = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
     asked += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
 
     assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
     assert "left out: conditioning on folder: " in capsys.readouterr().err
 
-    assert "colours" in fails(capsys, [*asked, "--checkpoint", "colours:16"], 2)
+    assert "colours" in expect_error(capsys, [*asked, "--checkpoint", "colours:16"], 2)
 
 
-def test_files_with_usual_names_have_the_name_of_their_folder(place, capsys):
+def test_files_with_usual_names_have_the_name_of_their_folder(workdir, capsys):
     stem = "best"
     for folder, dim in (("one", 64), ("other", 128)):
-        (place / folder).mkdir()
+        (workdir / folder).mkdir()
         torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/{stem}.pth")
     words = ["probe", "--task", "correspondence", "--dataset", "folder", "--data-root", "photos"]
     words += ["--layer", "0", "probe.image_size=32", "probe.num_points=16", "--checkpoint"]
@@ -242,7 +242,7 @@ def test_offline_no_socket_is_opened_and_no_name_resolved(
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setenv(variable, "1")
-    line = fails(capsys, ["models", uri], 4)
+    line = expect_error(capsys, ["models", uri], 4)
     assert variable in line
     assert "local-dir:" in line
 
@@ -257,9 +257,7 @@ def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, publi
     assert not (empty_caches / "small.pth").exists()
 
 
-def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
-    empty_caches, server, published
-):
+def test_the_digest_in_the_name_of_weights_is_held_against_them(empty_caches, server, published):
     content = published("small-0123abcd.pth")
     assert "its name states 0123abcd" in refuses()
     digest = hashlib.sha256(content).hexdigest()

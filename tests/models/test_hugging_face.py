@@ -218,7 +218,7 @@ def test_a_wrong_name_of_a_repository_is_told():
 @pytest.mark.parametrize(
     ("kind", "grid"), [("vit", (2, 8)), ("vit_mae", (3, 5)), ("dinov2", (8, 2))]
 )
-def test_fault_79_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):
+def test_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):
     model = timm_model(grid=grid)
     size = [8 * side for side in grid]
     folder = hugging_face_folder(
@@ -231,7 +231,7 @@ def test_fault_79_rows_and_columns_come_from_the_configuration(tmp_path, kind, g
     assert drawn.architecture == encoder.architecture
 
 
-def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
+def test_a_grid_nobody_states_is_announced(tmp_path, capsys):
     folder = hugging_face_folder(
         tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
     )
@@ -253,7 +253,7 @@ def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_fault_79_a_configuration_is_followed_or_refused(tmp_path, change):
+def test_a_configuration_is_followed_or_refused(tmp_path, change):
     weights = dict(timm_model().state_dict())
     folder = hugging_face_folder(tmp_path / "hf", "vit", weights, **change)
     message_of(f"local-dir:{folder}")
@@ -275,7 +275,7 @@ def with_preprocessor(tmp_path: Path, **changes: Any) -> str:
         ({"do_normalize": False}, {}),
     ],
 )
-def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, rescaled):
+def test_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, rescaled):
     encoder = load_encoder(with_preprocessor(tmp_path, **normalized, **rescaled))
     red = 200.0 * (
         rescaled.get("rescale_factor", 1 / 255) if rescaled.get("do_rescale", True) else 1
@@ -295,7 +295,7 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
     ],
     ids=str,
 )  # fmt: skip
-def test_fault_79_what_a_preprocessor_cannot_mean_is_refused(tmp_path, change):
+def test_what_a_preprocessor_cannot_mean_is_refused(tmp_path, change):
     (key,) = change
     assert key in message_of(with_preprocessor(tmp_path, **change))
 

@@ -50,7 +50,7 @@ def encoder():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place(tmp_path_factory) -> Iterator[Path]:
+def workdir(tmp_path_factory) -> Iterator[Path]:
     """A folder with the files that examples name, and the loader of the page as a package."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):

@@ -61,9 +61,7 @@ def loaded(folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **conf
         ("eva02_base_patch14_224", {"img_size": 42}, (42, 42), 1, THREE),
     ],
 )
-def test_fault_79_sizes_are_taken_from_the_file_and_said(
-    tmp_path, name, changes, size, prefix, note
-):
+def test_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes, size, prefix, note):
     weights = weights_of(name, **SMALL, **changes)
 
     encoder = loaded(tmp_path / "f", weights, name, model_args=SMALL)
@@ -84,7 +82,7 @@ def test_fault_79_sizes_are_taken_from_the_file_and_said(
         ("blocks.1.mlp.fc1.weight", (128, 64)),
     ],
 )
-def test_fault_79_a_tensor_of_another_shape_is_named(tmp_path, key, shape):
+def test_a_tensor_of_another_shape_is_named(tmp_path, key, shape):
     weights = weights_of(**SMALL) | {key: torch.randn(shape)}
     config = {"architecture": NAME, "model_args": SMALL}
     said = message_of(folder_of(tmp_path / "f", weights, config))
@@ -127,7 +125,7 @@ def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes):
         assert (told.mean, told.std) == (usual.mean, usual.std)
 
 
-def test_fault_79_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path, monkeypatch):
+def test_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path, monkeypatch):
     load = timm.models.VisionTransformer.load_state_dict
 
     def changed(model: Any, weights: dict[str, Tensor], *given: Any, **more: Any) -> Any:
@@ -143,7 +141,7 @@ def test_fault_79_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path
     ("grid", "place"),
     [((7, 28), "model_args"), ((7, 28), "pretrained_cfg"), ((3, 5), "model_args")],
 )
-def test_fault_79_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
+def test_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
     size = (16 * grid[0], 16 * grid[1])
     weights = weights_of(**SMALL, img_size=size)
     said: dict[str, Any] = {"model_args": dict(SMALL)}
@@ -175,7 +173,7 @@ OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
         ({"pretrained_cfg": {"std": [0, 0, 0]}}, "expected std to be three numbers"),
     ],
 )
-def test_fault_79_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):
+def test_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):
     weights = weights_of(**SMALL, img_size=448)
     assert said in message_of(folder_of(tmp_path / "f", weights, {"architecture": NAME, **config}))
 
@@ -183,7 +181,7 @@ def test_fault_79_a_folder_of_timm_that_says_something_else_is_refused(tmp_path,
 @pytest.mark.parametrize(
     ("place", "channels"), [("file", 1), ("model_args", 13), ("pretrained_cfg", 4)]
 )
-def test_fault_79_images_of_other_channels_are_refused(tmp_path, place, channels):
+def test_images_of_other_channels_are_refused(tmp_path, place, channels):
     weights = weights_of(in_chans=channels, **SMALL)
     said: dict[str, Any] = {"model_args": dict(SMALL)}
     if place == "model_args":

@@ -36,7 +36,7 @@ QKV = "blocks.0.attn.qkv.weight"
     [lambda v: (127 * v).to(torch.int8), lambda v: v.to_sparse(), lambda v: v.to("meta")],
     ids=["int8", "sparse", "meta"],
 )
-def test_fault_77_a_tensor_that_is_no_dense_float_is_named(tmp_path, capsys, spoil):
+def test_a_tensor_that_is_no_dense_float_is_named(tmp_path, capsys, spoil):
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
     path = saved(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
 
@@ -65,11 +65,11 @@ def of_timm(root: Path) -> str:
 
 
 @pytest.mark.parametrize("source", [of_ours, of_timm])
-def test_fault_77_weights_of_our_own_and_of_timm_are_checked_alike(tmp_path, source):
+def test_weights_of_our_own_and_of_timm_are_checked_alike(tmp_path, source):
     assert f"{QKV} is int8, strided, on cpu" in message_of(source(tmp_path))
 
 
-def test_fault_77_floats_of_any_width_and_counts_are_taken(tmp_path):
+def test_floats_of_any_width_and_counts_are_taken(tmp_path):
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         weights = {name: value.to(dtype) for name, value in timm_model().state_dict().items()}
         encoder = load_encoder(str(saved(tmp_path / "w.pth", weights)))
@@ -92,7 +92,7 @@ def test_an_index_of_another_type_than_int64_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "wrapped"), [(5, True), (("a", 1), False)])
-def test_fault_77_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):
+def test_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):
     weights: dict[Any, Tensor] = {**timm_model().state_dict(), name: torch.zeros(3)}
     said = message_of(saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights))
     assert f"{tmp_path / 'w.pth'}: the name [{name!r}] is no string" in said
@@ -151,7 +151,7 @@ ALONE: dict[str, Callable[[Weights], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
-def test_fault_78_whatever_is_written_around_a_model_is_taken_off(tmp_path, wrap):
+def test_whatever_is_written_around_a_model_is_taken_off(tmp_path, wrap):
     weights = timm_model().state_dict()
 
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights))))
@@ -196,7 +196,7 @@ TWO: dict[str, Callable[[Weights, Weights], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrap", TWO.values(), ids=TWO)
-def test_fault_78_of_two_encoders_the_averaged_one_is_announced(tmp_path, wrap):
+def test_of_two_encoders_the_averaged_one_is_announced(tmp_path, wrap):
     weights = timm_model().state_dict()
     other = {name: value + 1 for name, value in weights.items()}
 
@@ -227,5 +227,5 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
         (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "contains norm.bias twice"),
     ],
 )
-def test_fault_78_a_refusal_says_the_true_reason(tmp_path, content, said):
+def test_a_refusal_says_the_true_reason(tmp_path, content, said):
     assert said in message_of(saved(tmp_path / "w.pth", content))

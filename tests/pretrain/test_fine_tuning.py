@@ -24,7 +24,7 @@ from ssl_bench.models import (
 from ssl_bench.system.files import file_sha256
 from tests.pretrain import plans
 from tests.pretrain.plans import SMALL_DINO, album, state_of, stopped_after_a_step
-from tests.support.faults import fails, pretraining
+from tests.support.faults import expect_error, pretraining
 from tests.support.runs import log_rows
 
 TINY = replace(plans.TINY, num_registers=1)
@@ -116,14 +116,16 @@ def test_fixed_positions_may_become_learned_ones_and_not_the_reverse(tmp_path):
             load_initial_weights(str(path), [encoder])
 
 
-def test_another_architecture_is_refused_by_name(place, capsys):
-    said = fails(capsys, pretraining(place / "photos", "run", "init_from=encoder.safetensors"), 2)
+def test_another_architecture_is_refused_by_name(workdir, capsys):
+    said = expect_error(
+        capsys, pretraining(workdir / "photos", "run", "init_from=encoder.safetensors"), 2
+    )
     assert "expected model.dim=24, got model.dim=12" in said
-    missing = pretraining(place / "photos", "other", "init_from=runs/nothing")
-    assert "no checkpoint at runs/nothing" in fails(capsys, missing, 4)
+    missing = pretraining(workdir / "photos", "other", "init_from=runs/nothing")
+    assert "no checkpoint at runs/nothing" in expect_error(capsys, missing, 4)
 
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
-    start = saved(place / "mixer.safetensors", config)
+    start = saved(workdir / "mixer.safetensors", config)
     with pytest.raises(ConfigurationError, match=r"expects a VisionTransformer.* got a ConvMixer"):
         load_initial_weights(str(start), [build_vit(TINY, seed=0)])
     encoder = build_encoder(config, seed=0)

@@ -15,7 +15,7 @@ from pretrain.lock import lock_folder
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system import output
-from tests.support.faults import exit_code, fails, fork, pretraining
+from tests.support.faults import exit_code, expect_error, fork, pretraining
 from tests.support.runs import log_rows
 
 FORK = multiprocessing.get_context("fork")
@@ -31,12 +31,14 @@ def start_run(*arguments: str) -> int:
     return child
 
 
-def test_fault_58_a_folder_in_use_is_refused_and_left_alone(place, capsys):
-    child = start_run(*pretraining(place / "photos", "run", "train.seed=1"))
+def test_a_folder_in_use_is_refused_and_left_alone(workdir, capsys):
+    child = start_run(*pretraining(workdir / "photos", "run", "train.seed=1"))
     before = Path("run/config.yaml").read_bytes()
 
     for how in ([], ["--overwrite"]):
-        said = fails(capsys, [*pretraining(place / "photos", "run", "train.seed=2"), *how], 2)
+        said = expect_error(
+            capsys, [*pretraining(workdir / "photos", "run", "train.seed=2"), *how], 2
+        )
         assert f"(process {child} on " in said
         assert "`--out FOLDER`" in said
 
@@ -72,7 +74,7 @@ def contend(together, rounds: int, wins) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_last_owner_dead", [False, True])
-def test_fault_58_exactly_one_of_many_processes_gets_the_lock(place, is_last_owner_dead):
+def test_exactly_one_of_many_processes_gets_the_lock(workdir, is_last_owner_dead):
     rounds = 10
     for number in range(rounds * is_last_owner_dead):
         folder = Path(f"run{number}")
@@ -107,7 +109,7 @@ def take_turns(together, folder: Path, seconds: float, inside, overlaps) -> None
 
 
 @pytest.mark.slow
-def test_fault_58_processes_that_lock_and_unlock_never_overlap(place):
+def test_processes_that_lock_and_unlock_never_overlap(workdir):
     inside, overlaps = FORK.Value("i", 0), FORK.Value("i", 0)
     # A folder that is not empty is not deleted by the process that unlocks it.
     Path("run").mkdir()
@@ -118,8 +120,8 @@ def test_fault_58_processes_that_lock_and_unlock_never_overlap(place):
     assert overlaps.value == 0
 
 
-def test_fault_58_workers_that_outlive_a_killed_run_do_not_lock_its_folder(place):
-    child = start_run(*pretraining(place / "photos", "run", "train.num_workers=2"))
+def test_workers_that_outlive_a_killed_run_do_not_lock_its_folder(workdir):
+    child = start_run(*pretraining(workdir / "photos", "run", "train.num_workers=2"))
     children = Path(f"/proc/{child}/task/{child}/children").read_text()
     workers = [int(number) for number in children.split()]
     for worker in workers:
@@ -158,8 +160,8 @@ def test_a_file_system_without_locks_is_reported_once(tmp_path, capsys, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_cannot_begin_leaves_no_folder(place, capsys):
+def test_a_run_that_cannot_begin_leaves_no_folder(workdir, capsys):
     words = ("train.batch_size=3", "train.accumulation=2")
-    fails(capsys, pretraining(place / "photos", "run", *words), 2)
+    expect_error(capsys, pretraining(workdir / "photos", "run", *words), 2)
 
     assert not Path("run").exists()

@@ -13,12 +13,12 @@ from pretrain.logging import LogFile
 from pretrain.trackers import TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
-from tests.support.faults import fails, pretraining
+from tests.support.faults import expect_error, pretraining
 from tests.support.runs import log_rows
 
 
-def test_a_run_continues_although_its_log_holds_other_lines(place):
-    run = pretraining(place / "photos", "run")
+def test_a_run_continues_although_its_log_holds_other_lines(workdir):
+    run = pretraining(workdir / "photos", "run")
     assert main([*run, "train.max_minutes=0.0"]) == 0
     row, strange = Path("run/log.jsonl").read_bytes(), [b"[1]", b"null", b'{"epoch": 1}', b""]
     strange += [b'{"step": "1"}', b'{"step": 1, "lo', b'{"step": 1, "\xff": 1}', bytes(40)]
@@ -29,7 +29,9 @@ def test_a_run_continues_although_its_log_holds_other_lines(place):
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_remaining_time_counts_from_the_start_and_is_never_negative(place, monkeypatch, capsys):
+def test_the_remaining_time_counts_from_the_start_and_is_never_negative(
+    workdir, monkeypatch, capsys
+):
     class ClockAfterAnHour(logging.Clock):
         def __init__(self) -> None:
             super().__init__()
@@ -38,7 +40,7 @@ def test_the_remaining_time_counts_from_the_start_and_is_never_negative(place, m
     monkeypatch.setattr(logging, "Clock", ClockAfterAnHour)
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
     words = ("train.max_minutes=0.5", "train.epochs=1000", "train.max_steps=2000")
-    assert main(pretraining(place / "photos", "run", *words)) == 0
+    assert main(pretraining(workdir / "photos", "run", *words)) == 0
 
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert line.endswith("  00:00 left")
@@ -87,9 +89,9 @@ def test_trackers_get_each_number_and_show_repeated_steps_once(tmp_path, runs):
 
 
 @pytest.mark.slow
-def test_a_run_sends_its_log_to_one_run_of_each_tracker(place, runs):
+def test_a_run_sends_its_log_to_one_run_of_each_tracker(workdir, runs):
     pytest.importorskip("tensorboard")
-    words = pretraining(place / "photos", "run", "train.max_steps=2", "train.wandb=skips")
+    words = pretraining(workdir / "photos", "run", "train.max_steps=2", "train.wandb=skips")
     assert main([*words, "train.max_minutes=0.0"]) == 0
     assert main([*words, "--resume"]) == 0
     assert main([*words, "--overwrite", "train.tensorboard=true"]) == 0
@@ -99,7 +101,7 @@ def test_a_run_sends_its_log_to_one_run_of_each_tracker(place, runs):
     assert {one.resume for one in runs} == {"allow"}
     assert [row["step"] for row in (*first.rows, *resumed.rows)] == [1, 2]
     assert run.dir == f"run/{WANDB}"
-    assert [row["loss"] for row in run.rows] == [row["loss"] for row in log_rows(place / "run")]
+    assert [row["loss"] for row in run.rows] == [row["loss"] for row in log_rows(workdir / "run")]
     assert [row["step"] for row in run.rows] == [1, 2]
     assert run.config["train"]["wandb"] == "skips"
     assert (run.project, run.name, run.axes, run.finished) == ("skips", "run", {"*": "step"}, True)
@@ -125,10 +127,10 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
     ],
 )
 def test_a_missing_package_is_noticed_before_anything_is_written(
-    place, monkeypatch, capsys, package, word, remedy
+    workdir, monkeypatch, capsys, package, word, remedy
 ):
     monkeypatch.delitem(sys.modules, f"torch.utils.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
 
-    assert remedy in fails(capsys, pretraining(place / "photos", "run", word), 5)
-    assert not (place / "run").exists()
+    assert remedy in expect_error(capsys, pretraining(workdir / "photos", "run", word), 5)
+    assert not (workdir / "run").exists()

@@ -174,7 +174,7 @@ def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path):
             plan(root, epochs=epochs, seed=seed).run(tmp_path, extend=True, device="cpu")
 
 
-def test_only_resume_starts_a_run_that_is_missing(place, capsys):
+def test_only_resume_starts_a_run_that_is_missing(workdir, capsys):
     run = ["pretrain", "--data-root", "photos", "--out", "run", *PRETRAIN, "train.max_steps=1"]
     for words in (["--resume=must"], ["--extend"]):
         assert main([*run, *words]) == 2

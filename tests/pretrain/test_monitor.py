@@ -217,6 +217,16 @@ def test_the_rank_of_a_class_counts_the_likelier_ones_and_earlier_equals():
     assert torch.equal(ranks == 0, logits.argmax(1) == labels)
 
 
+def test_five_classes_have_no_top_5(tmp_path):
+    root = labelled(tmp_path / "album", 10, 10, num_classes=5)
+    monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))
+
+    watched(root, SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
+
+    assert "val_top5" not in log_rows(tmp_path / "run")[-1]
+    assert {record.metric for record in ResultStore(tmp_path / "results").records()} == {"top1"}
+
+
 def test_six_classes_have_a_top_5_in_log_and_records(tmp_path):
     root = labelled(tmp_path / "album", 12, 12, num_classes=6)
     monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))

@@ -27,7 +27,7 @@ from tests.pretrain.plans import CPU, SMALL_DINO, TINY, state_of
 from tests.support.faults import (
     PRETRAIN,
     class_folders,
-    fails,
+    expect_error,
     photo_folder,
     pretraining,
     supervised,
@@ -47,8 +47,8 @@ def test_the_default_batch_leaves_four_steps_per_epoch(count, batch):
     assert TrainOptions(batch_size=7).with_batch_size(count).batch == 7
 
 
-def test_a_run_uses_and_states_the_default_or_given_batch(place, capsys):
-    root = photo_folder(place / "few", 20)
+def test_a_run_uses_and_states_the_default_or_given_batch(workdir, capsys):
+    root = photo_folder(workdir / "few", 20)
     for out, batch, *words in (("default", 4), ("given", 10, "train.batch_size=10")):
         assert run(root, out, "train.max_steps=1", *words) == 0
         said = capsys.readouterr().err
@@ -58,14 +58,14 @@ def test_a_run_uses_and_states_the_default_or_given_batch(place, capsys):
         assert written["train"]["batch_size"] == batch
 
     words = ["pretrain", "--data-root", str(root), "--batch-size", "21"]
-    assert "`train.batch_size=null`" in fails(capsys, [*words, "--dry-run", *UNTYPED], 2)
+    assert "`train.batch_size=null`" in expect_error(capsys, [*words, "--dry-run", *UNTYPED], 2)
     recipe = ["experiment=dino_photographs", "train.batch_size=null"]
     assert main([*words[:3], "--dry-run", *recipe]) == 0
     assert " of 4 images, " in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(place, monkeypatch):
-    root = photo_folder(place / "few", 20)
+def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(workdir, monkeypatch):
+    root = photo_folder(workdir / "few", 20)
     # As if this version chose by the memory of the machine.
     with monkeypatch.context() as patch:
         patch.setattr("pretrain.options._DEFAULT_BATCH", 2)
@@ -122,12 +122,12 @@ def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0
                      f" memory: you tried to allocate 9 bytes. Error code {errno.ENOMEM}"),
     ],
 )  # fmt: skip
-def test_the_advice_after_memory_ran_out_works(place, capsys, monkeypatch, error):
+def test_the_advice_after_memory_ran_out_works(workdir, capsys, monkeypatch, error):
     limit_memory(monkeypatch, 2, error)
-    root = photo_folder(place / "few", 20)
+    root = photo_folder(workdir / "few", 20)
     words = pretraining(root, "run", "train.max_steps=2", "train.batch_size=8")
 
-    said = fails(capsys, words, 5)
+    said = expect_error(capsys, words, 5)
 
     assert "step 1 with 8 images" in said
     assert "train.accumulation=4 --overwrite" in said
@@ -135,11 +135,11 @@ def test_the_advice_after_memory_ran_out_works(place, capsys, monkeypatch, error
     assert main([*words, *shlex.split(said.rpartition("use `")[2].rstrip("`"))]) == 0
 
 
-def test_memory_that_runs_out_later_keeps_the_last_checkpoint(place, capsys, monkeypatch):
+def test_memory_that_runs_out_later_keeps_the_last_checkpoint(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"), first_step=2)
-    run = pretraining(place / "photos", "run", "train.checkpoint_minutes=0.0")
+    run = pretraining(workdir / "photos", "run", "train.checkpoint_minutes=0.0")
 
-    said = fails(capsys, run, 5)
+    said = expect_error(capsys, run, 5)
 
     # A saved run cannot be resumed with another accumulation.
     assert "train.accumulation=2 --out FOLDER" in said
@@ -147,44 +147,46 @@ def test_memory_that_runs_out_later_keeps_the_last_checkpoint(place, capsys, mon
 
 
 def test_memory_that_runs_out_in_the_monitor_gives_no_advice_about_steps(
-    place, capsys, monkeypatch
+    workdir, capsys, monkeypatch
 ):
     def measure(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Evaluator, "measures", measure)
     words = ["monitor.knn_epochs=1", "monitor.neighbours=2"]
-    words.append(f"monitor.root={class_folders(place / 'classes', 2)}")
+    words.append(f"monitor.root={class_folders(workdir / 'classes', 2)}")
 
-    said = fails(capsys, pretraining(place / "photos", "run", *words), 5)
+    said = expect_error(capsys, pretraining(workdir / "photos", "run", *words), 5)
 
     assert "would fit" not in said
 
 
-def test_memory_for_not_even_one_image_asks_for_a_smaller_model(place, capsys, monkeypatch):
+def test_memory_for_not_even_one_image_asks_for_a_smaller_model(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
 
-    said = fails(capsys, pretraining(place / "photos", "run"), 5)
+    said = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
 
     assert "`model=vit_tiny_skip`" in said
     assert "accumulation" not in said
 
 
-def test_a_supervised_run_takes_labels_by_default(place, capsys):
-    words = supervised(class_folders(place / "classes", 4), "run", "train.max_steps=1")
+def test_a_supervised_run_takes_labels_by_default(workdir, capsys):
+    words = supervised(class_folders(workdir / "classes", 4), "run", "train.max_steps=1")
     words.remove("data.labels=true")
 
     assert main(words) == 0
 
     assert "train_top1" in log_rows("run")[0]
-    assert "data.labels=true" in fails(capsys, [*words, "--overwrite", "data.labels=false"], 2)
+    assert "data.labels=true" in expect_error(
+        capsys, [*words, "--overwrite", "data.labels=false"], 2
+    )
 
 
-def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
+def test_a_long_run_says_early_what_takes_less(workdir, monkeypatch, capsys):
     monkeypatch.setattr(logging, "_LONG", 0.0)
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
-    assert run(photo_folder(place / "few", 20), "run", "train.max_steps=5") == 0
+    assert run(photo_folder(workdir / "few", 20), "run", "train.max_steps=5") == 0
 
     said = capsys.readouterr().err.splitlines()
     (longer,) = [line for line in said if "takes about an hour" in line]

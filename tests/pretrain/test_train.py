@@ -28,7 +28,7 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import load_encoder
 from tests.pretrain.plans import SMALL_DINO, TINY, album, plan_of, state_of
-from tests.support.faults import fails, photo_folder, pretraining, unchecked_types
+from tests.support.faults import expect_error, photo_folder, pretraining, unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 
 
@@ -316,10 +316,10 @@ def test_labels_need_a_folder_of_classes():
 
 
 @pytest.mark.parametrize("labels", ["true", "false"])
-def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(place, capsys, labels):
-    shutil.make_archive("train", "zip", place / "photos")
+def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(workdir, capsys, labels):
+    shutil.make_archive("train", "zip", workdir / "photos")
 
-    said = fails(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
+    said = expect_error(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
 
     assert "unzip train.zip" in said
 
@@ -338,7 +338,7 @@ def test_a_deterministic_run_refuses_operations_without_such_a_form(tmp_path, ca
     monkeypatch.setattr(Trainer, "take_step", step)
     run = pretraining(photo_folder(tmp_path / "photos"), str(tmp_path / "run"), "train.max_steps=2")
 
-    said = fails(capsys, [*run, "train.deterministic=true"], 2)
+    said = expect_error(capsys, [*run, "train.deterministic=true"], 2)
 
     assert seen == [(True, ":4096:8")] * 2
     assert not torch.are_deterministic_algorithms_enabled()

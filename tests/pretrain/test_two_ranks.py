@@ -41,16 +41,16 @@ OTHERS = ("slow disk:0", "slow monitor:0", "slower monitor:0", "skipped:1", "non
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def workdir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def found(place) -> dict[str, Any]:
+def found(workdir) -> dict[str, Any]:
     """How both processes ended for each fault; all in one process with its children."""
-    photos = photo_folder(place / "photos")
-    class_folders(place / "classes", 2)
-    words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place)]
+    photos = photo_folder(workdir / "photos")
+    class_folders(workdir / "classes", 2)
+    words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]
     run = subprocess.run(
         [*words, *OTHERS, *EXPECTED], cwd=REPOSITORY, capture_output=True, text=True, timeout=500
     )
@@ -64,40 +64,40 @@ def saved_state(place: Path, fault: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_both_processes_end_together_saved_and_with_one_message(place, found, fault):
+def test_both_processes_end_together_saved_and_with_one_message(workdir, found, fault):
     codes, part, step = EXPECTED[fault]
     lines = [line for text in found[fault]["said"] for line in text.splitlines()]
     (line,) = [line for line in lines if "ssl-bench: " in line]
-    state = saved_state(place, fault)
+    state = saved_state(workdir, fault)
 
     assert found[fault]["codes"] == codes
     assert part in line
     assert (state and state["step"]) == step
 
 
-def test_fault_89_the_first_process_reports_what_another_cannot_read(place, found):
+def test_the_first_process_reports_what_another_cannot_read(workdir, found):
     assert found["skipped:1"]["codes"] == [0, 0]
     assert "3.jpg; 1 of 4 images" in found["skipped:1"]["said"][0]
     assert found["skipped:1"]["said"][1] == ""
-    state = saved_state(place, "skipped:1")
+    state = saved_state(workdir, "skipped:1")
     assert state is not None
     assert state["left_out"] == [3]
 
 
-def test_processes_wait_for_a_slow_disk_and_for_a_monitor_up_to_the_timeout(place, found):
+def test_processes_wait_for_a_slow_disk_and_for_a_monitor_up_to_the_timeout(workdir, found):
     assert found["slow disk:0"]["codes"] == found["slow monitor:0"]["codes"] == [0, 0]
     assert 0 not in found["slower monitor:0"]["codes"]
 
 
 @unchecked_types()
-def test_two_processes_learn_what_one_does(place, found):
+def test_two_processes_learn_what_one_does(workdir, found):
     assert found["none:0"]["codes"] == [0, 0]
-    assert main(words_of(place / "photos", place / "alone")) == 0
+    assert main(words_of(workdir / "photos", workdir / "alone")) == 0
 
-    one, two = (saved_state(place, name) for name in ("alone", "none:0"))
+    one, two = (saved_state(workdir, name) for name in ("alone", "none:0"))
     assert one is not None
     assert two is not None
     for name, value in one["learner"].items():
         torch.testing.assert_close(two["learner"][name], value, atol=1e-4, rtol=1e-3, msg=name)
-    losses = [[row["loss"] for row in log_rows(place / name)] for name in ("alone", "none-0")]
+    losses = [[row["loss"] for row in log_rows(workdir / name)] for name in ("alone", "none-0")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

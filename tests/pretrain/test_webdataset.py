@@ -15,7 +15,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.system.output import say_once
 from tests.pretrain.plans import SMALL_DINO, album, monitored, plan_of, stopped_after_a_step
-from tests.support.faults import exit_code, fails, fork, pretraining, unchecked_types
+from tests.support.faults import exit_code, expect_error, fork, pretraining, unchecked_types
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
 from tests.support.shards import tars_of, write_tar
 
@@ -146,5 +146,5 @@ def test_a_pattern_is_accepted_and_missing_tar_files_are_counted(root, monkeypat
         assert "13 of webdataset all" in capsys.readouterr().out
 
     missing = pretraining(root / "shards/{000..009}.tar", "run")
-    assert "6 of 10 tar files are missing" in fails(capsys, missing, 3)
+    assert "6 of 10 tar files are missing" in expect_error(capsys, missing, 3)
     assert not Path("run", LOG).exists()

@@ -19,7 +19,7 @@ from tests.pretrain.plans import state_of
 from tests.support.faults import (
     class_folders,
     exit_code,
-    fails,
+    expect_error,
     fork,
     pretraining,
     unchecked_types,
@@ -49,7 +49,7 @@ def taken(monkeypatch) -> list[int]:
     return steps
 
 
-def test_steps_continue_while_a_state_is_written_and_do_not_change_it(place, monkeypatch, taken):
+def test_steps_continue_while_a_state_is_written_and_do_not_change_it(workdir, monkeypatch, taken):
     words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
     usual, written = checkpoints.save_state, {}
 
@@ -58,20 +58,20 @@ def test_steps_continue_while_a_state_is_written_and_do_not_change_it(place, mon
         written[state["step"]] = len(taken)
         usual(out, state)
         if state["step"] == 2:
-            (place / "second").mkdir()
-            usual(place / "second", state)
+            (workdir / "second").mkdir()
+            usual(workdir / "second", state)
 
     monkeypatch.setattr(checkpoints, "save_state", slow)
-    assert main(pretraining(place / "photos", "run", *words)) == 0
+    assert main(pretraining(workdir / "photos", "run", *words)) == 0
     monkeypatch.setattr(checkpoints, "save_state", usual)
 
     assert written[2] >= 4
     assert written[6] == 6
     # Two runs of one step each.
-    stopped = pretraining(place / "photos", "two", *words, "train.max_minutes=0.0")
+    stopped = pretraining(workdir / "photos", "two", *words, "train.max_minutes=0.0")
     assert main(stopped) == 0
     assert main([*stopped, "--resume"]) == 0
-    one, other = (flat(state_of(place / name)) for name in ("second", "two"))
+    one, other = (flat(state_of(workdir / name)) for name in ("second", "two"))
     for key, value in one.items():
         if key.startswith(("/step", "/learner", "/optimizer")):
             is_tensor = isinstance(value, torch.Tensor)
@@ -80,8 +80,8 @@ def test_steps_continue_while_a_state_is_written_and_do_not_change_it(place, mon
 
 @pytest.mark.slow
 @unchecked_types()
-def test_a_run_killed_while_it_writes_continues_from_the_previous_state(place):
-    run = pretraining(place / "photos", "run", EVERY_EPOCH)
+def test_a_run_killed_while_it_writes_continues_from_the_previous_state(workdir):
+    run = pretraining(workdir / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write
 
     def half_of_the_second(values, file) -> None:
@@ -94,20 +94,20 @@ def test_a_run_killed_while_it_writes_continues_from_the_previous_state(place):
         checkpoints._write = half_of_the_second
         return main(run)
 
-    assert exit_code(fork(killed, stderr=place / "said")) == -signal.SIGKILL
+    assert exit_code(fork(killed, stderr=workdir / "said")) == -signal.SIGKILL
 
-    assert list((place / "run").glob(".ssl-bench-*.tmp"))
-    assert state_of(place / "run")["step"] == 2
+    assert list((workdir / "run").glob(".ssl-bench-*.tmp"))
+    assert state_of(workdir / "run")["step"] == 2
     load_encoder("run")
     assert main([*run, "--resume"]) == 0
-    assert not list((place / "run").glob(".ssl-bench-*.tmp"))
-    assert main(pretraining(place / "photos", "whole", EVERY_EPOCH)) == 0
+    assert not list((workdir / "run").glob(".ssl-bench-*.tmp"))
+    assert main(pretraining(workdir / "photos", "whole", EVERY_EPOCH)) == 0
     assert log_rows("run") == log_rows("whole")
     assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_state_before(
-    place, capsys, monkeypatch, taken
+    workdir, capsys, monkeypatch, taken
 ):
     write, log, full = checkpoints._write, train.logging.StepReporter.add, []
 
@@ -125,15 +125,15 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_state_before(
 
     monkeypatch.setattr(checkpoints, "_write", filling)
     monkeypatch.setattr(train.logging.StepReporter, "add", waiting)
-    said = fails(capsys, pretraining(place / "photos", "run", EVERY_EPOCH), 5)
+    said = expect_error(capsys, pretraining(workdir / "photos", "run", EVERY_EPOCH), 5)
 
     assert "No space left on device" in said
     assert len(log_rows("run")) == 5
-    assert state_of(place / "run")["step"] == 2
+    assert state_of(workdir / "run")["step"] == 2
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_waits_for_what_it_writes(place):
+def test_a_process_that_ends_waits_for_what_it_writes(workdir):
     code = (
         "import time; from pathlib import Path; from pretrain.checkpoints import Saver\n"
         "saver = Saver(Path())\n"
@@ -147,7 +147,7 @@ def test_a_process_that_ends_waits_for_what_it_writes(place):
     assert Path("written").is_file()
 
 
-def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(place, capsys, monkeypatch):
+def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(workdir, capsys, monkeypatch):
     usual, keep, kept = checkpoints.save_encoder, checkpoints.Saver.keep, []
 
     def slow(*arguments):
@@ -159,11 +159,11 @@ def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(place, capsys
         keep(self, *arguments)
         kept.append(1)
 
-    assert main(pretraining(place / "photos", "quick", "train.keep_every=1")) == 0
+    assert main(pretraining(workdir / "photos", "quick", "train.keep_every=1")) == 0
     capsys.readouterr()
     monkeypatch.setattr(checkpoints, "save_encoder", slow)
     monkeypatch.setattr(checkpoints.Saver, "keep", counted)
-    assert main(pretraining(place / "photos", "run", "train.keep_every=1")) == 0
+    assert main(pretraining(workdir / "photos", "run", "train.keep_every=1")) == 0
 
     said = capsys.readouterr().err
     for epoch in (1, 2, 3):
@@ -173,11 +173,11 @@ def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(place, capsys
 
 
 @pytest.mark.parametrize(("seconds", "mentions"), [(0.0, 1), (1.0, 0)])
-def test_a_slow_monitor_is_mentioned(place, capsys, monkeypatch, seconds, mentions):
+def test_a_slow_monitor_is_mentioned(workdir, capsys, monkeypatch, seconds, mentions):
     monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
     monkeypatch.setattr(train, "_MONITOR_SHARE", seconds)
-    root = class_folders(place / "classes", 2)
+    root = class_folders(workdir / "classes", 2)
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
-    assert main(pretraining(place / "photos", "run", *words, "train.max_steps=2")) == 0
+    assert main(pretraining(workdir / "photos", "run", *words, "train.max_steps=2")) == 0
 
     assert capsys.readouterr().err.count("depends on monitor.train_images") == mentions

@@ -123,36 +123,36 @@ def run_baselines(words: list[str]) -> dict[str, Baseline]:
     return {metric: baseline for metric, baseline in found.items() if baseline}
 
 
-def test_the_middle_is_the_baseline_of_points_that_end_there(place):
-    base = spair(place / "spair", PAIRS[:1])
+def test_the_middle_is_the_baseline_of_points_that_end_there(workdir):
+    base = spair(workdir / "spair", PAIRS[:1])
     ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
     write_annotation(base, PAIRS[0], **ends)
-    words = probing("correspondence", "spair71k", place / "spair", "probe.protocol=spair")
+    words = probing("correspondence", "spair71k", workdir / "spair", "probe.protocol=spair")
 
     assert run_baselines([*words, "probe.image_size=64"])["pck_0.1"] == Baseline("middle", 100.0)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "retrieval"])
-def test_the_baseline_of_masks_is_the_share_of_the_background(place, task):
+def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
     # Of 32 x 40 pixels 16 x 16 are of an object and one row is ignored.
     share = 100 * (31 * 40 - 256) / (31 * 40)
-    for metric, baseline in run_baselines(probing(task, "voc2012", voc(place / "voc"))).items():
+    for metric, baseline in run_baselines(probing(task, "voc2012", voc(workdir / "voc"))).items():
         assert baseline.answer == "constant class background"
         expected = share if metric == "pixel_accuracy" else share / 2
         assert baseline.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("task", ["knn", "classification"])
-def test_the_baseline_of_classes_is_the_share_of_the_largest(place, task):
-    words = probing(task, "class_folders", coloured_classes(place / "classes"))
+def test_the_baseline_of_classes_is_the_share_of_the_largest(workdir, task):
+    words = probing(task, "class_folders", coloured_classes(workdir / "classes"))
     for metric, baseline in run_baselines(words).items():
         # Six classes of two pictures each.
         assert baseline.value == pytest.approx(100 * (5 if "top5" in metric else 1) / 6)
 
 
 @pytest.mark.parametrize(("strength", "is_still"), [("0.001", True), ("0.33", False)])
-def test_the_same_place_is_always_right_if_nothing_moves(place, strength, is_still):
-    words = probing("correspondence", "folder", place / "photos", "probe.warp=homography")
+def test_the_same_place_is_always_right_if_nothing_moves(workdir, strength, is_still):
+    words = probing("correspondence", "folder", workdir / "photos", "probe.warp=homography")
     baseline = run_baselines([*words, f"probe.strength={strength}"])["pck_0.05"]
     assert (baseline == Baseline("same place", 100.0)) == is_still
     assert is_still or baseline.value < 100

@@ -193,9 +193,9 @@ def test_the_settings_of_a_protocol_are_those_of_its_training():
         ),
     ],
 )
-def test_the_guesses_of_a_record_contain_the_values_used(place, words, parts):
-    class_folders(place)
-    usual = probing("classification", "class_folders", place, "probe.image_size=32")
+def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
+    class_folders(workdir)
+    usual = probing("classification", "class_folders", workdir, "probe.image_size=32")
     usual = [word for word in usual if "c_values" not in word]
 
     assert main([*usual, *(f"probe.{word}" for word in words)]) == 0

@@ -28,7 +28,7 @@ from ssl_bench.planning import PlannedProbe, plan_probes
 from ssl_bench.request import probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.per_image import load_matching_values
-from tests.support.faults import TINY, encoder_file, fails, paired_folders
+from tests.support.faults import TINY, encoder_file, expect_error, paired_folders
 from tests.support.spair import spair
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -59,7 +59,7 @@ def install_plugins(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place(tmp_path_factory) -> Iterator[Path]:
+def workdir(tmp_path_factory) -> Iterator[Path]:
     """A folder with an encoder of three blocks, an installed plugin, and data for every role."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
@@ -137,14 +137,14 @@ def records(task: str, place: Path) -> list[Record]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_run_leaves_one_record_for_each_cell_and_every_figure(task, place):
+def test_a_run_leaves_one_record_for_each_cell_and_every_figure(task, workdir):
     probe, planned, _ = reduced_plan(task)
-    folder, cells = all_blocks(task, place), probe.cells((0, 1, 2))
+    folder, cells = all_blocks(task, workdir), probe.cells((0, 1, 2))
 
     assert len(set(cells)) == len(cells)
     assert {*results_of(folder)} == {*cells}
     settings = json.loads(json.dumps(probe.settings()))
-    for record in records(task, place):
+    for record in records(task, workdir):
         assert record.task == task
         assert settings.items() <= json.loads(json.dumps(dict(record.settings))).items()
     figures = list((folder / "pictures").rglob("*"))
@@ -153,8 +153,8 @@ def test_a_run_leaves_one_record_for_each_cell_and_every_figure(task, place):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_values_follow_from_per_image_values_and_have_a_baseline(task, place):
-    store = ResultStore(all_blocks(task, place))
+def test_values_follow_from_per_image_values_and_have_a_baseline(task, workdir):
+    store = ResultStore(all_blocks(task, workdir))
     probe = reduced_plan(task)[0]
     has_truth = probe.keeps_images and ROLE_ANNOTATIONS[probe.role] != "images"
     for record in store.records():
@@ -173,8 +173,8 @@ def test_values_follow_from_per_image_values_and_have_a_baseline(task, place):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_finished_results_are_reused_except_for_another_seed(task, place, monkeypatch, capsys):
-    folder, probe = all_blocks(task, place), reduced_plan(task)[0]
+def test_finished_results_are_reused_except_for_another_seed(task, workdir, monkeypatch, capsys):
+    folder, probe = all_blocks(task, workdir), reduced_plan(task)[0]
     before = results_of(folder)
     monkeypatch.setattr(type(probe), "run", None)
 
@@ -192,16 +192,16 @@ def test_finished_results_are_reused_except_for_another_seed(task, place, monkey
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_record_is_the_same_whichever_other_blocks_are_requested(task, place):
+def test_a_record_is_the_same_whichever_other_blocks_are_requested(task, workdir):
     assert run(task, f"{task}/alone", "--layer", "1") == 0
 
     alone = results_of(f"{task}/alone")
     assert alone
-    assert alone == results_of(all_blocks(task, place), layer=1)
+    assert alone == results_of(all_blocks(task, workdir), layer=1)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_interrupted_run_continues_with_the_same_results(task, place, monkeypatch):
+def test_an_interrupted_run_continues_with_the_same_results(task, workdir, monkeypatch):
     save, saved = ResultStore.save, list[Record]()
 
     def save_once(store: ResultStore, record: Record, per_image: Any = None) -> Path:
@@ -217,20 +217,20 @@ def test_an_interrupted_run_continues_with_the_same_results(task, place, monkeyp
 
     assert run(task, f"{task}/interrupted") == 0
 
-    assert results_of(f"{task}/interrupted") == results_of(all_blocks(task, place))
+    assert results_of(f"{task}/interrupted") == results_of(all_blocks(task, workdir))
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_wrong_datasets_blocks_and_keys_are_refused_before_a_result(task, capsys):
     words, refused = ["probe", *reduced_plan(task)[2]], f"{task}/refused"
     for more in (["--layer", "3"], ["probe.no_such_key=1"]):
-        fails(capsys, [*words, *more, "--out", refused], 2)
+        expect_error(capsys, [*words, *more, "--out", refused], 2)
     for name in ("toy", "toy_objects"):
         try:
             plan_probes([task], [name])
         except DataError:
             some = ["probe", "--task", task, "--checkpoint", "encoder.safetensors"]
-            line = fails(capsys, [*some, "--dataset", name, "--out", refused], 3)
+            line = expect_error(capsys, [*some, "--dataset", name, "--out", refused], 3)
             assert all(other in line for other in datasets_with(reduced_plan(task)[0].role))
     assert not list(Path(refused).rglob("*.json"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
-from tests.support.faults import class_folders, fails, probing, records, voc
+from tests.support.faults import class_folders, expect_error, probing, records, voc
 
 pytest.importorskip("imagecorruptions")
 
@@ -24,8 +24,8 @@ def corruption(record: Record) -> str:
     return "clean" if found is None else f"{found['name']}:{found['severity']}"
 
 
-def test_each_corruption_has_its_own_results_with_clean_training_images(place, capsys):
-    words = knn(place, "corrupt=clean,snow:1,snow:5,fog:1")
+def test_each_corruption_has_its_own_results_with_clean_training_images(workdir, capsys):
+    words = knn(workdir, "corrupt=clean,snow:1,snow:5,fog:1")
     assert main(words) == 0
     assert main(words) == 0
 
@@ -43,8 +43,8 @@ def test_each_corruption_has_its_own_results_with_clean_training_images(place, c
     assert ", corrupted by snow 1, trained on clean images; " in capsys.readouterr().out
 
 
-def test_stored_training_features_serve_every_corruption(place):
-    words = probing("segmentation", "voc2012", voc(place / "voc"), "probe.panels=0")
+def test_stored_training_features_serve_every_corruption(workdir):
+    words = probing("segmentation", "voc2012", voc(workdir / "voc"), "probe.panels=0")
     words += ["probe.tier=disk", "probe.cache=kept"]
     assert main(words) == 0
     kept = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*") if path.is_file()}
@@ -58,8 +58,8 @@ def test_stored_training_features_serve_every_corruption(place):
     assert any(len(values) == 2 for values in by_metric)
 
 
-def test_a_sweep_has_a_job_with_its_command_for_each_corruption(place, capsys):
-    words = knn(place, "corrupt=clean,all:3")[1:]
+def test_a_sweep_has_a_job_with_its_command_for_each_corruption(workdir, capsys):
+    words = knn(workdir, "corrupt=clean,all:3")[1:]
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
 
     jobs = json.loads(capsys.readouterr().out)["jobs"]
@@ -69,9 +69,9 @@ def test_a_sweep_has_a_job_with_its_command_for_each_corruption(place, capsys):
     assert jobs[8]["dataset"] == "class_folders+snow-3"
 
 
-def test_unreadable_images_are_left_out_of_clean_and_corrupted_scores(place):
-    words = knn(place, "--on-bad-image", "skip", "corrupt=clean,snow:1")
-    (place / "classes/val/cat/0.jpg").write_bytes(b"no picture")
+def test_unreadable_images_are_left_out_of_clean_and_corrupted_scores(workdir):
+    words = knn(workdir, "--on-bad-image", "skip", "corrupt=clean,snow:1")
+    (workdir / "classes/val/cat/0.jpg").write_bytes(b"no picture")
     assert main(words) == 0
 
     by_name = {corruption(record): record for record in records()}
@@ -80,10 +80,12 @@ def test_unreadable_images_are_left_out_of_clean_and_corrupted_scores(place):
     assert corrupted["fingerprint"] == by_name["clean"].dataset_fingerprint
 
 
-def test_corruptions_that_cannot_be_applied_are_refused(place, capsys, monkeypatch):
-    assert "`corrupt=gaussian_noise:3`" in fails(capsys, knn(place, "corrupt=gausian_noise:3"), 2)
+def test_corruptions_that_cannot_be_applied_are_refused(workdir, capsys, monkeypatch):
+    assert "`corrupt=gaussian_noise:3`" in expect_error(
+        capsys, knn(workdir, "corrupt=gausian_noise:3"), 2
+    )
     # The missing package is noticed before the encoder is loaded.
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     Path("encoder.safetensors").unlink()
-    assert "'ssl-bench[corruptions]'" in fails(capsys, knn(place, "corrupt=snow:1"), 5)
+    assert "'ssl-bench[corruptions]'" in expect_error(capsys, knn(workdir, "corrupt=snow:1"), 5)
     assert not Path("results").exists()

@@ -6,13 +6,13 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
-from tests.support.faults import SMALL, class_folders, fails, probing, records, voc
+from tests.support.faults import SMALL, class_folders, expect_error, probing, records, voc
 
 
 @pytest.fixture(autouse=True)
-def data(place):
-    voc(place)
-    class_folders(place)
+def data(workdir):
+    voc(workdir)
+    class_folders(workdir)
 
 
 def words(task: str, facet: str, *more: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_a_submodule_scores_as_the_facet_with_another_name(task):
     ],
 )
 def test_settings_that_do_not_fit_the_facet_are_refused(capsys, facet, more, hint):
-    assert hint in fails(capsys, words("segmentation", facet, more), 2)
+    assert hint in expect_error(capsys, words("segmentation", facet, more), 2)
 
 
 def test_a_plan_contains_only_the_block_of_the_facet(capsys):

@@ -159,6 +159,27 @@ def test_views_of_an_interrupted_run_are_not_computed_again(
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
 
 
+def test_views_of_an_interrupted_run_are_not_used_with_another_seed(
+    photographs, tmp_path, monkeypatch
+):
+    # All images have views, so that only their crops depend on the seed.
+    expected, model, seen = values(photographs, seed=1, view_images=7), vit(), []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def interrupt(*_: object) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    model.patch_embed.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        values(photographs, model, view_images=7)
+
+    assert list((tmp_path / "cache").rglob("*.jsonl"))
+    found = values(photographs, model, seed=1, view_images=7)
+    assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
 def test_the_seed_draws_views_and_held_out_images(photographs):
     # The views are of all images, so that only their crops differ.
     one, same, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 0, 1))
@@ -186,8 +207,8 @@ def test_an_encoder_without_cls_has_no_cosine_with_it(photographs):
         ("rankme", "interval", "it depends on the number of images"),
     ],
 )
-def test_tables_state_why_a_value_or_interval_is_missing(place, capsys, metric, what, why):
-    assert main(probing("geometry", "folder", place / "photos")) == 0
+def test_tables_state_why_a_value_or_interval_is_missing(workdir, capsys, metric, what, why):
+    assert main(probing("geometry", "folder", workdir / "photos")) == 0
     (record,) = [r for r in records() if (r.metric, r.facet != "patch_mean") == (metric, True)]
     assert record.ci95 is None
     capsys.readouterr()

@@ -19,7 +19,7 @@ from ssl_bench.features import FeatureExtractor, central_square
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
 from tests.support.coloured_classes import class_context, flat, scored, tiny
-from tests.support.faults import class_folders, encoder_file, fails, probing, records
+from tests.support.faults import class_folders, encoder_file, expect_error, probing, records
 
 
 def unit(*degrees):
@@ -168,10 +168,10 @@ def _by_hand(layer: int, facet: str, images: ImageSet, *, share: float) -> Label
         (("probe.protocol=dinov2", "probe.image_size=48"), 48, {"image_size": 48}),
     ],
 )
-def test_a_record_states_the_image_size_of_its_protocol(place, words, size, changed):
-    class_folders(place)
+def test_a_record_states_the_image_size_of_its_protocol(workdir, words, size, changed):
+    class_folders(workdir)
 
-    assert main(probing("knn", "class_folders", place, *words)) == 0
+    assert main(probing("knn", "class_folders", workdir, *words)) == 0
 
     for record in records():
         assert record.settings["image_size"] == size
@@ -190,9 +190,9 @@ def test_more_neighbours_than_images_are_refused(root, changes, fitting):
     assert error.value.hint == ("--task", "knn", f"probe.neighbours={fitting}")
 
 
-def test_default_neighbours_are_limited_to_the_number_of_images(place, capsys):
-    class_folders(place, count=6)
-    words = probing("knn", "class_folders", place)
+def test_default_neighbours_are_limited_to_the_number_of_images(workdir, capsys):
+    class_folders(workdir, count=6)
+    words = probing("knn", "class_folders", workdir)
     words = [word for word in words if not word.startswith("probe.")]
 
     assert main(words) == 0
@@ -207,32 +207,32 @@ def test_default_neighbours_are_limited_to_the_number_of_images(place, capsys):
     }
 
 
-def test_an_encoder_without_cls_is_refused_or_left_out(place, capsys):
+def test_an_encoder_without_cls_is_refused_or_left_out(workdir, capsys):
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
-    encoder_file(place / "vit.safetensors")
-    save_encoder(place / "encoder.safetensors", build_encoder(config, seed=0), {})
-    class_folders(place)
+    encoder_file(workdir / "vit.safetensors")
+    save_encoder(workdir / "encoder.safetensors", build_encoder(config, seed=0), {})
+    class_folders(workdir)
     tasks = ("knn", "geometry", "classification", "clustering")
 
     for task in tasks:
-        line = fails(capsys, probing(task, "class_folders", place), 2)
+        line = expect_error(capsys, probing(task, "class_folders", workdir), 2)
         assert "`probe.facet=patch_mean`" in line
-    fails(capsys, probing("knn", "class_folders", place, "--dry-run"), 2)
-    words = [*probing("knn", "class_folders", place)[1:], "--task", ",".join(tasks)]
+    expect_error(capsys, probing("knn", "class_folders", workdir, "--dry-run"), 2)
+    words = [*probing("knn", "class_folders", workdir)[1:], "--task", ",".join(tasks)]
     words = [word for word in words if not word.startswith("probe.")]
     assert main(["sweep", *words, "--checkpoint", "vit.safetensors", "--dry-run"]) == 0
     said = capsys.readouterr().err
     assert all(f"left out: {task} on class_folders: encoder" in said for task in tasks)
-    words = probing("geometry", "class_folders", place, "probe.facet=patch_mean")
+    words = probing("geometry", "class_folders", workdir, "probe.facet=patch_mean")
     assert main(words) == 0
     capsys.readouterr()
     assert main([*words, "--dry-run"]) == 0
     assert ", 0 pending" in capsys.readouterr().out
 
 
-def test_the_top_five_of_fewer_classes_has_a_reason_and_no_number(place, capsys):
-    class_folders(place)
-    assert main(probing("knn", "class_folders", place)) == 0
+def test_the_top_five_of_fewer_classes_has_a_reason_and_no_number(workdir, capsys):
+    class_folders(workdir)
+    assert main(probing("knn", "class_folders", workdir)) == 0
     for record in records():
         is_top5 = record.metric.startswith("top5")
         assert (math.isnan(record.value), record.ci95 is None) == (is_top5, is_top5)

@@ -59,13 +59,13 @@ def test_an_object_is_found_where_every_patch_is_linked(find):
 
 
 @pytest.fixture
-def linked(place):
+def linked(workdir):
     """The words of a TokenCut probe of an encoder all of whose patches resemble each other."""
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data
     bias.copy_(torch.linspace(50, 90, len(bias)))
-    save_encoder(place / "linked.safetensors", model, {})
+    save_encoder(workdir / "linked.safetensors", model, {})
     return ["--checkpoint", "linked.safetensors", "--layer", "0"]
 
 

@@ -182,7 +182,7 @@ FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["sweep", "python"])
-def test_an_image_of_a_folder_passes_once_for_each_task(place, monkeypatch, command):
+def test_an_image_of_a_folder_passes_once_for_each_task(workdir, monkeypatch, command):
     shown, count = Shown(monkeypatch), 4
 
     if command == "python":
@@ -199,7 +199,7 @@ def test_an_image_of_a_folder_passes_once_for_each_task(place, monkeypatch, comm
 
 
 @pytest.mark.slow
-def test_an_image_of_masks_or_classes_passes_once_for_each_task(place, monkeypatch):
+def test_an_image_of_masks_or_classes_passes_once_for_each_task(workdir, monkeypatch):
     shown = Shown(monkeypatch)
     for dataset in ("toy", "toy_objects"):
         assert main(["probe", *PROBED, "--dataset", dataset, *FEW]) == 0
@@ -225,7 +225,7 @@ def cut(out: str, *settings: str, layers: str = "0,1", overwrite: bool = False) 
     return found | {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-def test_protocols_that_share_a_pass_find_what_each_finds_alone(place, monkeypatch):
+def test_protocols_that_share_a_pass_find_what_each_finds_alone(workdir, monkeypatch):
     for protocol in ("adaptive", "reference"):
         apart = cut("apart", f"probe.protocol={protocol}")
     assert len(ResultStore(Path("apart")).records()) == 4
@@ -238,7 +238,7 @@ def test_protocols_that_share_a_pass_find_what_each_finds_alone(place, monkeypat
     assert not shown.times("tokencut, adaptive")
 
 
-def test_a_protocol_with_other_blocks_to_do_passes_on_its_own(place, monkeypatch):
+def test_a_protocol_with_other_blocks_to_do_passes_on_its_own(workdir, monkeypatch):
     cut("results", "probe.protocol=adaptive", layers="1")
     shown = Shown(monkeypatch)
 

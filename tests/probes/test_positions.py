@@ -20,7 +20,7 @@ RULE = "bicubic, scale (n + 0.1) / n0, no antialiasing"
     ],
 )
 def test_a_record_names_the_rule_by_which_positions_were_resampled(
-    place, monkeypatch, task, option, is_resampled
+    workdir, monkeypatch, task, option, is_resampled
 ):
     resampled = []
 
@@ -32,7 +32,7 @@ def test_a_record_names_the_rule_by_which_positions_were_resampled(
     dataset, root = ("folder", "photos")
     if task == "knn":
         dataset, root = ("class_folders", "classes")
-        class_folders(place / root)
+        class_folders(workdir / root)
 
     assert main([*probing(task, dataset, root), *option.split()]) == 0
 

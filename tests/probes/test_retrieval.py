@@ -129,9 +129,9 @@ def test_hbird_also_scores_renamed_classes(tmp_path):
     assert (matched.ci95, matched.per_image) == (None, None)
 
 
-def test_a_metric_more_leaves_finished_scores_as_they_are(place, capsys):
-    voc(place / "voc")
-    words = probing("retrieval", "voc2012", place / "voc", "probe.protocol=hbird")
+def test_a_metric_more_leaves_finished_scores_as_they_are(workdir, capsys):
+    voc(workdir / "voc")
+    words = probing("retrieval", "voc2012", workdir / "voc", "probe.protocol=hbird")
     assert main(words) == 0
     before = {record.key(): record for record in records()}
     assert {key.metric for key in before} == {"miou", "pixel_accuracy", "miou_matched"}

@@ -17,7 +17,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.results.per_image import load_curve
 from ssl_bench.scores import OBJECT_SCORES
-from tests.support.faults import fails, picture, probing
+from tests.support.faults import expect_error, picture, probing
 
 ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")
 SIZES = ((32, 40), (33, 47), (40, 24), (24, 56))
@@ -69,8 +69,8 @@ def true_mask(root: Path, image_id: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["tokencut", "lost"])
-def test_records_and_comparisons_are_what_plain_numpy_makes_of_the_masks(place, method):
-    root = object_folders(place / "objects")
+def test_records_and_comparisons_are_what_plain_numpy_makes_of_the_masks(workdir, method):
+    root = object_folders(workdir / "objects")
     words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, f"probe.method={method}")
 
     assert main(words) == 0
@@ -134,8 +134,8 @@ def test_ignored_pixels_are_neither_right_nor_wrong():
     assert object_counts(answer, truth).tolist() == [1, 2, 2, 5]
 
 
-def test_images_seen_smaller_are_scored_at_that_size(place):
-    root = object_folders(place / "objects", [(32, 40)])
+def test_images_seen_smaller_are_scored_at_that_size(workdir):
+    root = object_folders(workdir / "objects", [(32, 40)])
     words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, "probe.longer_side=20")
 
     assert main(words) == 0
@@ -177,7 +177,7 @@ def test_the_annotations_of_a_dataset_decide_what_is_scored(dataset, truth, metr
         ("tokencut", "paired_folders", [ONE_OBJECT[0], "dataset.class_names=[a,b,c]"], 2),
     ],
 )
-def test_data_without_the_required_truth_is_refused(place, capsys, task, dataset, more, code):
-    root = object_folders(place / "objects", [(32, 40)])
+def test_data_without_the_required_truth_is_refused(workdir, capsys, task, dataset, more, code):
+    root = object_folders(workdir / "objects", [(32, 40)])
 
-    fails(capsys, probing(task, dataset, root, *more), code)
+    expect_error(capsys, probing(task, dataset, root, *more), code)

@@ -173,9 +173,9 @@ def test_images_are_paired_by_how_many_draws_were_right():
     assert curve.best_layer() == 1
 
 
-def test_shots_run_from_the_command(place):
-    class_folders(place / "classes")
-    words = probing("knn", "class_folders", place / "classes", "probe.shots=[1,2]")
+def test_shots_run_from_the_command(workdir):
+    class_folders(workdir / "classes")
+    words = probing("knn", "class_folders", workdir / "classes", "probe.shots=[1,2]")
     assert main([*words, "probe.draws=2"]) == 0
     first = records()
     assert {r.metric for r in first} == {

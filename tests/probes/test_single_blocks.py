@@ -36,7 +36,7 @@ OF_THE_RUN = ("created", "seconds")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workdir(tmp_path_factory):
     """A folder with an encoder of three blocks and images of every kind."""
     folder = tmp_path_factory.mktemp("blocks")
     data_of_every_role(folder / "data")
@@ -64,7 +64,7 @@ def of_block_1(out: str) -> dict:
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * case.endswith("spectra")) for case in CASES],
 )
-def test_a_record_is_the_same_whichever_other_blocks_are_requested(place, case):
+def test_a_record_is_the_same_whichever_other_blocks_are_requested(workdir, case):
     task = case.partition(" ")[0]
     dataset = DATASETS.get(task, "voc2012")
     words = ["probe", "--task", task, "--dataset", dataset, "--data-root", f"data/{dataset}"]

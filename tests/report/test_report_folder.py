@@ -7,7 +7,7 @@ import pytest
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.writing import replace_report
 from ssl_bench.results import ResultStore
-from tests.support.faults import fails
+from tests.support.faults import expect_error
 from tests.support.report_cells import cell
 
 
@@ -27,7 +27,7 @@ def test_other_files_are_not_replaced(tmp_path, capsys, into):
     (tmp_path / "thesis/chapter.txt").write_text("years of work")
 
     report = ["report", "--out", str(tmp_path / "results"), "--into", str(tmp_path / into)]
-    assert "--into" in fails(capsys, report, 2)
+    assert "--into" in expect_error(capsys, report, 2)
 
     assert [path.read_text() for path in (tmp_path / "thesis").iterdir()] == ["years of work"]
 

@@ -93,8 +93,8 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_probe_stores_the_names_of_its_images(place):
-    assert main(probing("pca", "folder", place / "photos")) == 0
+def test_a_probe_stores_the_names_of_its_images(workdir):
+    assert main(probing("pca", "folder", workdir / "photos")) == 0
     store = ResultStore(Path("results"))
 
     (record,) = store.records()

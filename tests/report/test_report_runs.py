@@ -12,7 +12,7 @@ from ssl_bench.report.runs import draw_runs
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import read_digests
 from ssl_bench.tables.run_logs import read_run_logs
-from tests.support.faults import fails
+from tests.support.faults import expect_error
 from tests.support.report_cells import Elements, cell
 from tests.support.runs import log_rows, write_log
 
@@ -116,7 +116,7 @@ def test_runs_without_records_are_not_drawn_unless_named(
     assert main(["report", "--runs", "runs/labels"]) == 0
     assert Path("results/report/runs.html").is_file()
     assert len(list(Path("results/report").glob("checkpoint-*"))) == 1
-    fails(capsys, ["report", "--runs", "photos"], 3)
+    expect_error(capsys, ["report", "--runs", "photos"], 3)
     assert Path("results/report/runs.html").is_file()
 
 

@@ -209,10 +209,6 @@ def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
     return message
 
 
-# The name that other tests use.
-fails = expect_error
-
-
 @dataclass(frozen=True)
 class Fault:
     """A broken file or setting, and how a command reports it.

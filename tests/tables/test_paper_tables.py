@@ -122,6 +122,10 @@ def test_the_series_nearest_to_the_paper_is_shown(store):
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
     )
+    # Of series that differ only in their images, the one with the most images is shown.
+    save(store, "a", 5, hits(*(1, 1, 1, 1, 0)), dataset_fingerprint="c" * 64, **oracle)
+    (chosen,) = laid(store, "table2", shas="a").entries.values()
+    assert (chosen.value, chosen.records[0].num_images) == (80.0, 5)
     # Multi-scale heads stand in the multi-scale columns alone.
     multi = {"metric": "miou_oracle", "settings": {"layers_mode": "multi"}}
     save(store, "d", 11, hits(1, 0), **multi, **fields)

@@ -15,7 +15,7 @@ from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.run_logs import read_run_logs
 from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.steps import step_table
-from tests.support.faults import fails
+from tests.support.faults import expect_error
 from tests.support.runs import log_rows, write_log
 from tests.support.without_torch import said_without_torch
 
@@ -152,7 +152,7 @@ def test_folders_and_options_without_steps_are_refused(
     write_log(tmp_path / "empty", ["damaged"])
     write_log(tmp_path / "run", steps(3, loss=float))
 
-    assert hint in fails(capsys, ["table", "--over-steps", *words], code)
+    assert hint in expect_error(capsys, ["table", "--over-steps", *words], code)
 
 
 def test_a_run_without_a_row_is_left_out_of_several(tmp_path, capsys):
