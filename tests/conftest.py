@@ -29,6 +29,7 @@ if os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1":
 
 def pytest_configure(config: pytest.Config) -> None:
     # The process that hands tests to the workers of xdist runs none. Its workers start sooner if
-    # it does not import what the tests need.
-    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+    # it does not import what the tests need. Coverage of imports is measured in this process.
+    runs_tests = not config.getoption("numprocesses", None) or hasattr(config, "workerinput")
+    if runs_tests or config.pluginmanager.hasplugin("_cov"):
         config.pluginmanager.import_plugin("tests.fixtures")

@@ -31,6 +31,7 @@ TYPOS = [
     ("data list vocc2012", 2, "ssl-bench data list voc2012"),
     ("keys probe.tokencat", 2, "ssl-bench keys probe.tokencut"),
     ("keys tokencut", 2, "ssl-bench keys probe.tokencut"),
+    ("keys trian", 2, "ssl-bench keys train"),
     ("reproduce cutting_the_skip/tabel2", 2, "ssl-bench reproduce cutting_the_skip/table2"),
     ("reproduce table2 --row 'skp, adamw'", 2, "--row 'skip, adamw'"),
     ("reproduce table2 --data-root imagenet1=x", 2, "--data-root imagenet1k=FOLDER"),

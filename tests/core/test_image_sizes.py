@@ -42,7 +42,6 @@ def planned(capsys, words: list[str]) -> list[dict]:
     return json.loads(capsys.readouterr().out)["jobs"]
 
 
-@pytest.mark.slow
 def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
     words = probed(",".join(SQUARES), *QUICK)
     assert all(job["pending"] for job in planned(capsys, words))

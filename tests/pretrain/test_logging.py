@@ -88,7 +88,6 @@ def test_trackers_get_each_number_and_show_repeated_steps_once(tmp_path, runs):
     assert runs[0].rows[:2] == [{"step": 1, "epoch": 0, "loss": 0.5}, {"step": 2, "epoch": 0}]
 
 
-@pytest.mark.slow
 def test_a_run_sends_its_log_to_one_run_of_each_tracker(workdir, runs):
     pytest.importorskip("tensorboard")
     words = pretraining(workdir / "photos", "run", "train.max_steps=2", "train.wandb=skips")

@@ -91,7 +91,6 @@ def test_another_form_of_epochs_is_refused_with_a_pattern_that_works(kept, capsy
     assert "run@2" in planned
 
 
-@pytest.mark.slow
 def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     out = ["--out", str(tmp_path)]
     assert main([*PCA, *out, "--checkpoint", str(kept)]) == 0
