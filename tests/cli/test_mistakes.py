@@ -38,6 +38,7 @@ TYPOS = [
 ]
 MISSING_OR_CONFLICTING = [
     ("probe --checkpoint x", 2, "ssl-bench probe --help"),
+    ("probe --task pca --dataset folder --data-root photos", 4, "--checkpoint demo:skip"),
     ("probe --task pca --data-root photos", 2, "--dataset folder --data-root FOLDER"),
     ("probe --task pca --dataset .", 2, "--dataset folder --data-root ."),
     ("probe --task pca --checkpoint org/vit", 4, "--checkpoint hf-hub:org/vit"),

@@ -183,17 +183,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return scores(own_module.own(), tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: default_dtype(torch.float64),
-        lambda: torch.device("meta"),
+        pytest.param(torch.no_grad, id="no_grad", marks=pytest.mark.slow),
+        pytest.param(torch.inference_mode, id="inference_mode", marks=pytest.mark.slow),
+        pytest.param(lambda: torch.autocast("cpu", torch.bfloat16), id="autocast"),
+        pytest.param(lambda: default_dtype(torch.float64), id="dtype", marks=pytest.mark.slow),
+        pytest.param(lambda: torch.device("meta"), id="default device"),
     ],
-    ids=["no_grad", "inference_mode", "autocast", "default dtype", "default device"],
 )
 def test_torch_settings_change_no_score_and_are_restored(tmp_path, plain, setting):
     module = own_module.own().train()

@@ -326,7 +326,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
 
 
 class Renamed(own_module.Own):
-    """Its final norm has a name that nobody knows; `forward` finds it under the old one."""
+    """A module whose final norm has an unusual name. `forward` still uses the usual name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,6 +348,8 @@ def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_name
     module.other_norm = nn.LayerNorm(16)
     with pytest.raises(UnfitEncoder, match=r"Pass its name: ssl_bench\.Encoder\.from_module"):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
+    with pytest.raises(CheckpointError, match="final_layer"):
+        ssl_bench.Encoder.from_module(module, norm="final_layer")
 
 
 def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):

@@ -97,6 +97,12 @@ def without_a_second_class(folder: Path) -> None:
         path.unlink()
 
 
+def classes_within_classes(folder: Path) -> None:
+    for name in ("cat", "dog"):
+        (folder / name / "old").mkdir(parents=True)
+        picture(0).save(folder / name / "old/0.jpg")
+
+
 def list_absent_images(base: Path) -> None:
     names = [*TRAIN, *(f"absent{number}" for number in range(9))]
     (base / "ImageSets/Main/trainval.txt").write_text("\n".join(names))
@@ -141,6 +147,8 @@ MASKS_AND_LISTS = [
     Fault("masks of a single class", change_voc(without_a_second_class_in_masks),
           FAST_SEGMENTATION, 3, "class"),
     Fault("a single class", without_a_second_class, KNN, 3, "class"),
+    Fault("classes within classes", classes_within_classes,
+          "data check class_folders --data-root .", 3, "SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
 ]  # fmt: skip
 
 
