@@ -225,6 +225,16 @@ def contents(store: ResultStore) -> list:
     return [records, [one.tolist() for one in images if one is not None], store.image_ids("b" * 64)]
 
 
+def test_a_record_saved_after_packing_replaces_the_packed_one(tmp_path):
+    record, hits = packed(tmp_path).records()[0], np.arange(8) < 6
+
+    ResultStore(tmp_path).save(replace(record, value=75.0), hits)
+
+    (found, *_) = ResultStore(tmp_path).records()
+    assert found.value == 75.0
+    assert ResultStore(tmp_path).per_image(found).tolist() == hits.tolist()
+
+
 def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
     expected = contents(packed(tmp_path))
     path = tmp_path / "records.parquet"

@@ -353,6 +353,27 @@ def test_boxes_of_a_table_need_a_stated_format():
     np.testing.assert_array_equal(dataset.discovery()[0].boxes, BOXES)
 
 
+@pytest.mark.parametrize("has_boxes", [True, False])
+def test_images_with_boxes_keep_the_orientation_of_their_pixels(has_boxes):
+    datasets = pytest.importorskip("datasets")
+    exif, memory = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 32)).save(memory, "JPEG", exif=exif)
+    row = {"image": {"bytes": memory.getvalue(), "path": None}, "bbox": [[8.0, 8.0, 16.0, 16.0]]}
+    columns = {
+        "image": datasets.Image(),
+        "bbox": datasets.List(datasets.List(datasets.Value("float32"))),
+    }
+    if not has_boxes:
+        del row["bbox"], columns["bbox"]
+    table = datasets.Dataset.from_list([row], datasets.Features(columns))
+
+    dataset = open_sets(PythonDataset(box_format="xywh" if has_boxes else None), images=table)
+
+    image = (dataset.discovery() if has_boxes else dataset.images())[0].image
+    assert image.shape == ((32, 40, 3) if has_boxes else (40, 32, 3))
+
+
 def test_several_fitting_columns_need_a_choice():
     datasets = pytest.importorskip("datasets")
     label = datasets.ClassLabel(names=["a", "b"])

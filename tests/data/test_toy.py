@@ -1,5 +1,6 @@
 """Toy scenes: seeded, exact, written once."""
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -109,6 +110,8 @@ def test_scenes_are_written_once_in_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = Toy(num_train=1, num_val=1)
     fingerprint = first.val().fingerprint()
+    (image,) = tmp_path.rglob("JPEGImages/val_00000.jpg")
+    os.utime(image, (0, 0))
     with monkeypatch.context() as patched:
         patched.setattr(Painter, "paint_scene", lambda *_: pytest.fail("drawn again"))
         assert first.val().fingerprint() == fingerprint

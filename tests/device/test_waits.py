@@ -142,11 +142,11 @@ def counted_steps() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_unit_waits_no_more_often_than_is_said(place, name):
+def test_a_unit_waits_no_more_often_than_is_said(workdir, name):
     unit = UNITS[name]
-    encoder_file(place / "encoder.safetensors", config=THREE_BLOCKS)
+    encoder_file(workdir / "encoder.safetensors", config=THREE_BLOCKS)
     for count in (3, 9):
-        class_folders(place / f"classes{count}", count)
+        class_folders(workdir / f"classes{count}", count)
 
     def cost(word: str, out: str):
         words = [*unit.words, "--device", "cuda", "--out", out]

@@ -178,3 +178,11 @@ def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest(
         assert filters.square().sum(1).mean().item() == pytest.approx(
             (root @ root).trace().item(), rel=0.25
         )
+
+
+def test_frozen_filters_are_no_part_of_the_identity():
+    one, other = (
+        encoder_from_model(build_encoder(replace(TINY, frozen_filters=frozen), seed=0), name="own")
+        for frozen in (False, True)
+    )
+    assert one.identity() == other.identity()

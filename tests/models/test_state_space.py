@@ -155,6 +155,10 @@ def test_without_pieces_it_starts_as_the_architectures_do():
     assert sum(value.numel() for value in parameters) == 28 * 64 + 2 * weights + 64 == 62_040
     one, two = (mixer_of(built(version, dim=64)) for version in VERSIONS)
     assert isinstance(one, Mamba1Mixer)
+    # The rank of the steps is the width / 16, rounded up.
+    uneven = mixer_of(built("mamba1", dim=40))
+    assert isinstance(uneven, Mamba1Mixer)
+    assert (one.rank, uneven.rank) == (4, 3)
 
     torch.testing.assert_close(one.log_decay.view(128, 3).exp()[5], torch.tensor([1.0, 2.0, 3.0]))
     assert 1 <= two.log_decay.exp().min() < two.log_decay.exp().max() <= 16

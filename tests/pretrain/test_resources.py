@@ -3,14 +3,16 @@
 import copy
 import errno
 import shlex
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
-from pretrain import logging
+from pretrain import logging, resources
 from pretrain.distributed import TrainingRanks
 from pretrain.memory import find_accumulation
 from pretrain.monitor import Evaluator
@@ -255,6 +257,22 @@ def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
     # As where the machine was busy when the product was timed.
     assert trainer.utilisation(flops / (2 * rate)) == pytest.approx(100)
     assert 1e8 < rate < 1e14
+
+
+def test_a_product_of_matrices_counts_two_operations_per_multiplication(monkeypatch):
+    operations, multiply = [], torch.mm
+
+    def counted(left, right):
+        operations.append(2 * left.shape[0] * left.shape[1] * right.shape[1])
+        return multiply(left, right)
+
+    # Each round takes one second by this clock.
+    monkeypatch.setattr(resources, "time", SimpleNamespace(perf_counter=count().__next__))
+    monkeypatch.setattr(torch, "mm", counted)
+
+    rate = measure_product_rate.__wrapped__(CPU, torch.float32)
+
+    assert rate == sum(operations) / resources._ROUNDS
 
 
 @pytest.mark.slow

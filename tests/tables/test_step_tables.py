@@ -14,7 +14,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.run_logs import read_run_logs
 from ssl_bench.tables.sheets import NO_VALUE
-from ssl_bench.tables.steps import step_table
+from ssl_bench.tables.steps import format_logged, step_table
 from tests.support.faults import expect_error
 from tests.support.runs import log_rows, write_log
 from tests.support.without_torch import said_without_torch
@@ -69,6 +69,16 @@ def test_formats_for_programs_hold_every_step_of_real_runs(pretrained_runs, tmp_
         for name in ("loss", "lr", "knn_top1" if run == "dino" else "val_top1"):
             texts_of_run = [float(row[name]) for row in own if row[name]]
             assert texts_of_run == [row[name] for row in known if name in row]
+
+
+def test_logged_values_have_four_digits_or_no_decimals():
+    values = (2.30711, -0.5, 1234.5, -12345.0)
+    assert [format_logged(value, "") for value in values] == [
+        "2.307",
+        "-0.5000",
+        "1,234",
+        "-12,345",
+    ]
 
 
 def test_printed_columns_are_measures_and_runs(pretrained_runs, printed):
