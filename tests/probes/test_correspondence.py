@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from probes.correspondence import Correspondence
 from ssl_bench.composition.compose import build, compose_config
@@ -15,7 +16,7 @@ from ssl_bench.results.per_image import load_curve
 from tests.support.colours import Counter
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated
-from tests.support.spair import spair
+from tests.support.spair import TARGET_SIZE, spair
 
 WARPS: dict[str, Any] = {
     "image_size": 32, "num_points": 20, "num_workers": 1, "batch_size": 2, "panels": 0,
@@ -90,6 +91,19 @@ def test_a_block_whose_patches_are_all_alike_is_marked(photographs, tmp_path):
     marks = {record.layer: record.details["degenerate_percent"] for record in records}
     assert marks == {0: 0.0, 2: 100.0}
     assert {record.details["view_size"] for record in records} == {48}
+
+
+def test_a_pair_is_degenerate_if_the_patches_of_its_target_are_all_alike(tmp_path):
+    base, encoder = spair(tmp_path), tiny()
+    with torch.no_grad():
+        encoder.module.get_parameter("pos_embed").zero_()
+    # The target of two of the three pairs.
+    Image.new("RGB", TARGET_SIZE, (90, 120, 30)).save(base / "JPEGImages/cat/2008_000002.jpg")
+
+    store = ResultStore(tmp_path / "out")
+    records = run(Spair71k(tmp_path), store, encoder=encoder, protocol="spair", alphas=[0.08])
+
+    assert records[0].details["degenerate_percent"] == pytest.approx(200 / 3)
 
 
 def test_pairs_are_averaged_by_pair_by_point_and_by_category(tmp_path):
