@@ -232,7 +232,7 @@ def test_a_record_saved_after_packing_replaces_the_packed_one(tmp_path):
 
     (found, *_) = ResultStore(tmp_path).records()
     assert found.value == 75.0
-    assert ResultStore(tmp_path).per_image(found).tolist() == hits.tolist()
+    assert np.array_equal(ResultStore(tmp_path).per_image(found), hits)
 
 
 def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
