@@ -249,9 +249,10 @@ class ProgressBar:
         # A resumed run must keep its settings, so only a new run gets this advice.
         if step == _STEPS_BEFORE_ESTIMATE and left > _LONG:
             self.say(
-                f"about {format_duration(left)} left on this machine. train.max_steps="
-                f"{max(int(_HOUR / seconds), 1)} takes about an hour. A smaller train.epochs, "
-                "data.limit, data.image_size or model=, such as vit_tiny_skip, takes less time"
+                f"the run needs about {format_duration(left)} more on this machine. With "
+                f"train.max_steps={max(int(_HOUR / seconds), 1)} it would take about an hour. A "
+                "smaller train.epochs, data.limit, data.image_size or model=, such as "
+                "vit_tiny_skip, takes less time"
             )
         is_early = done == _STEPS_BEFORE_ESTIMATE and left > _SECONDS_BETWEEN_LINES
         is_due = is_early or step == self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES

@@ -121,7 +121,7 @@ class Trainer:
         Two steps of two micro-batches each are computed, because gradients of an earlier
         micro-batch and moments of an earlier step need memory too. On a CPU, the state is also
         copied, because a checkpoint needs this memory too. The step runs without torch.compile,
-        which usually only lowers the need for memory. The weights change, so the run must end
+        so the real run usually needs a little less memory. The weights change, so the run must end
         afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait

@@ -220,7 +220,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join the groups of several chunks of images, each of which has `num_views` views per image.
+    """Join the groups of several chunks of images. Each image has `num_views` views.
 
     In the result, the first views of all images come first.
     """

@@ -184,7 +184,7 @@ class SingleCrop(ViewMaker):
         PlainCrop(self.scale, self.aspect_ratio)  # checks the ranges
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
-        """Return a crop of each image after RandAugment, and draw all other augmentations."""
+        """Crop each image, apply RandAugment and draw the parameters of other augmentations."""
         samples, generators, size = list(samples), list(generators), sizes[0]
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = []

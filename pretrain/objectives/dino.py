@@ -240,7 +240,7 @@ class DinoNetwork(nn.Module):
 
 
 class DinoHead(nn.Module):
-    """A three-layer perceptron with outputs of length 1, and the prototypes of the last layer."""
+    """The projection head: a three-layer perceptron, L2 normalisation and linear prototypes."""
 
     def __init__(self, in_dim: int, options: Dino) -> None:
         super().__init__()

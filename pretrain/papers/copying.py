@@ -121,7 +121,7 @@ class CopyingLearner(Learner):
     options: Copying
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return no module, because a scan is a loop over tokens."""
+        """Return no module. A scan is a loop over tokens, which `torch.compile` would unroll."""
         return ()
 
     def loss(
