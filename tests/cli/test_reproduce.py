@@ -96,6 +96,10 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
     # No warm-up in this recipe, and nothing to shorten.
     assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
     assert plan_of("table2", "train.epochs=100").unreachable_rows == plan.unreachable_rows
+    # A warm-up of ten epochs fits into eleven, but would be all of a run of ten.
+    for epochs, is_left_out in ((11, False), (10, True)):
+        short = plan_of("table2", f"train.epochs={epochs}").steps[0].words
+        assert ("train.warmup_epochs=null" in short) == is_left_out
     assert plan_of("table2", "train.epochs=200").unreachable_rows == ()
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 import ssl_bench
 from probes.pca import PCA
+from probes.retrieval import Retrieval
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import fit_size
@@ -52,6 +53,12 @@ def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
     assert {r.task: r.settings["image_size"] for r in records()} == SQUARES
     assert all("image_size" not in record.changed for record in records())
     assert not any(job["pending"] for job in planned(capsys, words))
+
+
+def test_the_nearest_multiple_of_the_patch_is_used():
+    encoder = encoder_from_model(build_vit(ViTConfig(28, 14, 12, 2, 2), seed=0), name="patch 14")
+
+    assert fit_size(Retrieval(image_size=512), encoder, ()).image_size == 37 * 14
 
 
 @pytest.mark.parametrize(

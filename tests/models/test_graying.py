@@ -51,6 +51,15 @@ def test_by_svd_the_singular_values_are_those_of_the_paper(shape, exponent):
         torch.testing.assert_close(gray, expected, rtol=0, atol=1e-12)
 
 
+def test_small_singular_values_in_float32_are_those_of_the_paper():
+    values = torch.tensor([1, 1e-2, 1e-5])
+
+    gray = gray_by_svd(with_values(*values.tolist()).float(), 0.5)
+
+    # A ratio of 1e-5 is above the machine epsilon of 1.2e-7 and below its root.
+    torch.testing.assert_close(torch.linalg.svdvals(gray)[0, :3], values.sqrt(), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 785])
 def test_cosines_are_those_of_scipy_and_orthonormal(size):
     d = dct_matrix(size, like=torch.zeros(1, dtype=torch.float64))
