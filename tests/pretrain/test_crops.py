@@ -136,6 +136,34 @@ def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
     assert (counts - 1 / 24).abs().max() < 0.008
 
 
+def test_no_two_parameters_are_drawn_from_the_same_number():
+    halves = (0.5, 0.5, 0.5)
+    crops = MultiCrop(
+        jitter_probability=0.5, grey_probability=0.5, blur_sigma=(1.0, 2.0), hue=0.5,
+        blur_probability=(1.0, 1.0, 1.0), solarize_probability=halves,
+    )  # fmt: skip
+    drawn = draw(crops, images=300)
+    decisions = [drawn.flip, drawn.jitter, drawn.grey, drawn.solarize, drawn.blur_sigma]
+
+    correlations = torch.corrcoef(torch.stack([*decisions, *drawn.factors.T]).double())
+
+    assert correlations.fill_diagonal_(0).abs().max() < 0.08
+
+
+def test_a_value_of_the_threshold_is_solarized():
+    pixels = torch.tensor([127, 128, 129]).byte().expand(1, 3, 4, 3)
+    flags = torch.zeros(1, dtype=torch.bool)
+    params = AugmentationParams(
+        flip=flags, jitter=flags, order=torch.arange(4)[None], factors=torch.ones(1, 4),
+        grey=flags, blur_sigma=torch.zeros(1), solarize=~flags,
+    )  # fmt: skip
+
+    result = augment(pixels, params, solarize_threshold=128 / 255)
+
+    expected = normalised(torch.tensor([127, 127, 126]).div(255).expand(3, 4, 3))
+    torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-6)
+
+
 def draw_boxes(size, scales, aspect_ratio):
     numbers = np.random.default_rng(0).random((len(scales), 1, BOX_NUMBERS))
     return place_boxes(numbers, np.array([size]), scales, aspect_ratio)[:, 0]

@@ -46,6 +46,20 @@ def test_the_remaining_time_counts_from_the_start_and_is_never_negative(
     assert line.endswith("  00:00 left")
 
 
+def test_each_step_counts_its_own_waiting_for_data(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 5.0, 6.0, 6.5, 9.0])
+    monkeypatch.setattr(logging.time, "monotonic", lambda: next(times))
+    clock = logging.Clock()
+
+    steps = []
+    for _ in range(2):
+        with clock.count_waiting():
+            pass
+        steps.append(clock.end_step())
+
+    assert steps == [(5.0, 2.0), (4.0, 0.5)]
+
+
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
     """The runs that a stand-in for wandb has begun, each with its rows."""

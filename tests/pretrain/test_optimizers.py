@@ -290,6 +290,21 @@ def test_fifty_steps_equal_the_plain_algorithm_in_float64(stagger, device):
         assert np.abs(plain.weight - parameter.detach().cpu().numpy()).max() <= 1e-8, index
 
 
+def test_the_statistics_decay_by_the_second_beta_unless_another_one_is_given():
+    weights, gradients = weights_and_gradients(5)
+    results = []
+    for shampoo_beta in (None, 0.8, 0.7):
+        parameters = [nn.Parameter(weight.clone()) for weight in weights]
+        optimizer = SOAP(
+            parameters, betas=(0.7, 0.8), shampoo_beta=shampoo_beta, precondition_frequency=1
+        )
+        optimise(optimizer, parameters, gradients)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_gradients_leave_orthonormal_bases_that_begin_with_them(device):
     # Like a class token: 24 axes, and a gradient more at each step.

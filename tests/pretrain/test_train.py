@@ -69,6 +69,8 @@ def test_a_run_leaves_its_teacher_as_encoder_and_a_row_for_each_step(
     )
     state, encoder = state_of(tmp_path), load_encoder(str(path))
     assert encoder.native_size == (16, 16)
+    # Eight steps of six per epoch.
+    assert encoder.contents.epoch == 1.33
     for name, value in encoder.module.state_dict().items():
         assert torch.equal(value, state["learner"][f"teacher.backbone.{name}"])
     rows = log_rows(tmp_path, timed=True)
