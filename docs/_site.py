@@ -17,6 +17,7 @@ SHOWN = (
     _CARDS,
     *_BESIDE,
 )
+_ABOVE = re.compile(rf"\]\(\.\./((?:\.\./)*(?:results/|{'|'.join(map(re.escape, _BESIDE))}))")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -30,9 +31,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between docs/ and what lies beside it lead to the pages of the site."""
+    """Make links between docs/ and the files beside it lead to pages of the site."""
     if page.file.src_uri.startswith("results/"):
         return markdown.replace("](../../docs/", "](../../")
-    inside = markdown.replace("](docs/", "](").replace("](../README.md", "](index.md")
-    # A page of a folder in docs/ climbs one step more, here as there.
-    return re.sub(r"\]\(\.\./((?:\.\./)*(?:results/|SECURITY\.md))", r"](\1", inside)
+    inside = re.sub(r"\]\((<?)docs/", r"](\1", markdown)
+    # In the repository docs/ is one folder further down than in the site.
+    inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)
+    return _ABOVE.sub(r"](\1", inside)
