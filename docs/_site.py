@@ -34,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links between docs/ and the files beside it lead to pages of the site."""
     if page.file.src_uri.startswith("results/"):
         return markdown.replace("](../../docs/", "](../../")
-    inside = re.sub(r"\]\((<?)docs/", r"](\1", markdown)
+    inside = re.sub(r'(\]\(<?|src=")docs/', r"\1", markdown)
     # In the repository docs/ is one folder further down than in the site.
     inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)
     return _ABOVE.sub(r"](\1", inside)
