@@ -1,6 +1,9 @@
-"""What the site shows besides docs/: the README as its first page, and the generated results."""
+"""Add the README, the results and the generated reference to the site."""
 
 import re
+import runpy
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,23 @@ SHOWN = (
     *_BESIDE,
 )
 _ABOVE = re.compile(rf"\]\(\.\./((?:\.\./)*(?:results/|{'|'.join(map(re.escape, _BESIDE))}))")
+_GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+_COST = re.compile(r"<!-- cost: (\w+) -->")
+
+
+@cache
+def generated(name: str) -> str:
+    """Return a part of the reference, such as "commands"."""
+    return runpy.run_path(str(ROOT / "docs/_reference.py"))["PAGES"][name]()
+
+
+def cost_table(task: str) -> str:
+    """Return the measured time and memory of a probe, from results/benchmarks/cost-cpu.json."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from tests.benchmarks.cost import read_measurements, table
+
+    return table(task, read_measurements())
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -65,6 +65,11 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
     }
 
 
+def read_measurements() -> dict[str, Any]:
+    """Return the committed measurements."""
+    return json.loads(FILE.read_text())
+
+
 def table(task: str, measured: Mapping[str, Any]) -> str:
     """Return the Markdown table of one task, for its page."""
     one = measured["tasks"][task]
