@@ -37,7 +37,8 @@ def cost_table(task: str) -> str:
         sys.path.append(str(ROOT))
     from tests.benchmarks.cost import read_measurements, table
 
-    return table(task, read_measurements())
+    measured = read_measurements()
+    return table(task, measured) if task in measured["tasks"] else ""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -54,6 +55,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make links between docs/ and the files beside it lead to pages of the site."""
     if page.file.src_uri.startswith("results/"):
         return markdown.replace("](../../docs/", "](../../")
+    markdown = _GENERATED.sub(lambda found: generated(found[1]), markdown)
+    markdown = _COST.sub(lambda found: cost_table(found[1]), markdown)
     inside = re.sub(r'(\]\(<?|src=")docs/', r"\1", markdown)
     # In the repository docs/ is one folder further down than in the site.
     inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)
