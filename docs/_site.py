@@ -5,9 +5,11 @@ import runpy
 import sys
 from functools import cache
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 _CARDS = "results/demo/demo_*.md"
@@ -22,6 +24,7 @@ SHOWN = (
 )
 _ABOVE = re.compile(rf"\]\(\.\./((?:\.\./)*(?:results/|{'|'.join(map(re.escape, _BESIDE))}))")
 _GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+_PICTURE = re.compile(r'(<img [^>]*?)src="([^"]+)"([^>]*>)')
 _COST = re.compile(r"<!-- cost: (\w+) -->")
 
 
@@ -61,3 +64,27 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     # In the repository docs/ is one folder further down than in the site.
     inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)
     return _ABOVE.sub(r"](\1", inside)
+
+
+def on_page_content(html: str, page: Any, files: Files, **_: Any) -> str:
+    """Give each picture its width and height, so that the text does not move while it loads."""
+    sources = {file.dest_uri: file.abs_src_path for file in files}
+
+    def sized(tag: re.Match[str]) -> str:
+        uri = normpath(join(dirname(page.file.dest_uri), tag[2]))
+        if "height=" in tag[0] or not (source := sources.get(uri)):
+            return tag[0]
+        width, height = picture_size(Path(source))
+        return f'{tag[1]}src="{tag[2]}" width="{width}" height="{height}"{tag[3]}'
+
+    return _PICTURE.sub(sized, html)
+
+
+def picture_size(file: Path) -> tuple[int, int]:
+    """Return the width and height of a picture in pixels."""
+    if file.suffix != ".svg":
+        with Image.open(file) as image:
+            return image.size
+    box = re.search(r'viewBox="([^"]+)"', file.read_text(encoding="utf-8"))
+    numbers = [float(number) for number in box[1].split()] if box else [0, 0, 800, 400]
+    return round(numbers[2]), round(numbers[3])
