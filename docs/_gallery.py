@@ -39,7 +39,8 @@ _BEGINNING = """\
 See curves over blocks before you make your own. This command draws the curves of one task:
 
 ```
-ssl-bench table --task knn --metric top1_k20 --out {store} --figure knn.png
+ssl-bench table --task knn --metric top1_k20 \\
+  --out {store} --figure knn.png
 ```
 
 Each figure shows the main metric of a task, with one line for each encoder and bands for 95 %

@@ -55,9 +55,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links between docs/ and the files beside it lead to pages of the site."""
+    """Fill in generated parts, and make links out of docs/ lead to pages of the site.
+
+    In a search, pages of results come last and the reference comes first.
+    """
     if page.file.src_uri.startswith("results/"):
+        page.meta.setdefault("search", {"boost": 0.2})
         return markdown.replace("](../../docs/", "](../../")
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 2})
     markdown = _GENERATED.sub(lambda found: generated(found[1]), markdown)
     markdown = _COST.sub(lambda found: cost_table(found[1]), markdown)
     inside = re.sub(r'(\]\(<?|src=")docs/', r"\1", markdown)

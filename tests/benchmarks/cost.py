@@ -81,8 +81,8 @@ def table(task: str, measured: Mapping[str, Any]) -> str:
 | {one["images"]} | {_seconds(share)} | {_seconds(one["seconds"])} | {one["peak_gib"]:.1f} GiB |
 
 Processor time without start-up, on one core of {measured["hardware"]} at commit
-`{measured["commit"][:8]}`. The run evaluates all {one["blocks"]} blocks of `demo:skip`, a ViT with
-{measured["encoder"]}, on {images}:
+`{measured["commit"][:8]}`. Other programs used the machine at the same time. The run evaluates all
+{one["blocks"]} blocks of `demo:skip`, a ViT with {measured["encoder"]}, on {images}:
 
 ```
 {one["command"].replace(" --dataset", f" {chr(92)}{chr(10)}  --dataset")}
