@@ -69,11 +69,12 @@ class TokenCut(Cut, Probe):
 
     Attributes:
         protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
-            to "otsu", so each image has its own threshold. Tables show changed options after the protocol.
+            to "otsu", so each image has its own threshold. Tables show changed options after the
+            protocol.
         truth: Annotations to compare with: "boxes" for CorLoc of the box, "masks" for maximal
-            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs. The default is "boxes" for datasets with
-            boxes, "masks" for datasets with masks of one object and no boxes, and "none" for
-            datasets with neither.
+            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs. The default
+            is "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
+            boxes, and "none" for datasets with neither.
         facet: Features of the graph, one or several of key, query, value, token, token_normed,
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: Algorithm that finds the object. The first mask of maskcut is scored.
