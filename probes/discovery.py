@@ -38,8 +38,9 @@ class ObjectDiscovery(TokenCut):
     count as more confident than later ones. This order is not part of CutLER.
 
     Attributes:
-        protocol: "ssl_bench" uses MaskCut with the value of tau in CutLER's commands.
-        method: maskcut or lost. LOST finds one object in each image.
+        protocol: Name of the preset: "ssl_bench" uses MaskCut with the value of tau in CutLER's
+            commands.
+        method: Algorithm that finds the objects. LOST finds one object in each image.
 
     Source: The metrics are those of CutLER, https://arxiv.org/abs/2301.11320.
     """

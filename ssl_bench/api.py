@@ -166,7 +166,7 @@ def probe(
         encoder: An address in the format of `--checkpoint`, an `Encoder`, or a torch module with a
             list of blocks. `Encoder.from_module` converts such a module.
         task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
-            that fit. `ssl-bench keys task` lists the tasks.
+            that fit. `ssl-bench keys` lists the tasks.
         dataset: Name of a dataset, such as "voc2012" (default: "toy", or your own datasets).
         data_root: Folder of the dataset.
         train: Your own training images: a dataset of torchvision or Hugging Face, or any sequence

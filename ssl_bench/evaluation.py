@@ -208,7 +208,7 @@ class Probe:
     Attributes:
         task: Name of the probe on the command line.
         role: What the dataset must support, a key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
-        protocol: Field with the name of a preset, which sets the defaults of other fields.
+        protocol: Name of the preset, which sets the defaults of other fields.
         facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the

@@ -68,8 +68,8 @@ class Clustering(Probe):
     All features are normalised to unit length.
 
     Attributes:
-        protocol: "images" clusters images that have a class label. "patches" clusters patches of
-            the training images and scores the pixels of other images.
+        protocol: What is clustered: "images" with a class label, or "patches" of the training
+            images. With "patches", the pixels of other images are scored.
         facet: Feature, or a list of features. Images have the features of the probe `knn`. Patches
             have the features of the probe `correspondence`.
         clusters_per_class: Number of clusters divided by the number of classes, or a list of such

@@ -68,15 +68,16 @@ class TokenCut(Cut, Probe):
     """Find one object in each image, and compare it with the true boxes or the true mask.
 
     Attributes:
-        protocol: "reference" follows the authors' code. "adaptive" sets tau to "otsu", so each
-            image has its own threshold. Tables show changed options after the protocol.
-        truth: "boxes" scores CorLoc of the box. "masks" scores maximal F-beta, IoU and accuracy of
-            the mask. "none" counts degenerate graphs. The default is "boxes" for datasets with
-            boxes, "masks" for datasets with masks of one object and no boxes, and "none" for
-            datasets with neither.
+        protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
+            to "otsu", so each image has its own threshold. Tables show changed options after the
+            protocol.
+        truth: Annotations to compare with: "boxes" for CorLoc of the box, "masks" for maximal
+            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs. The default
+            is "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
+            boxes, and "none" for datasets with neither.
         facet: Features of the graph, one or several of key, query, value, token, token_normed,
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
-        method: tokencut, lost or maskcut. The first mask of maskcut is scored.
+        method: Algorithm that finds the object. The first mask of maskcut is scored.
         max_objects: Number of rounds of maskcut. Each round finds one mask or none.
         panels: Number of images with a figure of their own. A contact sheet shows at most this
             number of images of each group (hits, misses, degenerate).

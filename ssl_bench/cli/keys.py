@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssl_bench.composition.choices import (
     MAX_NAME_LENGTH,
@@ -185,6 +185,26 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
 
 def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
     """Return lines such as "train.seed=0  a whole number in [0, 4294967295]: random seed"."""
+    keys = list_described_keys(config, parents)
+    assignments = [f"{key.name}={key.default}" for key in keys]
+    width = min(max(map(len, assignments), default=0), MAX_NAME_LENGTH)
+    return [
+        f"{assignment:{width}}  {': '.join(filter(None, (key.type, key.meaning)))}".rstrip()
+        for assignment, key in zip(assignments, keys, strict=True)
+    ]
+
+
+class Key(NamedTuple):
+    """A key with its default value, legal values and meaning, as texts."""
+
+    name: str
+    default: str
+    type: str
+    meaning: str
+
+
+def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[Key]:
+    """Return each key that is a parent or below one. Without parents, return all keys."""
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}
     types |= {key: describe_type(kind) for key, kind in SHARED.items()}
@@ -197,18 +217,13 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
             types[key] = " or ".join(choices(group))
         elif last != TARGET:
             values[key] = json.dumps(value)
-    assignments = {
-        key: f"{key}={value}"
+    return [
+        Key(
+            key, value, types.get(key, ""), descriptions.get(key, ("", ""))[1] or _find_meaning(key)
+        )
         for key, value in values.items()
         if not parents or any(f"{key}.".startswith(f"{parent}.") for parent in parents)
-    }
-    width = min(max(map(len, assignments.values()), default=0), MAX_NAME_LENGTH)
-    lines = []
-    for key, assignment in assignments.items():
-        meaning = descriptions.get(key, ("", ""))[1] or _find_meaning(key)
-        description = ": ".join(part for part in (types.get(key, ""), meaning) if part)
-        lines.append(f"{assignment:{width}}  {description}".rstrip())
-    return lines
+    ]
 
 
 def _find_meaning(key: str) -> str:

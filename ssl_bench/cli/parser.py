@@ -67,7 +67,7 @@ _EXAMPLES = {
 
 _PATH_OPTIONS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
 _PROBING_KEYS = {"limit": "data.limit", "seed": "seed"}
-_KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
+KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "features": {"limit": "data.limit"},
     "probe": _PROBING_KEYS | {"pictures": "probe.panels"},
     "sweep": _PROBING_KEYS,
@@ -84,19 +84,19 @@ For probes, the key of `--batch-size` depends on the task, so it is not listed h
 
 _TASKS = "tasks, separated by commas, or all (default: all)"
 _LAYERS = "block indices starting at 0 (e.g. 11, -1, 0,5,11 or 0-3), or all (default: all)"
-_DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
+_DEVICE = "device: cpu, cuda or cuda:N (default: a GPU if there is one)"
 _RECORDS = "folder with records (default: results)"
 _RESULTS = "folder for records and figures (default: results)"
 _LIMIT = "use at most N images of each split, evenly spaced (short for data.limit=N)"
 _BATCH = "number of images that the encoder processes at once"
 _TRAINING_BATCH = "images per optimisation step over all GPUs (short for train.batch_size=N)"
 _FORMATS = (
-    "text, terminal, markdown, latex, csv, json or parquet (default: terminal, or text if the "
-    "output is redirected)"
+    "output format: text, terminal, markdown, latex, csv, json or parquet (default: terminal, or "
+    "text if the output is redirected)"
 )
 _BAD_IMAGE = (
-    "fail: stop at an unreadable image, skip: leave it out "
-    "(default: fail, for the dataset folder: skip)"
+    "reaction to an unreadable image: fail stops the command, skip leaves the image out "
+    "(default: fail, but skip for the dataset folder)"
 )
 
 
@@ -159,6 +159,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    return dict(
+        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    )
+
+
 def run(arguments: Sequence[str]) -> int:
     """Parse the arguments, run their command and return its exit code."""
     options, overrides = _parse(arguments)
@@ -192,9 +199,7 @@ def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "Pro
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of a command, and the KEY=VALUE settings that it was given."""
     parser = build_parser()
-    commands = dict(
-        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    )
+    commands = command_parsers(parser)
     # Before argparse, which may only report a missing argument if a flag is misspelled.
     _check_names(commands, arguments)
     words = _join_values(arguments)
@@ -276,7 +281,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 def _overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the settings that flags are short for. None may set a key that `overrides` also set."""
     typed = {override.partition("=")[0]: override for override in overrides}
-    for name, key in _KEY_OF_FLAG.get(options.command, {}).items():
+    for name, key in KEY_OF_FLAG.get(options.command, {}).items():
         value = getattr(options, name)
         if value is None:
             continue
@@ -304,7 +309,11 @@ def _add_features(parser: _Parser) -> None:
     add = parser.add_argument
     uri = "encoder, as for `ssl-bench probe` (default: the newest checkpoint in runs/)"
     add("--checkpoint", metavar="URI", help=uri)
-    add("--dataset", default="folder", help="folder, class_folders, voc2012, ... (default: folder)")
+    add(
+        "--dataset",
+        default="folder",
+        help="dataset such as folder, class_folders or voc2012 (default: folder)",
+    )
     add("--data-root", metavar="DIR", help="folder of the dataset")
     split = "splits (train, val, images, discovery), separated by commas (default: all)"
     add("--split", help=split)
@@ -313,10 +322,14 @@ def _add_features(parser: _Parser) -> None:
     add("--facet", default="cls", help=facet)
     size = "height and width of the images in pixels (default: the encoder's native size)"
     add("--image-size", type=int, metavar="N", help=size)
-    add("--format", default="safetensors", help="safetensors or npz (default: safetensors)")
+    add(
+        "--format",
+        default="safetensors",
+        help="file format, safetensors or npz (default: safetensors)",
+    )
     dtype = "number format of the files, float32 or float16 (default: float32)"
     add("--dtype", default="float32", help=dtype)
-    out = "folder for the files (complete files in this folder are kept)"
+    out = "folder for the files. Complete files in this folder are kept"
     add("--out", required=True, metavar="DIR", help=out)
     add("--device", help=_DEVICE)
     add("--batch-size", type=int, metavar="N", help=_BATCH)
@@ -339,7 +352,9 @@ def _add_sweep(parser: _Parser) -> None:
     way("--print", action="store_true", help="print the command of each unfinished job")
     way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")
     # Users set other SLURM options by the environment variables SBATCH_* of sbatch.
-    add("--slurm-partition", metavar="NAME", help="partition (default: the cluster's default)")
+    add(
+        "--slurm-partition", metavar="NAME", help="SLURM partition (default: the cluster's default)"
+    )
     minutes = "time limit per job in minutes (default: 240)"
     add("--slurm-minutes", type=int, default=240, metavar="N", help=minutes)
     add("--slurm-gpus", type=int, default=1, choices=(0, 1), help="GPUs per job (default: 1)")
@@ -359,7 +374,8 @@ def _add_pretrain(parser: _Parser) -> None:
     parser.add_switch("--extend", extend)
     parser.add_switch("--overwrite", "delete the run in --out and start again")
     bad_image = (
-        "fail: stop at an unreadable image, skip: use the next image (short for data.on_bad_image)"
+        "reaction to an unreadable image: fail stops the run, skip uses the next image (short for "
+        "data.on_bad_image)"
     )
     add("--on-bad-image", metavar="fail|skip", help=bad_image)
     _add_short_forms(parser, seed="train.seed", batch=_TRAINING_BATCH)
@@ -369,7 +385,7 @@ def _add_pretrain(parser: _Parser) -> None:
 def _add_reproduce(parser: _Parser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="PAPER/TABLE", help="table to show (default: list all tables)")
-    add("--row", action="append", metavar="ROW", help="select a row (may be repeated)")
+    add("--row", action="append", metavar="ROW", help="select a row. May be repeated")
     add("--dataset", metavar="NAME", help="select datasets, separated by commas")
     add("--data-root", metavar="NAME=DIR", help="folders of the datasets, separated by commas")
     add("--runs", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
@@ -400,7 +416,7 @@ def _add_table(parser: _Parser) -> None:
     parser.add_switch("--over-severity", severity)
     paper = "print our values next to a published table (table2, figure3, mnist, ...)"
     add("--paper", metavar="TABLE", help=paper)
-    row = "use this checkpoint for a row of the published table (may be repeated)"
+    row = "use this checkpoint for a row of the published table. May be repeated"
     add("--as", action="append", dest="encoders", metavar="ROW=CHECKPOINT", help=row)
     best = (
         "how --pivot and --paper choose a block: on held-out images (holdout) or by the best score "
@@ -436,7 +452,7 @@ def _add_report(parser: _Parser) -> None:
     )
     add("--runs", nargs="+", dest="run_folders", metavar="RUN", help=runs)
     pair = (
-        "compare two checkpoints, may be repeated (default: all pairs if the report has at most 6 "
+        "compare two checkpoints. May be repeated (default: all pairs if the report has at most 6 "
         "checkpoints)"
     )
     add("--pair", action="append", nargs=2, metavar=("A", "B"), help=pair)
@@ -478,7 +494,7 @@ def _add_doctor(parser: _Parser) -> None:
 
 
 def _add_keys(parser: _Parser) -> None:
-    target = "pretrain, probe.TASK, dataset.NAME, model.NAME, ... (default: list all targets)"
+    target = "target such as pretrain, probe.TASK or dataset.NAME (default: list all targets)"
     parser.add_argument("target", nargs="?", metavar="TARGET", help=target)
 
 

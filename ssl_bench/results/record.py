@@ -161,13 +161,19 @@ class ResultKey:
     Fields that do not affect the value, such as the device, are only in `Record`.
 
     Attributes:
+        task: Name of the probe, such as "knn".
+        dataset: Name of the dataset, with the number of images of a subset.
+        split: Name of the scored split.
         layer: Block index, from 0.
         facet: Feature of the block, such as "token", "key" or "cls".
         protocol: Name of a predefined set of probe settings.
+        metric: Name of the metric, such as "corloc".
+        checkpoint_sha256: SHA-256 of the weights.
         architecture: Description of the forward pass without the weights.
         mean: Mean of each RGB channel, for values in [0, 1]. It is subtracted from the images.
         std: Standard deviation of each RGB channel. The images are divided by it.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
+        seed: Random seed of the probe.
         settings: Settings of the probe. The entries `TRAINED_ON` and `CORRUPTED` describe the
             training images and the corruption.
         metric_version: `Probe.metric_version` of the code that computed the value.
@@ -231,8 +237,12 @@ class Record(ResultKey):
         value: Value of the metric in `unit`. It is NaN if the metric is undefined. It can be
             infinite, for example for a singular matrix.
         ci95: 95 % confidence interval over images, or None if the metric has no interval.
+        num_images: Number of scored images.
         model: Name of the encoder in tables.
-        version: Version of ssl-bench. `git_commit` is its commit, or None if it is unknown.
+        version: Version of ssl-bench.
+        git_commit: Commit of ssl-bench, or None if it is unknown.
+        torch: Version of PyTorch.
+        device: Device with the number of threads or the state of TF32.
         seconds: Wall-clock time of the pass over the images, which may compute several results.
         created: Time in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.

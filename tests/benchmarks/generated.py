@@ -55,8 +55,10 @@ def _by_document(name: str, function: str, root: Path) -> str:
     return runpy.run_path(str(root / "docs" / name))[function]()
 
 
-def _records(folder: str, root: Path) -> str:
-    return render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
+def _records(folder: str, title: str, root: Path) -> str:
+    """Return a page with all tables of a folder of records."""
+    tables = render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
+    return f"# {title}\n\n{tables}"
 
 
 def _devices(root: Path) -> str:
@@ -67,15 +69,23 @@ def _devices(root: Path) -> str:
 
 WHOLE: Mapping[str, Make] = {
     "results/devices/README.md": _devices,
-    "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
-    "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
+    "results/tables/demo_probes.md": partial(
+        _records, "results/demo_probes", "Probes of the demonstration encoders"
+    ),
+    "results/tables/dino_photographs_probes.md": partial(
+        _records, "results/dino_photographs", "Probes of four short DINO runs"
+    ),
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
     "results/tables/evidence_runs.md": _by("evidence.page", "evidence-cpu.json", "runs_page"),
     "results/tables/parameter_jacobians.md": _by(
         "parameter_jacobians", "parameter_jacobians-cpu.json"
     ),
-    "results/tables/photographs.md": partial(_records, "results/photographs"),
-    "results/tables/real_probes.md": partial(_records, "results/real_probes"),
+    "results/tables/photographs.md": partial(
+        _records, "results/photographs", "Probes of small encoders on photographs"
+    ),
+    "results/tables/real_probes.md": partial(
+        _records, "results/real_probes", "Probes of a DINOv2 ViT-S/14"
+    ),
     "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
     "docs/rooms.svg": partial(_by_document, "_rooms.py", "picture"),
 }

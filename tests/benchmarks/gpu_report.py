@@ -338,8 +338,11 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
 
 
 def page(folder: Path) -> str:
-    """The devices that were measured, a table each section."""
-    text = "# Devices\n\nMade by `make gpu-report`; all figures are in the JSON beside this page.\n"
+    """Return the page of all measured GPUs, with a table for each section."""
+    text = (
+        "# GPUs that were measured\n\nCompare your GPU with these. `make gpu-report` makes this "
+        "page. The JSON files in the same folder contain all figures.\n"
+    )
     for file in sorted(folder.glob("*.json")):
         whole = json.loads(file.read_text())
         text += f"\n## {file.stem}\n\n{whole['said']}\n"

@@ -16,23 +16,73 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.composition.choices import choices
 from tests.support.faults import unchecked_types
 from tests.support.page_commands import ROOT
 
+# Attributes whose files a browser loads at once, other than links that a reader follows.
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"'
+)
 
-@pytest.mark.slow
-def test_the_site_builds_without_warnings_and_without_the_network(tmp_path):
-    # A broken link or anchor is a warning.
-    words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The built site. A broken link or anchor is a warning, and ends the build."""
+    folder = tmp_path_factory.mktemp("built") / "site"
+    words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site" / "index.html").read_text()
-    assert not re.findall(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)', page)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_the_network(site):
+    for page in site.rglob("*.html"):
+        loaded = ["".join(found) for found in LOADED.findall(page.read_text())]
+        outside = [address for address in loaded if re.match(r"(?:https?:)?//", address)]
+        assert not outside, page.name
+    assert not re.search(r"url\((?:https?:)?//", (site / "assets/site.css").read_text())
+
+
+@pytest.mark.slow
+def test_the_site_has_its_generated_parts_and_a_search_from_disk(site):
+    pages = {page: page.read_text() for page in site.rglob("*.html")}
+
+    assert not [page for page, text in pages.items() if "<!-- generated:" in text]
+    assert not [page for page, text in pages.items() if "<!-- cost:" in text]
+    assert "<code>probe.tau</code>" in pages[site / "reference/keys.html"]
+    assert "<code>--data-root DIR</code>" in pages[site / "reference/commands.html"]
+    assert (site / "search/search_index.js").is_file()
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_site_have_a_size(site):
+    for page in site.rglob("*.html"):
+        pictures = re.findall(r"<img[^>]*>", page.read_text())
+        assert not [one for one in pictures if "height=" not in one], page.name
+
+
+def test_each_probe_has_a_page_with_its_cost():
+    measured = json.loads((ROOT / "results/benchmarks/cost-cpu.json").read_text())["tasks"]
+
+    assert measured.keys() == set(choices("probe"))
+    for task in measured:
+        assert f"<!-- cost: {task} -->" in (ROOT / f"docs/probes/{task}.md").read_text()
+
+
+def test_the_pages_have_no_long_lines_of_code_and_few_words():
+    words = 0
+    for page in ROOT.glob("docs/**/*.md"):
+        text = page.read_text()
+        words += len(text.split())
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        long = [line for block in blocks for line in block.splitlines() if len(line) > 100]
+        assert not long, page
+    assert words < 30_000
 
 
 @pytest.mark.parametrize(

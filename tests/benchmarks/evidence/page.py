@@ -15,15 +15,18 @@ from tests.benchmarks.evidence.verdicts import Found, Run, Runs, Verdict, first_
 _BEGINNING = """\
 # What this suite has shown
 
-Made by `python -m tests.benchmarks.generated --write` from `results/benchmarks/evidence-cpu.json`
-alone; `docs/evidence.md` says how the queue ran, and [its runs](evidence_runs.md) have curves,
-rates, commits and commands. Two CPU cores can show order and paired differences at reduced size,
-never a published level. What each row may claim and what would refute it was written in
-`tests/benchmarks/evidence/claims.py` before its runs; one that is refuted or shows nothing stands
-like any other. Ours are means over seeds of every arm; intervals are 95 %, over seeds (Student's t
-of differences paired by seed) and over images (bootstrap of differences, the same images in all
-arms). Hours are those of one core beside other work, for all runs of the arms that a line names
-with those that chose the rates.
+Compare claims of the papers with runs on two CPU cores. The runs are small, so they show the order
+of methods and paired differences, but not published values. [The runs](evidence_runs.md) have
+curves, learning rates, commits and commands. `python -m tests.benchmarks.generated --write` makes
+this page from `results/benchmarks/evidence-cpu.json`.
+
+- Each claim, and the result that would refute it, was written in
+  `tests/benchmarks/evidence/claims.py` before its runs. Refuted and undecided claims are shown too.
+- "Ours" lists the mean over seeds of each variant.
+- Intervals are 95 %. Over seeds, they are Student's t of differences paired by seed. Over images,
+  they are a bootstrap of differences on the same images.
+- Hours are of one core that other programs also used. They include the runs that chose the learning
+  rates.
 
 | | claim, refuted by | published | ours | same direction | difference [interval] | hours | seeds |
 |---|---|---|---|---|---|---:|---:|
@@ -67,9 +70,10 @@ def _interval(interval: Interval | None, over: str) -> str:
 _RUNS_BEGINNING = """\
 # The runs behind what this suite has shown
 
-Made by `python -m tests.benchmarks.generated --write` from `results/benchmarks/evidence-cpu.json`
-alone; [evidence.md](evidence.md) has what they say. The programs stood in the repository at the
-commits below: `git show COMMIT:tests/benchmarks/evidence/running.py`, `rows.py` beside it.
+Look up the curves, learning rates and commands of the runs behind
+[the claims](evidence.md). `python -m tests.benchmarks.generated --write` makes this page from
+`results/benchmarks/evidence-cpu.json`. The programs are in the repository at the commits below:
+`git show COMMIT:tests/benchmarks/evidence/running.py`, and `rows.py` in the same folder.
 """
 _CURVES = {
     "top1": "test accuracy (%)",
@@ -95,9 +99,9 @@ def runs_page(runs: Runs) -> str:
 _RATES = """
 ## Rates
 
-What each arm reached on held-out training images after its first run at each rate of the grid, in
-percent; the highest is taken. Where that is the first or the last rate of the grid, a wider one
-could have found a better.
+Each variant was first run at each learning rate of the grid. The table shows its score on held-out
+training images in percent. The rate with the highest score is used. If this rate is the first or
+the last of the grid, a wider grid might have a better rate.
 
 | row | arm | held-out | edge |
 |---|---|---|---|
@@ -121,10 +125,10 @@ def _rates(runs: Runs) -> str:
 _COMPARED = """
 ## Starts that were tried, {row}
 
-Percent of the patches that are one token after each block: their cosine with the mean patch of
-their image is above .99. Blocks are counted from 0; loss (of the last epoch) and k-NN (held-out
-images, in percent) are those of the same run. A line with an epoch is of a start that was trained
-whole.
+The table shows the percentage of patches after each block whose cosine with the mean patch of their
+image is above 0.99. Blocks are counted from 0. The loss is that of the last epoch. k-NN is the
+accuracy on held-out images in percent. A row with an epoch shows a start that was trained to the
+end.
 
 | start | options | loss | k-NN | cosine | {blocks} |
 |---|---|---:|---:|---:|{lines}|
