@@ -209,7 +209,7 @@ def bound_singular_values(
 
     After k steps, the bidiagonal matrix B has k singular values. They lie between the smallest and
     the largest singular value of A. The condition number of A is therefore at least that of B. The
-    upper bound is finite only if the condition number of A is at most about (k / 5)^2.
+    upper bound is finite only if the condition number of A is at most about k / 5.
 
     Args:
         matrix: The matrix A.

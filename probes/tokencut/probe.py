@@ -484,17 +484,21 @@ def _warn_about_degenerate_blocks(
             blocks.append(f"{facet} of block {', '.join(layers)}")
     if not blocks:
         return
-    threshold = "0" if probe.method == "lost" else f"tau={probe.tau}"
-    line = (
-        f"{probe.task}: most graphs are degenerate for {'; '.join(blocks)}. If all cosines of an "
-        f"image exceed {threshold}, all patches are linked and the box is arbitrary"
-    )
+    line = f"{probe.task}: most graphs are degenerate for {'; '.join(blocks)}"
     if probe.tau == "otsu":
-        context.say(f"{line}. Another block or facet may help")
-    elif "adaptive" in probe.further_protocols:
-        context.say(with_hint(line, hint=("probe.protocol=adaptive",)))
-    else:
-        context.say(with_hint(line, hint=("probe.tau=otsu",)))
+        context.say(
+            f"{line}. If most patches of an image are nearly equal, the box is arbitrary. Another "
+            "block or facet may help"
+        )
+        return
+    threshold = "0" if probe.method == "lost" else f"tau={probe.tau}"
+    line += (
+        f". If all cosines of an image exceed {threshold}, all patches are linked and the box is "
+        "arbitrary"
+    )
+    is_adaptive = "adaptive" in probe.further_protocols
+    hint = "probe.protocol=adaptive" if is_adaptive else "probe.tau=otsu"
+    context.say(with_hint(line, hint=(hint,)))
 
 
 def _warn_about_padding(
