@@ -136,13 +136,15 @@ def draw_chart(
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
     are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
     unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
-    The ticks of the horizontal axis are the x of points, or round numbers from 0 if
+    The ticks of the horizontal axis are the whole x of points, or round numbers from 0 if
     `has_round_ticks`. Published and baseline values are given with their names. Published values
     outside the vertical axis are not drawn. The unit is "%", or "" for plain numbers.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
-    x_values = [x for x in choose_ticks(0, xs[-1]) if x <= xs[-1]] if has_round_ticks else xs
+    # No step or epoch is a fraction.
+    x_values = choose_ticks(0, xs[-1]) if has_round_ticks else xs
+    x_values = [x for x in x_values if x <= xs[-1] and x == int(x)]
     xs = sorted({*xs, *x_values})
     values = [v for point in points for v in (point.value, point.low, point.high) if v is not None]
     finite = [v for v in (*values, *(value for _, value in baselines)) if math.isfinite(v)]

@@ -19,22 +19,20 @@ from ssl_bench.system.files import encoder_folder, natural_sort_key
 from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.entries import (
     Entry,
-    baselines,
     choose_main_metric,
     comparable_groups,
     dagger_meaning,
     differing_settings,
     footnote,
+    list_baselines,
     mean_entries,
     metric_with_unit,
     model_names,
     training_suffix,
 )
-from ssl_bench.tables.run_logs import NO_SKIP, SKIPS
 from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.styles import SKIPS, choose_styles, lacks_skips
 
-NUM_COLOURS = 8
-"""Number of colours for checkpoints in the style sheet."""
 MAX_LINES = 24
 """Largest number of checkpoints, or of runs, that are drawn for one panel."""
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
@@ -60,6 +58,7 @@ class Checkpoint:
         label: Short name at the right end of a curve. The middle of a long name is omitted.
         model: Model name as in records. Several checkpoints may have the same model name.
         is_skipless: Whether the architecture or the name says that skip connections are missing.
+        style: CSS classes for colour and dashes.
         picture_folders: Beginnings of the names of the folders with its pictures.
     """
 
@@ -73,19 +72,9 @@ class Checkpoint:
     depth: int
     facts: tuple[tuple[str, str], ...]
     is_skipless: bool
+    style: str
     page: str
     picture_folders: tuple[str, ...]
-
-    @property
-    def style(self) -> str:
-        """CSS classes for colour and dashes. Encoders without skip connections get other dashes."""
-        return style_line(self.number, is_skipless=self.is_skipless)
-
-
-def style_line(number: int, *, is_skipless: bool) -> str:
-    """Return the CSS classes of the line with a number in the list of checkpoints or runs."""
-    round_of_colours = min(number // NUM_COLOURS, 2)
-    return f"c{number % NUM_COLOURS} d{round_of_colours}{'s' if is_skipless else ''}"
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
@@ -95,6 +84,8 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
         folders[encoder].add(encoder_folder(model, encoder))
     latest = {record.encoder_id: record for record in records}
     names = sorted(model_names(records).items(), key=lambda item: natural_sort_key(item[1]))
+    skipless = {name: lacks_skips(name, latest[encoder].architecture) for encoder, name in names}
+    styles = choose_styles(skipless)
     checkpoints = []
     for number, (encoder, name) in enumerate(names):
         record = latest[encoder]
@@ -110,8 +101,8 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
                 model=record.model,
                 depth=record.depth,
                 facts=_list_encoder_facts(record),
-                is_skipless=any(record.architecture.get(skip) is False for skip in SKIPS)
-                or bool(NO_SKIP.search(name)),
+                is_skipless=skipless[name],
+                style=styles[name].css,
                 page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
                 picture_folders=tuple(sorted(folders[encoder])),
             )
@@ -354,12 +345,6 @@ def make_point(entry: Entry, x: int | float, name: str) -> Point:
     """Return the point of a score at the x coordinate `x`. Its tooltip begins with `name`."""
     tooltip = f"{name}: {entry.text()}"
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
-
-
-def list_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
-    """Return the image-independent baselines as pairs such as ("centre box 43.0", 43.0)."""
-    values = {answer: v[0] for answer, v in baselines(records).items()}
-    return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
 
 def explain_missing_values(entries: Iterable[Entry]) -> str:
