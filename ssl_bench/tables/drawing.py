@@ -24,7 +24,7 @@ _PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
 # Width of a panel, and width of the coloured line in a legend entry, both in letters.
-_PANEL_LETTERS, _KEY_LETTERS = 56, 9
+_PANEL_LETTERS, _KEY_LETTERS = 56, 11
 # Largest number of ticks on the horizontal axis.
 _MAX_TICKS = 13
 # A degenerate score is a hollow dot.
@@ -95,7 +95,9 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
             axis.set_xticks(_choose_ticks(table.rows))
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
-    figure.legend(lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8)
+    figure.legend(
+        lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8, handlelength=3
+    )
     return figure
 
 
@@ -150,9 +152,10 @@ def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]])
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axis.annotate(
             escape_matplotlib(label),
-            (0, value),
-            fontsize=6,
-            va="bottom",
+            (0.01, value),
+            fontsize=7,
+            # Below the line if a label above it would touch the title.
+            va="top" if value == highest else "bottom",
             xycoords=("axes fraction", "data"),
         )
     if math.inf in ends:

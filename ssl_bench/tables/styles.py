@@ -1,15 +1,15 @@
 """Choose the colour and the dashes that an encoder has in every figure and report."""
 
+import hashlib
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ssl_bench.system.files import natural_sort_key
 
 PALETTE = (
-    *("#0072b2", "#dd6000", "#00916a", "#421e66"),
-    *("#b6250b", "#8177ff", "#264c5b", "#502600"),
+    *("#b6250b", "#dd6000", "#00916a", "#264c5b"),
+    *("#0072b2", "#421e66", "#8177ff", "#502600"),
 )
 """Colours that also differ for readers with deuteranopia or protanopia, on a white page."""
 DASHES = (((), (6, 4)), ((12, 3, 2, 3), (2, 3)), ((16, 4), (9, 3, 2, 3, 2, 3)))
@@ -53,8 +53,8 @@ def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
     while waiting:
         first: dict[int, str] = {}
         for name in waiting:
-            digest = zlib.crc32(name.encode(errors="surrogateescape"))
-            first.setdefault(digest % len(PALETTE), name)
+            digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+            first.setdefault(digest[-1] % len(PALETTE), name)
         free = (number for number in range(len(PALETTE)) if number not in first)
         others = [name for name in waiting if name not in first.values()]
         colours = first | dict(zip(free, others, strict=False))
