@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -110,6 +110,22 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     return tuple(checkpoints)
 
 
+def mute_checkpoints(
+    checkpoints: Sequence[Checkpoint], coloured: Sequence[Checkpoint]
+) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints with colours for those of `coloured` only. The others are grey."""
+    styles = choose_styles({one.name: one.is_skipless for one in coloured})
+    return tuple(
+        replace(
+            one,
+            style=styles[one.name].css
+            if one.name in styles
+            else f"muted d0{'s' if one.is_skipless else ''}",
+        )
+        for one in checkpoints
+    )
+
+
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
     """Return the facts in which an encoder differs from those with the same model name."""
 
@@ -164,6 +180,11 @@ class Line:
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
+    @property
+    def best_value(self) -> float:
+        """The highest score, or minus infinity if no entry can be best."""
+        return self.best_entry.value if self.best_entry else -math.inf
+
     @cached_property
     def marked_entries(self) -> tuple[Entry, ...]:
         """The entries with the best score, or () if several blocks all have the same score."""
@@ -177,7 +198,12 @@ class Line:
         """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
-        return name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
+        blocks = name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
+        return (
+            blocks
+            if self.best_entry
+            else f"{blocks}{', degenerate' * self.entries[-1].is_degenerate}"
+        )
 
     @property
     def _valid(self) -> tuple[Entry, ...]:
@@ -255,11 +281,14 @@ class Panel:
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
         """The `MAX_LINES` lines with the highest scores, sorted by name."""
-        ordered = sorted(
-            self.lines, key=lambda line: -line.best_entry.value if line.best_entry else math.inf
-        )
+        ordered = sorted(self.lines, key=lambda line: -line.best_value)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
+
+    @property
+    def ranked_lines(self) -> list[Line]:
+        """The lines with a best block."""
+        return [line for line in self.lines if line.best_entry]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -394,6 +423,28 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
                     chosen.append(panel)
                     covered |= numbers
     return tuple(chosen)
+
+
+def rank_checkpoints(
+    panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
+) -> list[Checkpoint]:
+    """Sort checkpoints by their mean rank over panels, best first.
+
+    A rank is divided by the number of ranked checkpoints. Panels with a single one do not count.
+    Checkpoints without a rank come last.
+    """
+    ranks: dict[str, list[float]] = defaultdict(list)
+    for panel in panels:
+        lines = panel.ranked_lines
+        values = sorted((line.best_value for line in lines), reverse=True)
+        for line in lines if len(lines) > 1 else ():
+            ranks[line.checkpoint.encoder_id].append(values.index(line.best_value) / len(lines))
+
+    def mean_rank(checkpoint: Checkpoint) -> float:
+        own = ranks[checkpoint.encoder_id]
+        return sum(own) / len(own) if own else math.inf
+
+    return sorted(checkpoints, key=mean_rank)
 
 
 def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
