@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +12,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
-from ssl_bench.system.files import write_atomically, write_text_atomically
+from ssl_bench.system.files import TILES, write_atomically, write_text_atomically
 
 TILE_HEIGHT = 144
 LONGEST_TILE = 3 * TILE_HEIGHT
@@ -71,6 +73,7 @@ class Picture:
         for number, line in enumerate(self.lines):
             _write(tile, line, 2 + number * TITLE_HEIGHT)
         tile.paste(Image.fromarray(self.image).resize(self.size, resampling), (0, top))
+        tile.info["image"] = (0, top, *self.size)
         return tile
 
 
@@ -105,18 +108,26 @@ def shorten(text: str, width: int) -> str:
 
 
 def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
-    """Arrange tiles in rows on a white background, and save them as one PNG."""
+    """Arrange tiles in rows on a white background, and save them as one PNG.
+
+    The text `TILES` of the file states left, top, width and height of each image without its
+    titles. Reports use it to show one image of a sheet.
+    """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
     canvas = Image.new("RGB", (width, height), "white")
-    top = MARGIN
+    top, images = MARGIN, []
     for row in rows:
         left = MARGIN
         for tile in row:
             canvas.paste(tile, (left, top))
+            if place := tile.info.get("image"):
+                images.append((left + place[0], top + place[1], *place[2:]))
             left += tile.width + MARGIN
         top += max(tile.height for tile in row) + MARGIN
-    save_png(canvas, path)
+    text = PngInfo()
+    text.add_text(TILES, json.dumps(images))
+    save_png(canvas, path, text)
 
 
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
@@ -182,11 +193,11 @@ def blocks_name(layers: Sequence[int]) -> str:
     return "blocks-" + "_".join("-".join(map(str, end)) for end in ends)
 
 
-def save_png(image: Image.Image, path: Path) -> None:
-    """Save an image as PNG. The file is written atomically."""
+def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
+    """Save an image as PNG, with some text. The file is written atomically."""
     buffer = io.BytesIO()
     # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
-    image.save(buffer, format="PNG", compress_level=4)
+    image.save(buffer, format="PNG", compress_level=4, pnginfo=text)
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 

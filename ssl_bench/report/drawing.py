@@ -5,14 +5,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 400, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 34
+_RIGHT, _TOP, _BOTTOM = 10, 10, 34
 _MAX_TICK_LETTERS = 5
-_MIN_TICK_DISTANCE = 27
 # Width of a letter and height of a line of text, in SVG units of the chart.
 _LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
 MAX_END_LABELS = 8
 """Largest number of curves that get labels at the right edge. More labels would overlap."""
+
+
+class Size(NamedTuple):
+    """Size of a chart in SVG units. `left` is the room for the labels of the vertical axis."""
+
+    width: int
+    height: int
+    left: int
+
+
+LARGE = Size(400, 240, 56)
+SMALL = Size(222, 164, 32)
+"""Size of a chart without a label of the vertical axis."""
 
 
 class Point(NamedTuple):
@@ -99,7 +110,7 @@ class Chart(NamedTuple):
         baselines: The y coordinates of image-independent baselines, drawn as dotted lines.
         baseline_labels: Names of the baselines, at y coordinates where the names do not overlap.
         zero: The y coordinate of the value 0, or None if 0 is outside the axis.
-        right: The x coordinate of the right end of the axes. `left`, `top` and `bottom` are the
+        left: The x coordinate of the left end of the axes. `right`, `top` and `bottom` are the
             coordinates of the other ends.
     """
 
@@ -112,12 +123,12 @@ class Chart(NamedTuple):
     zero: float | None
     y_label: str
     x_label: str
+    width: int
+    height: int
+    left: int
     right: int
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = _LEFT
-    top: int = _TOP
-    bottom: int = HEIGHT - _BOTTOM
+    top: int
+    bottom: int
 
 
 def draw_chart(
@@ -130,19 +141,22 @@ def draw_chart(
     same_axes: Sequence[Curve] = (),
     has_round_ticks: bool = False,
     baselines: Sequence[tuple[str, float]] = (),
+    size: Size = LARGE,
 ) -> Chart:
     """Compute the layout of a chart.
 
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
     are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
     unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
-    The ticks of the horizontal axis are the x of points, or round numbers from 0 if
+    The ticks of the horizontal axis are the whole x of points, or round numbers from 0 if
     `has_round_ticks`. Published and baseline values are given with their names. Published values
     outside the vertical axis are not drawn. The unit is "%", or "" for plain numbers.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
-    x_values = [x for x in choose_ticks(0, xs[-1]) if x <= xs[-1]] if has_round_ticks else xs
+    # No step or epoch is a fraction.
+    x_values = choose_ticks(0, xs[-1]) if has_round_ticks else xs
+    x_values = [x for x in x_values if x <= xs[-1] and x == int(x)]
     xs = sorted({*xs, *x_values})
     values = [v for point in points for v in (point.value, point.low, point.high) if v is not None]
     finite = [v for v in (*values, *(value for _, value in baselines)) if math.isfinite(v)]
@@ -150,20 +164,20 @@ def draw_chart(
     is_log = not unit and 0 < 100 * low < high
     ticks = choose_log_ticks(low, high) if is_log else choose_ticks(low, high)
     labels = [curve.label for curve in curves] if len(curves) <= MAX_END_LABELS else []
-    right = WIDTH - _RIGHT - round(_LETTER_WIDTH * max(map(len, labels), default=0))
-    step = (right - _LEFT - 20) / ((xs[-1] - xs[0]) or 1)
-    bottom = float(HEIGHT - _BOTTOM)
+    left, bottom = size.left, size.height - _BOTTOM
+    right = size.width - _RIGHT - round(_LETTER_WIDTH * max(map(len, labels), default=0))
+    step = (right - left - 20) / ((xs[-1] - xs[0]) or 1)
     name_tick = _format_tick if has_round_ticks else "{:g}".format
 
     def to_x(position: int | float) -> float:
-        return round(_LEFT + 10 + step * (position - xs[0]), 1)
+        return round(left + 10 + step * (position - xs[0]), 1)
 
     def to_y(value: float) -> float:
         if value == math.inf:
             return float(_TOP)
         first, value, last = (math.log10(v) if is_log else v for v in (ticks[0], value, ticks[-1]))
         share = (value - first) / (last - first)
-        return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
+        return round(bottom - share * (bottom - _TOP), 1)
 
     def draw_curve(curve: Curve, label: Tick | None) -> DrawnCurve:
         # A NaN splits the line into two pieces.
@@ -227,9 +241,14 @@ def draw_chart(
             for height, tick in zip(name_heights, baseline_ticks, strict=True)
         ],
         zero=to_y(0.0) if ticks[0] < 0 < ticks[-1] else None,
-        y_label=y_label or unit,
+        y_label="" if size == SMALL else y_label or unit,
         x_label=x_label,
+        width=size.width,
+        height=size.height,
+        left=left,
         right=right,
+        top=_TOP,
+        bottom=bottom,
     )
 
 
@@ -291,7 +310,7 @@ def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
     """Leave out ticks whose label would overlap with the previous one."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
-        if tick.position - kept[-1].position >= _MIN_TICK_DISTANCE:
+        if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:
             kept.append(tick)
     return kept
 

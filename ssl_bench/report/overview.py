@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from ssl_bench.report.pairs import MAX_PAIRED, load_side
@@ -15,6 +15,7 @@ from ssl_bench.report.panels import (
     group_by_split,
     group_by_task,
     name_blocks,
+    rank_checkpoints,
     select_headline_panels,
 )
 from ssl_bench.results import ResultStore
@@ -57,17 +58,45 @@ _MAX_OPEN_TABLES = 3
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
+# Names of tasks and metrics in a sentence. Others are named as in tables.
+_SUBJECTS: Mapping[str, str] = {
+    "segmentation": "Linear segmentation",
+    "tokencut": "TokenCut",
+    "retrieval": "Patch retrieval",
+    "classification": "Linear classification",
+    "knn": "k-NN classification",
+    "correspondence": "Point correspondence",
+    "discovery": "Multi-object discovery",
+    "clustering": "Clustering",
+}
+_METRICS: Mapping[str, str] = {
+    "miou_holdout": "mean IoU",
+    "miou": "mean IoU",
+    "corloc": "CorLoc",
+    "max_f_beta": "maximum F-beta",
+    "ap50": "AP50",
+    "top1_holdout": "top-1 accuracy",
+    "top1_k20": "top-1 accuracy",
+    "top1": "top-1 accuracy",
+    "pck_0.1": "PCK",
+    "ami": "AMI",
+    "nmi": "NMI",
+}
+
+
 class Leaderboard(NamedTuple):
     """A table with one row per checkpoint: its scores, and the facts that distinguish it.
 
     Attributes:
         panels: One panel for each column of scores, at least one per task and dataset.
+        checkpoints: The rows, sorted by `rank_checkpoints`.
         fact_names: Names of the facts that are not equal for all checkpoints.
         fact_rows: Values of these facts for each checkpoint, "" where missing.
         shared_facts: Names and values of the facts that are equal for all checkpoints.
     """
 
     panels: Sequence[Panel]
+    checkpoints: Sequence[Checkpoint]
     fact_names: Sequence[str]
     fact_rows: Sequence[Sequence[str]]
     shared_facts: Sequence[tuple[str, str]]
@@ -77,12 +106,48 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
     facts = [dict(checkpoint.facts) for checkpoint in checkpoints]
     names = dict.fromkeys(n for row in facts for n in row if n not in _NOT_IN_LEADERBOARD)
     differing = [name for name in names if len({row.get(name) for row in facts}) > 1]
+    headlines = select_headline_panels(panels)
     return Leaderboard(
-        panels=select_headline_panels(panels),
+        panels=headlines,
+        checkpoints=rank_checkpoints(headlines, checkpoints),
         fact_names=differing,
         fact_rows=[[row.get(name, "") for name in differing] for row in facts],
         shared_facts=[(name, facts[0][name]) for name in names if name not in differing],
     )
+
+
+def list_best(panel: Panel) -> set[Checkpoint]:
+    """Return the checkpoint with the highest score, or several if their scores are equal."""
+    highest = max((line.best_value for line in panel.ranked_lines), default=None)
+    lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
+    return {line.checkpoint for line in lines if line.best_value == highest}
+
+
+def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
+    """Return the checkpoints whose best block cannot be distinguished from the highest score.
+
+    The 95 % interval of their paired difference does not exclude 0. Without values of the same
+    images and seed, the 95 % intervals of both scores overlap.
+    """
+    entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
+    best = list_best(panel)
+    if len(best) == len(entries):
+        return set()
+    first = max(entries, key=lambda checkpoint: entries[checkpoint].value)
+    highest, top = load_side(store, panel, first), entries[first]
+    found = set()
+    for checkpoint in entries.keys() - best:
+        other, entry = load_side(store, panel, checkpoint), entries[checkpoint]
+        if highest and other and highest.is_paired_with(other):
+            difference = subtract(
+                "", score_block(highest.curve, top.layer), score_block(other.curve, entry.layer)
+            )
+            is_clear = difference.is_significant and difference.value > 0
+        else:
+            is_clear = top.low is None or entry.high is None or entry.high < top.low
+        if not is_clear:
+            found.add(checkpoint)
+    return found
 
 
 BlockTable = Sequence[tuple[Panel, Line]]
@@ -142,14 +207,17 @@ def summarize_checkpoints(
             if line := panel.find_line(checkpoint):
                 key = (panel.task, panel.split_name, panel.protocol)
                 lines.setdefault(key, (panel, line))
-        texts = []
+        texts = defaultdict[str, list[str]](list)
         for (task, split_name, protocol), (panel, line) in lines.items():
             lower = find_lower_blocks(store, panel, line, is_paired=is_paired)
             has_rivals = len(protocols[task, split_name]) > 1
-            name = f"{task}, protocol {protocol}" if has_rivals else task
-            texts.append(f"{name}, {panel.dataset}: {summarize_line(panel, line, lower)}")
+            subject = _SUBJECTS.get(task, task)
+            subject += f" (protocol {protocol})" if has_rivals else ""
+            texts[task].append(summarize_line(subject, panel, line, lower))
         if texts:
-            summaries[checkpoint] = texts
+            # Begin with one summary of each task.
+            rows = zip_longest(*texts.values())
+            summaries[checkpoint] = [text for row in rows for text in row if text]
     return summaries
 
 
@@ -187,56 +255,55 @@ def find_lower_blocks(
     return {layer for layer, high in highs.items() if high is not None and high < low}
 
 
-def summarize_line(panel: Panel, line: Line, lower: set[int] | None) -> str:
+def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | None) -> str:
     """Return sentences about the best block. `lower` is the result of `find_lower_blocks`."""
-    metric, num_images = panel.metric, panel.record.num_images
+    metric, place = _METRICS.get(panel.metric, panel.metric), f"{subject} on {panel.dataset}"
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
     if not valued:
         reason = line.entries[0].reason
-        return f"No block has a value of {metric}{f' ({reason})' if reason else ''}."
+        return f"{place} has no {metric} at any block{f' ({reason})' if reason else ''}."
     if not panel.is_ranked:
         low = min(valued, key=lambda entry: entry.value)
         high = max(valued, key=lambda entry: entry.value)
-        name = f"On {num_images} images, {metric} of {panel.facet}"
+        name = f"On {panel.dataset}, {panel.metric} ({panel.facet})"
         if low.value == high.value:
             blocks = name_blocks([entry.layer for entry in valued])
             return f"{name} is {low.parts[0]} at {blocks}. Higher is not better."
         return (
-            f"{name} ranges from {low.parts[0]} (block {low.layer}) to {high.parts[0]} "
-            f"(block {high.layer}). Higher is not better."
+            f"{name} ranges from {low.parts[0]} at block {low.layer} to {high.parts[0]} at block "
+            f"{high.layer}. Higher is not better."
         )
     degenerate = [entry.layer for entry in valued if entry.is_degenerate]
     best = line.best_entry
     if best is None:
         blocks = name_blocks(degenerate)
-        return f"No block is best because {blocks} {_be(len(degenerate))} degenerate."
-    value, count = best.parts[0], sum(entry.is_rankable for entry in valued)
+        return f"{place} has no best block because {blocks} {_be(len(degenerate))} degenerate."
+    value = f"{best.parts[0]}{' %' * (panel.unit == '%')} {metric}"
+    count = sum(entry.is_rankable for entry in valued)
     others = count - len(line.marked_entries)
     if count == 1:
-        sentences = [f"On {num_images} images, {metric} is {value} at block {best.layer}."]
+        sentences = [f"{place} reaches {value} at block {best.layer}."]
     elif not line.marked_entries:
-        sentences = [f"On {num_images} images, {metric} is {value} at all {count} blocks."]
+        sentences = [f"{place} reaches {value} at all {count} blocks."]
     else:
         blocks = name_blocks([entry.layer for entry in line.marked_entries])
-        sentences = [f"On {num_images} images, {metric} is highest at {blocks} ({value})."]
-        if lower is not None and others:
-            sentences.append(_count_lower(len(lower), others))
+        clearly = f", {_count_lower(len(lower), others)}" if lower is not None and others else ""
+        sentences = [f"{place} works best at {blocks}: {value}{clearly}."]
     if unbeaten := panel.describe_unbeaten(best):
-        sentences.append(f"This is {unbeaten} (image-independent baseline).")
+        sentences.append(f"That is {unbeaten}, an image-independent baseline.")
     if degenerate:
         blocks = name_blocks(degenerate).capitalize()
-        sentences.append(f"{blocks} {_be(len(degenerate))} degenerate and excluded.")
+        sentences.append(f"{blocks} {_be(len(degenerate))} degenerate and cannot be best.")
     return " ".join(sentences)
 
 
 def _count_lower(number: int, others: int) -> str:
     if others == 1:
-        return f"The other block is {'' if number else 'not '}significantly lower."
-    if number == others:
-        return f"All {others} other blocks are significantly lower."
+        return f"{'' if number else 'not '}significantly more than at the other block"
     if number == 0:
-        return f"None of the {others} other blocks is significantly lower."
-    return f"{number} of the {others} other blocks {_be(number)} significantly lower."
+        return "not significantly more than at any other block"
+    blocks = f"all {others}" if number == others else f"{number} of the {others}"
+    return f"significantly more than at {blocks} other blocks"
 
 
 def _be(number: int) -> str:

@@ -1,16 +1,18 @@
 """Collect the contents of a report, and the values that the template of each page needs."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ssl_bench.report.drawing import Chart, Curve, Point, draw_chart
+from ssl_bench.report.drawing import LARGE, SMALL, Chart, Curve, Point, Size, draw_chart
 from ssl_bench.report.overview import (
     TASK_DESCRIPTIONS,
     build_leaderboard,
     group_block_tables,
+    list_best,
+    list_indistinguishable,
     list_unreadable_images,
     summarize_checkpoints,
 )
@@ -27,11 +29,15 @@ from ssl_bench.report.panels import (
     group_into_panels,
     list_checkpoints,
     make_point,
+    mute_checkpoints,
+    rank_checkpoints,
+    select_headline_panels,
 )
 from ssl_bench.report.pictures import (
     Gallery,
     PictureFiles,
     build_picture_sections,
+    count_hits,
     find_galleries,
     keep_layers,
     label_image_sets,
@@ -47,6 +53,7 @@ from ssl_bench.tables.entries import dagger_meaning, footnote, image_size_note
 from ssl_bench.tables.published import PublishedValue, find_published_values
 from ssl_bench.tables.run_logs import RunLog
 from ssl_bench.tables.severities import SeverityTable
+from ssl_bench.tables.styles import PALETTE
 
 _MAX_UNFOLDED = 2
 
@@ -80,8 +87,7 @@ class Report:
 
     @property
     def clean_panels(self) -> Sequence[Panel]:
-        """The panels of uncorrupted images, or all panels if there are none."""
-        return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
+        return list_clean_panels(self.panels)
 
     @cached_property
     def summaries(self) -> Mapping[Checkpoint, Sequence[str]]:
@@ -90,6 +96,11 @@ class Report:
     def picture_paths(self) -> list[str]:
         every = (gallery for shown in self.galleries.values() for gallery in shown)
         return list(dict.fromkeys(path for gallery in every for path in gallery.paths()))
+
+
+def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
+    """Return the panels of uncorrupted images, or all panels if there are none."""
+    return [panel for panel in panels if not panel.is_corrupted] or panels
 
 
 def build_report(
@@ -110,6 +121,11 @@ def build_report(
     """
     checkpoints, pictures = list_checkpoints(records), PictureFiles(store.root)
     panels = group_into_panels(records, checkpoints)
+    if len(checkpoints) > len(PALETTE):
+        headlines = select_headline_panels(list_clean_panels(panels))
+        best = rank_checkpoints(headlines, checkpoints)[: len(PALETTE)]
+        checkpoints = mute_checkpoints(checkpoints, best)
+        panels = group_into_panels(records, checkpoints)
     galleries = {
         checkpoint.encoder_id: keep_layers(
             find_galleries(pictures, records, checkpoint), layers, checkpoint.depth
@@ -133,7 +149,7 @@ def build_report(
 def build_index_page(report: Report) -> Page:
     panels, checkpoints = report.panels, report.checkpoints
     leaderboard = build_leaderboard(report.clean_panels, checkpoints)
-    headlines = leaderboard.panels
+    headlines, rows = leaderboard.panels, leaderboard.checkpoints
     entries = [
         entry
         for panel in headlines
@@ -141,23 +157,36 @@ def build_index_page(report: Report) -> Page:
         if (entry := panel.find_headline_entry(checkpoint))
     ]
     views = {panel.number: _draw_panel(panel) for panel in panels}
+    hits = count_hits(report.store, headlines)
+    places = Counter((panel.task, panel.split_name) for panel in headlines)
     return {
         "num_records": len(report.records),
         "num_unreadable": len(report.store.unreadable),
         "checkpoints": checkpoints,
         "pairs": report.pairs,
-        "summaries": list(report.summaries.items()),
+        "summaries": [(one, report.summaries[one]) for one in rows if one in report.summaries],
         "leaderboard": leaderboard,
+        "columns": [
+            {
+                "panel": panel,
+                # Panels of the same images need their settings as a title.
+                "has_variant": places[panel.task, panel.split_name] > 1,
+                "chart": _draw_lines(panel, _sort_lines(panel, rows), size=SMALL),
+                "best": list_best(panel),
+                "indistinguishable": list_indistinguishable(report.store, panel),
+            }
+            for panel in headlines
+        ],
         "has_baselines": any(panel.baselines for panel in headlines),
         "has_degenerate": any(panel.metric == "degenerate" for panel in headlines),
+        "has_crosses": any(e.is_degenerate for panel in headlines for e in panel.entries),
         "notes": [
             *list_unreadable_images(headlines),
             explain_missing_values(entries),
             dagger_meaning(entry.degenerate_percent for panel in panels for entry in panel.entries),
         ],
-        "strips": select_strips(
-            checkpoints, report.galleries, [panel.record for panel in headlines]
-        ),
+        "strips": select_strips(report.pictures, rows, report.galleries, headlines, hits),
+        "has_hits": any(hits.values()),
         "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
         "runs": report.runs,
@@ -177,9 +206,19 @@ def build_index_page(report: Report) -> Page:
     }
 
 
-def _draw_panel(panel: Panel) -> dict[str, Any]:
-    """Draw the chart of a panel with its baselines and the published values inside its axes."""
-    lines = panel.drawn_lines
+def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
+    """Return the drawn lines in reverse order of the checkpoints, so that the best is on top."""
+    return sorted(panel.drawn_lines, key=lambda line: -checkpoints.index(line.checkpoint))
+
+
+def _draw_lines(
+    panel: Panel,
+    lines: Sequence[Line],
+    published: Sequence[tuple[str, float]] = (),
+    *,
+    size: Size = LARGE,
+) -> Chart:
+    has_labels = size == LARGE and len(lines) > 1
     curves = [
         Curve(
             line.checkpoint.name,
@@ -189,10 +228,23 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
                 make_point(entry, entry.layer, f"{line.checkpoint.name}, block {entry.layer}")
                 for entry in line.entries
             ],
-            line.checkpoint.label if len(lines) > 1 else "",
+            line.checkpoint.label if has_labels else "",
         )
         for line in lines
     ]
+    return draw_chart(
+        curves,
+        published,
+        panel.unit,
+        y_label=panel.metric_label,
+        baselines=panel.baselines,
+        size=size,
+    )
+
+
+def _draw_panel(panel: Panel) -> dict[str, Any]:
+    """Draw the chart of a panel with its baselines and the published values inside its axes."""
+    lines = panel.drawn_lines
     # Make one table per published source and per description of the differences from it.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for value in find_published_values(panel.record):
@@ -207,9 +259,7 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
     return {
         "panel": panel,
         "lines": lines,
-        "chart": draw_chart(
-            curves, heights, panel.unit, y_label=panel.metric_label, baselines=panel.baselines
-        ),
+        "chart": _draw_lines(panel, lines, heights),
         "reasons": explain_missing_values(panel.entries),
         "published": [
             {"source": source, "differs": differs, "rows": rows}
@@ -255,7 +305,7 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
         "summary": report.summaries.get(checkpoint, []),
         "pairs": [pair for pair in report.pairs if checkpoint in pair],
         "galleries": build_picture_sections(
-            [[(checkpoint.name, gallery)] for gallery in galleries]
+            report.pictures, [[(checkpoint.name, gallery)] for gallery in galleries]
         ),
         "has_labels": any(panel.has_labels for panel in panels),
         "scores": group_block_tables([(p, line) for p, line in lines if p.task in ranked]),
@@ -335,7 +385,8 @@ def build_pair_page(report: Report, pair: Pair, compared: Sequence[PanelComparis
         "views": [_draw_comparison(pair, comparison) for comparison in compared],
         "warning": code_warning(comparison.table for comparison in compared),
         "galleries": build_picture_sections(
-            [[(first.name, left), (second.name, right)] for left, right in galleries]
+            report.pictures,
+            [[(first.name, left), (second.name, right)] for left, right in galleries],
         ),
         "dagger": dagger_meaning(percent for row in rows for percent in row.difference.degenerate),
     }

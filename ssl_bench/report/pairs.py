@@ -47,6 +47,10 @@ class Side(NamedTuple):
     records: Mapping[int, Record]
     seed: int
 
+    def is_paired_with(self, other: "Side") -> bool:
+        """Whether the values have the same number of images and the same seed."""
+        return len(self.image_names) == len(other.image_names) and self.seed == other.seed
+
 
 class Row(NamedTuple):
     """A difference, with the records of its first score and the records of its second score."""
@@ -126,7 +130,7 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
     """Compare two checkpoints, or return None if their seeds or numbers of images differ."""
-    if len(first.image_names) != len(second.image_names) or first.seed != second.seed:
+    if not first.is_paired_with(second):
         return None
 
     def add_records(difference: Difference) -> Row:

@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,22 +19,20 @@ from ssl_bench.system.files import encoder_folder, natural_sort_key
 from ssl_bench.system.output import safe_file_name
 from ssl_bench.tables.entries import (
     Entry,
-    baselines,
     choose_main_metric,
     comparable_groups,
     dagger_meaning,
     differing_settings,
     footnote,
+    list_baselines,
     mean_entries,
     metric_with_unit,
     model_names,
     training_suffix,
 )
-from ssl_bench.tables.run_logs import NO_SKIP, SKIPS
 from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.styles import SKIPS, choose_styles, lacks_skips
 
-NUM_COLOURS = 8
-"""Number of colours for checkpoints in the style sheet."""
 MAX_LINES = 24
 """Largest number of checkpoints, or of runs, that are drawn for one panel."""
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
@@ -60,6 +58,7 @@ class Checkpoint:
         label: Short name at the right end of a curve. The middle of a long name is omitted.
         model: Model name as in records. Several checkpoints may have the same model name.
         is_skipless: Whether the architecture or the name says that skip connections are missing.
+        style: CSS classes for colour and dashes.
         picture_folders: Beginnings of the names of the folders with its pictures.
     """
 
@@ -73,19 +72,9 @@ class Checkpoint:
     depth: int
     facts: tuple[tuple[str, str], ...]
     is_skipless: bool
+    style: str
     page: str
     picture_folders: tuple[str, ...]
-
-    @property
-    def style(self) -> str:
-        """CSS classes for colour and dashes. Encoders without skip connections get other dashes."""
-        return style_line(self.number, is_skipless=self.is_skipless)
-
-
-def style_line(number: int, *, is_skipless: bool) -> str:
-    """Return the CSS classes of the line with a number in the list of checkpoints or runs."""
-    round_of_colours = min(number // NUM_COLOURS, 2)
-    return f"c{number % NUM_COLOURS} d{round_of_colours}{'s' if is_skipless else ''}"
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
@@ -95,6 +84,8 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
         folders[encoder].add(encoder_folder(model, encoder))
     latest = {record.encoder_id: record for record in records}
     names = sorted(model_names(records).items(), key=lambda item: natural_sort_key(item[1]))
+    skipless = {name: lacks_skips(name, latest[encoder].architecture) for encoder, name in names}
+    styles = choose_styles(skipless)
     checkpoints = []
     for number, (encoder, name) in enumerate(names):
         record = latest[encoder]
@@ -110,13 +101,29 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
                 model=record.model,
                 depth=record.depth,
                 facts=_list_encoder_facts(record),
-                is_skipless=any(record.architecture.get(skip) is False for skip in SKIPS)
-                or bool(NO_SKIP.search(name)),
+                is_skipless=skipless[name],
+                style=styles[name].css,
                 page=f"checkpoint-{safe_file_name(name)}-{encoder[:8]}.html",
                 picture_folders=tuple(sorted(folders[encoder])),
             )
         )
     return tuple(checkpoints)
+
+
+def mute_checkpoints(
+    checkpoints: Sequence[Checkpoint], coloured: Sequence[Checkpoint]
+) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints with colours for those of `coloured` only. The others are grey."""
+    styles = choose_styles({one.name: one.is_skipless for one in coloured})
+    return tuple(
+        replace(
+            one,
+            style=styles[one.name].css
+            if one.name in styles
+            else f"muted d0{'s' if one.is_skipless else ''}",
+        )
+        for one in checkpoints
+    )
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
@@ -173,6 +180,11 @@ class Line:
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
+    @property
+    def best_value(self) -> float:
+        """The highest score, or minus infinity if no entry can be best."""
+        return self.best_entry.value if self.best_entry else -math.inf
+
     @cached_property
     def marked_entries(self) -> tuple[Entry, ...]:
         """The entries with the best score, or () if several blocks all have the same score."""
@@ -186,7 +198,12 @@ class Line:
         """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
-        return name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
+        blocks = name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
+        return (
+            blocks
+            if self.best_entry
+            else f"{blocks}{', degenerate' * self.entries[-1].is_degenerate}"
+        )
 
     @property
     def _valid(self) -> tuple[Entry, ...]:
@@ -264,11 +281,14 @@ class Panel:
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
         """The `MAX_LINES` lines with the highest scores, sorted by name."""
-        ordered = sorted(
-            self.lines, key=lambda line: -line.best_entry.value if line.best_entry else math.inf
-        )
+        ordered = sorted(self.lines, key=lambda line: -line.best_value)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
+
+    @property
+    def ranked_lines(self) -> list[Line]:
+        """The lines with a best block."""
+        return [line for line in self.lines if line.best_entry]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -356,12 +376,6 @@ def make_point(entry: Entry, x: int | float, name: str) -> Point:
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
-def list_baselines(records: Sequence[Record]) -> tuple[tuple[str, float], ...]:
-    """Return the image-independent baselines as pairs such as ("centre box 43.0", 43.0)."""
-    values = {answer: v[0] for answer, v in baselines(records).items()}
-    return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
-
-
 def explain_missing_values(entries: Iterable[Entry]) -> str:
     """Return why some entries have no value, such as "–: no class has two images"."""
     reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
@@ -409,6 +423,28 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
                     chosen.append(panel)
                     covered |= numbers
     return tuple(chosen)
+
+
+def rank_checkpoints(
+    panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
+) -> list[Checkpoint]:
+    """Sort checkpoints by their mean rank over panels, best first.
+
+    A rank is divided by the number of ranked checkpoints. Panels with a single one do not count.
+    Checkpoints without a rank come last.
+    """
+    ranks: dict[str, list[float]] = defaultdict(list)
+    for panel in panels:
+        lines = panel.ranked_lines
+        values = sorted((line.best_value for line in lines), reverse=True)
+        for line in lines if len(lines) > 1 else ():
+            ranks[line.checkpoint.encoder_id].append(values.index(line.best_value) / len(lines))
+
+    def mean_rank(checkpoint: Checkpoint) -> float:
+        own = ranks[checkpoint.encoder_id]
+        return sum(own) / len(own) if own else math.inf
+
+    return sorted(checkpoints, key=mean_rank)
 
 
 def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:

@@ -1,16 +1,24 @@
 """Find the pictures that probes saved below OUT/pictures, and arrange them for pages."""
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ssl_bench.report.panels import Checkpoint
-from ssl_bench.results import Record
+import numpy as np
+from PIL import Image
+
+from ssl_bench.report.pairs import load_side
+from ssl_bench.report.panels import Checkpoint, Panel
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import (
+    TILES,
+    figure_file_name,
     figure_title,
     file_name,
     open_untrusted,
@@ -19,16 +27,17 @@ from ssl_bench.system.files import (
 )
 from ssl_bench.system.output import safe_file_name
 
-MAX_STRIP_PICTURES = 4
-"""Largest number of pictures in a row of the overview page. A row shows one checkpoint."""
 _MAX_STRIP_TASKS = 2
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MAX_BYTES = 64 * 2**20
 # Masks are meant for other programs. They show less than the other pictures.
 _HIDDEN_FOLDER = "masks"
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 _FIRST_TASKS = ("pca", "tokencut", "segmentation")
 _LAST_TASKS = ("conditioning", "geometry")
+# Index of the image of a picture that a strip shows, for tasks with several images in a picture.
+_STRIP_TILES = {"pca": -1, "tokencut": 0, "discovery": 0}
+# Tasks that score whether an image shows an object that can be found.
+_FINDING_TASKS = ("tokencut", "discovery")
 
 _CAPTIONS = {
     "pca": "The first three principal components of the patch features are red, green and blue.",
@@ -52,6 +61,14 @@ _CAPTIONS = {
 }
 
 
+class PictureSize(NamedTuple):
+    """Width and height of a picture. `tiles` has left, top, width and height of its images."""
+
+    width: int
+    height: int
+    tiles: Sequence[tuple[int, int, int, int]] = ()
+
+
 class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
@@ -62,6 +79,7 @@ class PictureFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.refused: dict[Path, str] = {}
+        self._sizes: dict[Path, PictureSize] = {}
 
     def list_below(self, folder: str) -> list[PurePosixPath]:
         """Return the sorted paths of all pictures below a folder, relative to this folder."""
@@ -92,14 +110,31 @@ class PictureFiles:
 
     def _is_png(self, path: Path) -> bool:
         try:
-            with open_untrusted(self.root, path, _MAX_BYTES) as file:
-                is_png = file.read(len(_PNG_SIGNATURE)) == _PNG_SIGNATURE
+            self._sizes[path] = self._read_size(path)
         except OSError as error:
-            self.refused[path] = error.strerror or str(error)
-            return False
-        if not is_png:
-            self.refused[path] = "not a PNG file"
-        return is_png
+            self.refused[path] = error.strerror or "not a PNG file"
+        return path in self._sizes
+
+    def measure(self, name: str) -> PictureSize:
+        """Return the size of the picture at the relative path `name`, which must be listed."""
+        return self._sizes[self.root / name]
+
+    def _read_size(self, path: Path) -> PictureSize:
+        with open_untrusted(self.root, path, _MAX_BYTES) as file:
+            try:
+                # Only the header is read.
+                image = Image.open(file, formats=["PNG"])
+                tiles = json.loads(image.info.get(TILES, "[]"))
+                inside = [
+                    (left, top, width, height)
+                    for left, top, width, height in tiles
+                    if 0 <= left < left + width <= image.width
+                    if 0 <= top < top + height <= image.height
+                ]
+            # The file may have any content.
+            except (ValueError, TypeError, SyntaxError, Image.DecompressionBombError) as error:
+                raise OSError from error
+        return PictureSize(image.width, image.height, inside)
 
 
 @dataclass(frozen=True)
@@ -297,39 +332,52 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
     }
 
 
-class Strip(NamedTuple):
-    """A row of pictures that show one image at several blocks of one checkpoint.
+class StripPicture(NamedTuple):
+    """A picture of a strip.
 
-    Each picture has three texts: its block, such as "block 3" or "all blocks", its link, and its
-    alternative text.
+    Attributes:
+        block: Its block, such as "block 3", "all blocks" or "photograph".
+        note: Why it comes first, such as "best", or "".
+        view: Left, top, width and height of the part that is shown. None for the whole picture.
     """
+
+    block: str
+    note: str
+    address: str
+    alt: str
+    size: PictureSize
+    view: tuple[int, int, int, int] | None
+
+
+class Strip(NamedTuple):
+    """A row of pictures that show one image at every block, starting at the best block."""
 
     checkpoint: Checkpoint
     title: str
-    pictures: Sequence[tuple[str, str, str]]
+    pictures: Sequence[StripPicture]
 
 
 def select_strips(
+    files: PictureFiles,
     checkpoints: Sequence[Checkpoint],
     galleries: Mapping[str, Sequence[Gallery]],
-    scored: Iterable[Record],
+    panels: Sequence[Panel],
+    hits: Mapping[str, float],
 ) -> list[Strip]:
     """Return rows of pictures for the overview page.
 
-    There is one row per task and checkpoint. It shows one image, preferably an image that all
-    checkpoints have. If a task and dataset have several image sets, only those of the records
-    `scored` are shown.
+    There is one row per task and checkpoint. It shows the image with the most `hits`, preferably an
+    image that all checkpoints have. If a task and dataset have several image sets, only those of
+    `panels` are shown.
     """
-    scored_images: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for record in scored:
-        images = short_fingerprint(record.dataset_fingerprint)
-        scored_images[record.task, record.dataset].add(images)
+    scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
+    places = {place[:2] for place in scored}
     shown = {
         checkpoint: [
             gallery
             for gallery in galleries[checkpoint.encoder_id]
-            if gallery.images
-            in scored_images.get((gallery.task, gallery.dataset), {gallery.images})
+            if (gallery.task, gallery.dataset, gallery.images) in scored
+            or (gallery.task, gallery.dataset) not in places
         ]
         for checkpoint in checkpoints
     }
@@ -341,34 +389,81 @@ def select_strips(
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
         return not has_blocks, _task_order(task), task
 
+    def rank_image(gallery: Gallery, image: str) -> tuple[int, float]:
+        return image_uses[gallery.kind, image], hits.get(gallery.files[image], 0.0)
+
     strips = []
     tasks = sorted({gallery.task for gallery in every}, key=rank_task)
     for task in tasks[:_MAX_STRIP_TASKS]:
         for checkpoint in checkpoints:
             own = [gallery for gallery in shown[checkpoint] if gallery.task == task]
             if own:
-                best = min(own, key=lambda g: (not g.layers, -uses[g.kind], -len(g.layers)))
-                image = max(best.files, key=lambda image, best=best: image_uses[best.kind, image])
-                strips.append(_make_strip(checkpoint, best, image))
+                chosen = min(own, key=lambda g: (not g.layers, -uses[g.kind], -len(g.layers)))
+                image = max(chosen.files, key=partial(rank_image, chosen))
+                best = _find_best_layer(panels, checkpoint, chosen)
+                strips.append(_make_strip(files, checkpoint, chosen, image, *best))
     return strips
 
 
-def _make_strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
-    suffix = f", image {image}"
+def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
+    """Return on how many best blocks the object of an image is found, by the name of its file."""
+    hits: dict[str, float] = defaultdict(float)
+    for panel in panels:
+        for line in panel.lines if panel.task in _FINDING_TASKS else ():
+            best, side = line.best_entry, load_side(store, panel, line.checkpoint)
+            values = side.curve.per_image.get(best.layer) if best and side else None
+            if side is None or values is None or values.ndim != 1:
+                continue
+            found = np.nan_to_num(values.astype(float))
+            for name, hit in zip(side.image_names, found / max(found.max(), 1), strict=True):
+                hits[figure_file_name(name)] += hit
+    return hits
+
+
+def _find_best_layer(
+    panels: Sequence[Panel], checkpoint: Checkpoint, gallery: Gallery
+) -> tuple[int | None, str]:
+    """Return the best block for the images of a gallery, and a note, if a task has one.
+
+    The task of the gallery is preferred.
+    """
+    of_dataset = [panel for panel in panels if panel.dataset == gallery.dataset]
+    for panel in sorted(of_dataset, key=lambda panel: panel.task != gallery.task):
+        line = panel.find_line(checkpoint)
+        if line and line.best_entry:
+            name = "" if panel.task == gallery.task else f" for {panel.task}"
+            return line.best_entry.layer, f"best{name}"
+    return None, ""
+
+
+def _make_strip(
+    files: PictureFiles,
+    checkpoint: Checkpoint,
+    gallery: Gallery,
+    image: str,
+    best: int | None,
+    note: str,
+) -> Strip:
+    title = f"{gallery.title}, image {image}"
     layers: list[int | None] = list(gallery.layers) or [None]
-    if len(layers) > MAX_STRIP_PICTURES:
-        # Choose evenly spaced blocks, including the first and the last block.
-        last = MAX_STRIP_PICTURES - 1
-        layers = [layers[round((len(layers) - 1) * n / last)] for n in range(MAX_STRIP_PICTURES)]
     pictures = []
-    for layer in layers:
-        block = _name_block(layer)
-        alt = f"{checkpoint.name}, {gallery.title}, {block}{suffix}"
-        pictures.append((block, make_link(gallery.path(layer, image)), alt))
-    return Strip(checkpoint, gallery.title + suffix, pictures)
+    for layer in sorted(layers, key=lambda layer: layer != best):
+        path, block = gallery.path(layer, image), _name_block(layer)
+        size, tile = files.measure(path), _STRIP_TILES.get(gallery.task)
+        is_cut = layer is not None and tile is not None and len(size.tiles) > 0
+        view = size.tiles[tile] if is_cut else None
+        alt = f"{checkpoint.name}, {gallery.title}, {block}, image {image}"
+        if tile and is_cut and not pictures:
+            # The map does not show the photograph.
+            address, photograph = make_link(path), size.tiles[0]
+            pictures.append(StripPicture("photograph", "", address, image, size, photograph))
+        shown_note = note if layer is not None and layer == best else ""
+        pictures.append(StripPicture(block, shown_note, make_link(path), alt, size, view))
+    return Strip(checkpoint, title, pictures)
 
 
 def build_picture_sections(
+    files: PictureFiles,
     shown: Sequence[Sequence[tuple[str, Gallery]]],
 ) -> list[dict[str, Any]]:
     """Return one section per task with viewers, in which readers choose an image and a block.
@@ -383,7 +478,7 @@ def build_picture_sections(
         return _task_order(gallery.task), gallery.task, not gallery.layers, gallery.kind
 
     for sides in sorted(shown, key=rank):
-        by_task[sides[0][1].task].append(_build_viewer(sides))
+        by_task[sides[0][1].task].append(_build_viewer(files, sides))
     return [
         {
             "title": task,
@@ -395,7 +490,7 @@ def build_picture_sections(
     ]
 
 
-def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
+def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
     first = sides[0][1]
     layers: list[int | None] = list(first.layers) or [None]
     images, start = list(first.files), len(layers) - 1
@@ -411,13 +506,18 @@ def _build_viewer(sides: Sequence[tuple[str, Gallery]]) -> dict[str, Any]:
                 "name": name,
                 "address": make_link(gallery.path(layers[start], images[0])),
                 "alt": f"{name}, {first.title}, {block}, image {images[0]}",
+                "size": files.measure(gallery.path(layers[start], images[0])),
             }
             for name, gallery in sides
         ],
         "data": {
             "what": first.title,
             "layers": list(first.layers),
-            "images": [[image, make_link(first.files[image])] for image in images],
+            "images": [
+                [image, make_link(first.files[image]), *files.measure(path)[:2]]
+                for image in images
+                for path in [first.path(layers[start], image)]
+            ],
             "sides": [
                 {"name": name, "prefixes": [make_link(gallery.prefixes[n]) for n in layers]}
                 for name, gallery in sides

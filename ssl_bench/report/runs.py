@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssl_bench.report.drawing import Chart, Curve, Point, draw_chart
-from ssl_bench.report.panels import MAX_LINES, style_line
+from ssl_bench.report.panels import MAX_LINES
 from ssl_bench.results import Record
 from ssl_bench.system.files import read_digests, resolve_links
 from ssl_bench.tables.run_logs import (
@@ -19,6 +19,7 @@ from ssl_bench.tables.run_logs import (
     sort_measures,
 )
 from ssl_bench.tables.steps import MAX_POINTS, StepTable, format_logged, pivot_logs
+from ssl_bench.tables.styles import choose_styles
 
 # Largest number of points of a curve that are drawn as dots.
 _MAX_MARKS = 30
@@ -94,10 +95,9 @@ def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
     lengths = {log.steps_per_epoch for log in drawn}
     # Runs with different batches are comparable by epochs, not by steps.
     axis = "epoch" if len(lengths) > 1 and None not in lengths else "step"
+    styles = choose_styles({log.name: log.is_skipless for log in drawn})
     lines = [
-        RunLine(
-            number, log.name, style_line(number, is_skipless=log.is_skipless), _describe_run(log)
-        )
+        RunLine(number, log.name, styles[log.name].css, _describe_run(log))
         for number, log in enumerate(drawn)
     ]
     panels: dict[bool, list[MeasurePanel]] = {True: [], False: []}

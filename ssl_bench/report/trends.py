@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import Chart, Curve, draw_chart
-from ssl_bench.report.panels import MAX_LINES, Panel, list_baselines, make_point
+from ssl_bench.report.panels import MAX_LINES, Panel, make_point
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
     Pivot,
@@ -16,7 +16,7 @@ from ssl_bench.tables.depth import (
     require_one_encoder_per_epoch,
     runs_with_several_epochs,
 )
-from ssl_bench.tables.entries import Entry, metric_with_unit
+from ssl_bench.tables.entries import Entry, list_baselines, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12

@@ -35,8 +35,21 @@ from ssl_bench.system.output import (
     show_progress,
     to_plain_json,
 )
+from ssl_bench.tables.styles import DASHES, PALETTE
 
 _STATIC = ("style.css", "report.js")
+# On a dark page, the colours of encoders are lighter.
+_LINE_RULES = "".join(
+    [
+        f".c{number} {{ --ink: light-dark({colour}, color-mix(in oklab, {colour} 55%, white)); }}\n"
+        for number, colour in enumerate(PALETTE)
+    ]
+    + [
+        f".d{number}{end} .line {{ stroke-dasharray: {' '.join(map(str, lengths)) or 'none'}; }}\n"
+        for number, pair in enumerate(DASHES)
+        for end, lengths in zip(("", "s"), pair, strict=True)
+    ]
+)
 # Fields of a record, with their names in the dialog that shows the provenance of a score.
 _FIELDS = {
     "model": "checkpoint",
@@ -102,7 +115,7 @@ def write_report(report: Report, folder: Path) -> None:
             report.pictures.copy(path, new)
         for name in _STATIC:
             static = files("ssl_bench.report").joinpath("static", name)
-            write(name, static.read_text(encoding="utf-8"))
+            write(name, static.read_text(encoding="utf-8") + _LINE_RULES * (name == "style.css"))
         write("records.js", make_records_script(report.store, report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
             page = build_checkpoint_page(report, checkpoint)

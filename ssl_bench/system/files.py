@@ -495,6 +495,10 @@ def figure_file_name(image_id: str, *, before: str = "") -> str:
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
 
+TILES = "ssl-bench tiles"
+"""Keyword of a text in a PNG that states where its images are."""
+
+
 def figure_title(name: str) -> str:
     """Remove the digest from the file name of a figure without suffix. Titles may be equal."""
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name

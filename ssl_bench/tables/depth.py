@@ -22,6 +22,7 @@ from ssl_bench.tables.entries import (
     table_titles,
 )
 from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_tables
+from ssl_bench.tables.styles import lacks_skips
 
 MAX_TABLES = 4
 """Largest number of tables of a single task that are all printed."""
@@ -44,6 +45,7 @@ class Pivot(Table):
         entries: Scores by (row, column).
         undecided: The (row, column) pairs without a score because no block could be chosen.
         notes: Lines of text that are printed below the table.
+        skipless: Columns of encoders or runs without skip connections.
     """
 
     title: str
@@ -53,6 +55,7 @@ class Pivot(Table):
     entries: Mapping[tuple[Any, Any], Entry]
     undecided: frozenset[tuple[Any, Any]] = frozenset()
     notes: tuple[str, ...]
+    skipless: frozenset[str] = frozenset()
 
     @property
     def record(self) -> Record:
@@ -244,6 +247,9 @@ def _pivot(
         columns=tuple(sorted({column for _, column in entries}, key=natural_sort_key)),
         entries=entries,
         notes=tuple(table_notes(records)),
+        skipless=frozenset(
+            name for record in records if lacks_skips(name := key(record)[1], record.architecture)
+        ),
     )
 
 

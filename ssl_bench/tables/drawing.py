@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import MAX_DEGENERATE_PERCENT
-from ssl_bench.system.files import write_atomically
+from ssl_bench.system.files import natural_sort_key, write_atomically
 from ssl_bench.system.output import escape_matplotlib, escape_unprintable
 from ssl_bench.tables.depth import Pivot
-from ssl_bench.tables.entries import baselines
+from ssl_bench.tables.entries import list_baselines
+from ssl_bench.tables.styles import choose_styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,9 @@ _PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
 # Width of a panel, and width of the coloured line in a legend entry, both in letters.
-_PANEL_LETTERS, _KEY_LETTERS = 56, 9
+_PANEL_LETTERS, _KEY_LETTERS = 56, 11
+# Largest number of ticks on the horizontal axis.
+_MAX_TICKS = 13
 # A degenerate score is a hollow dot.
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
 
@@ -51,7 +54,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     """Draw one panel per table, with one curve per column of the table.
 
     A band around each curve shows the 95 % intervals, or one standard deviation of a training log
-    each way. Columns of the same name have the same colour in all panels.
+    each way. Encoders have the style of `choose_styles` in all panels.
     """
     # Tables in which every score is NaN are left out, unless all tables are like this.
     tables = [table for table in tables if table.has_values] or tables
@@ -61,17 +64,20 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
     names = list(dict.fromkeys(column for table in tables for column in table.columns))
     if tables[0].row_name in ("block", "step"):
-        names.sort()
-        colours: dict[str, Any] = {name: f"C{number}" for number, name in enumerate(names)}
+        skipless = frozenset().union(*(table.skipless for table in tables))
+        styles = choose_styles({name: name in skipless for name in names})
+        names.sort(key=natural_sort_key)
+        looks: dict[str, Mapping[str, Any]] = {name: styles[name].line for name in names}
     else:
         # The columns are blocks. Ordered colours show the order of the blocks.
         shades = mpl.colormaps["viridis"]
-        colours = {name: shades(n / max(len(names) - 1, 1)) for n, name in enumerate(names)}
+        last = max(len(names) - 1, 1)
+        looks = {name: {"color": shades(number / last)} for number, name in enumerate(names)}
     num_columns = min(len(tables), _PANELS_PER_ROW)
     titles = [_wrap(table.title) for table in tables]
     labels = [_wrap(name, _PANEL_LETTERS - _KEY_LETTERS) for name in names]
     marker = _choose_marker(len(tables[0].rows))
-    lines = [Line2D([], [], color=colours[name], marker=marker) for name in names]
+    lines = [Line2D([], [], marker=marker, **looks[name]) for name in names]
     if any(entry.is_degenerate for table in tables for _, _, entry in table.scores()):
         labels.append(f"more than {MAX_DEGENERATE_PERCENT:.0f} % degenerate")
         lines.append(Line2D([], [], color="0.4", linestyle="", **_HOLLOW))
@@ -80,14 +86,18 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     figure = Figure(figsize=_figure_inches(titles, num_columns, legend_lines), layout="constrained")
     axes = figure.subplots(-(-len(tables) // num_columns), num_columns, squeeze=False)
     for axis, table, title in zip(axes.flat, tables, titles, strict=False):
-        _draw_panel(axis, table, colours)
+        _draw_panel(axis, table, looks)
         axis.set_title(title, fontsize=8)
         if table.row_name == "step":
             axis.set_xlim(0, 1.02 * max(row for other in tables for row in other.rows))
-            axis.xaxis.get_major_locator().set_params(nbins=4)
+            axis.xaxis.get_major_locator().set_params(nbins=4, integer=True)
+        else:
+            axis.set_xticks(_choose_ticks(table.rows))
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
-    figure.legend(lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8)
+    figure.legend(
+        lines, labels, loc="outside lower center", ncols=legend_columns, fontsize=8, handlelength=3
+    )
     return figure
 
 
@@ -116,12 +126,18 @@ def _figure_inches(
     return width * num_columns, height * len(title_lines) + _LINE_INCHES * text_lines
 
 
-def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
+def _choose_ticks(rows: Sequence[float]) -> list[float]:
+    """Return the blocks, severities or whole epochs of a table, evenly thinned out if crowded."""
+    whole = [row for row in rows if row == int(row)]
+    return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
+
+
+def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]]) -> None:
     entries = [entry for _, _, entry in table.scores()]
     ends = [end for e in entries for end in (e.value, e.low, e.high)]
     records = [record for entry in entries for record in entry.records]
-    lowest_baselines = {answer: values[0] for answer, values in baselines(records).items()}
-    shown = [*ends, *lowest_baselines.values()]
+    baselines = list_baselines(records)
+    shown = [*ends, *(value for _, value in baselines)]
     heights = [end for end in shown if end is not None and math.isfinite(end)]
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
     # The axis is logarithmic only if all values are positive. A zero would lie at minus infinity,
@@ -131,20 +147,19 @@ def _draw_panel(axis: Any, table: Pivot, colours: Mapping[str, Any]) -> None:
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
     for column in table.columns:
-        _draw_curve(axis, table, column, colours[column], top)
-    for answer, value in lowest_baselines.items():
+        _draw_curve(axis, table, column, looks[column], top)
+    for label, value in baselines:
         axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axis.annotate(
-            escape_matplotlib(answer),
-            (0, value),
-            fontsize=6,
-            va="bottom",
+            escape_matplotlib(label),
+            (0.01, value),
+            fontsize=7,
+            # Below the line if a label above it would touch the title.
+            va="top" if value == highest else "bottom",
             xycoords=("axes fraction", "data"),
         )
     if math.inf in ends:
         axis.set_ylim(top=top)
-    if table.row_name == "block":
-        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(table.row_name)
     axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)
@@ -155,12 +170,12 @@ def _choose_marker(num_points: int) -> str:
     return "o" if num_points <= _MAX_MARKERS else ""
 
 
-def _draw_curve(axis: Any, table: Pivot, column: str, colour: Any, top: float) -> None:
+def _draw_curve(axis: Any, table: Pivot, column: str, look: Mapping[str, Any], top: float) -> None:
     """Draw the curve of one column. Infinite values are drawn at the height `top`."""
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
-    marker = _choose_marker(len(table.rows))
-    axis.plot(list(entries), values, marker=marker, markersize=3, color=colour)
+    marker, colour = _choose_marker(len(table.rows)), look["color"]
+    axis.plot(list(entries), values, marker=marker, markersize=3, **look)
     hollow = {
         row: value for row, value in zip(entries, values, strict=True) if entries[row].is_degenerate
     }

@@ -417,6 +417,12 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     return {answer: sorted(values) for answer, values in scores.items()}
 
 
+def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
+    """Return the lowest score of each baseline, such as ("centre box 43.0", 43.0)."""
+    values = {answer: scores[0] for answer, scores in baselines(records).items()}
+    return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
+
+
 def baseline_note(records: Sequence[Record]) -> str:
     """Return "image-independent baseline (centre box): 31.2", for example, or "" without one."""
     notes = []

@@ -17,15 +17,12 @@ from jaxtyping import Float64, Int64
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, natural_sort_key, resolve_links
 from ssl_bench.system.output import say, show_progress
+from ssl_bench.tables.styles import lacks_skips
 
 LOG = "log.jsonl"
 NUM_ROWS = 20
 """Number of rows of a printed table over steps."""
 
-NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
-"""Pattern of names that say that skip connections are missing."""
-SKIPS = ("skip", "skip_attention", "skip_mlp")
-"""Settings of an encoder that are false if skip connections are missing."""
 _SECONDS_PER_DAY = 86_400.0
 _LARGEST_STEP = 2**53
 _PERCENTAGES = re.compile(r"((knn|val|train)_top|letters_|strings_)\d+|data_wait|mfu")
@@ -289,11 +286,10 @@ def _last_of_each_step(steps: Any, values: Any) -> tuple[Any, Any]:
 def _is_skipless(folder: Path, name: str) -> bool:
     try:
         model = _read_config(folder)["model"]
-        is_missing = any(model.get(skip) is False for skip in SKIPS)
+        return lacks_skips(name, model)
     # The file may have any content, or none.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
-        is_missing = False
-    return is_missing or bool(NO_SKIP.search(name))
+        return lacks_skips(name, {})
 
 
 class RunMeasure(NamedTuple):

@@ -117,6 +117,7 @@ class StepTable(Pivot):
                     columns=tuple(run for _, run in table.columns),
                     entries=entries,
                     notes=table.notes,
+                    skipless=frozenset(log.name for log in self.logs if log.is_skipless),
                 )
             )
         return tables

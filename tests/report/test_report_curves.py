@@ -10,6 +10,7 @@ import pytest
 from ssl_bench.report.drawing import MAX_END_LABELS, choose_ticks, draw_chart, spread
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.styles import choose_styles
 from tests.support.report_cells import cell, curve, plain, skipless
 
 
@@ -75,13 +76,16 @@ def test_a_checkpoint_without_skips_is_dashed():
 
     found = list_checkpoints(records)
 
-    assert [(one.label, one.style, dict(one.facts).get("skips")) for one in found] == [
-        ("net", "c0 d0", None),
-        ("skip_adamw", "c1 d0", "yes"),
-        ("skip_soap", "c2 d0", "yes"),
-        ("skipless_soap", "c3 d0s", "yes"),
-        ("vit", "c4 d0", "yes"),
-        ("z", "c5 d0s", "mlp"),
+    styles = choose_styles({one.name: one.is_skipless for one in found})
+    assert [styles[one.name].css for one in found] == [one.style for one in found]
+    dashes = [(one.label, one.style[2:], dict(one.facts).get("skips")) for one in found]
+    assert dashes == [
+        ("net", " d0", None),
+        ("skip_adamw", " d0", "yes"),
+        ("skip_soap", " d0", "yes"),
+        ("skipless_soap", " d0s", "yes"),
+        ("vit", " d0", "yes"),
+        ("z", " d0s", "mlp"),
     ]
     (long,) = list_checkpoints([cell(model="a_run_of_a_small_vit_skipless")])
     assert long.label == "a_run_of_…t_skipless"

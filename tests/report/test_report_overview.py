@@ -6,25 +6,39 @@ from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from probes.pictures import draw_tile, save_sheet
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.overview import (
     TASK_DESCRIPTIONS,
     build_leaderboard,
     group_block_tables,
+    list_best,
+    list_indistinguishable,
     summarize_checkpoints,
 )
+from ssl_bench.report.pages import build_report
 from ssl_bench.report.panels import (
     group_by_task,
     group_into_panels,
     list_checkpoints,
     select_headline_panels,
 )
-from ssl_bench.report.pictures import MAX_STRIP_PICTURES, Gallery, keep_layers, select_strips
+from ssl_bench.report.pictures import Gallery, PictureFiles, keep_layers, select_strips
 from ssl_bench.results import Baseline, Record, ResultStore
-from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
+from ssl_bench.tables.styles import PALETTE
+from tests.support.report_cells import (
+    Elements,
+    cell,
+    folder_of,
+    plain,
+    save,
+    save_pictures,
+    skipless,
+)
 
 SEGMENTATION = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
 
@@ -152,6 +166,7 @@ def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     better = Elements(written(tmp_path / "high", high)).text
 
     assert "not above centre box 55.0" in page
+    assert "not above baseline" in page
     assert "centre box 55.0" in better
     assert "not above" not in better
 
@@ -196,10 +211,10 @@ def test_a_missing_value_has_its_reason(tmp_path):
     for page in (index, own):
         assert 'title="no class has two images"' in page
         assert "\N{EN DASH}: no class has two images" in page
-    assert "No block has a value of top1 (no class has two images)." in index
+    assert "top-1 accuracy at any block (no class has two images)" in index
 
 
-def test_the_overview_has_summary_leaderboard_pictures_and_curves(tmp_path):
+def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_path):
     assert set(choices("probe")) <= set(TASK_DESCRIPTIONS)
     shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
     save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
@@ -207,24 +222,95 @@ def test_the_overview_has_summary_leaderboard_pictures_and_curves(tmp_path):
     page = written(tmp_path, *shares, cell(), cell(**SEGMENTATION))
 
     sections = [i for i in ids(page) if not i.startswith("panel")]
-    order = ["summary", "leaderboard", "pictures", "filters"]
+    order = ["overview", "leaderboard", "summary", "pictures", "all", "filters"]
     assert [i for i in sections if i in order] == order
     tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
     assert [i for i in sections if i.startswith("task-")] == tasks
     assert unescape(page).count(TASK_DESCRIPTIONS["tokencut"]) == 1
-    folds = re.findall(r'<details class="fold".*?</summary>', page)
-    assert [Elements(fold).text for fold in folds] == ["3 panels of conditioning"]
-    places = ('data-task="tokencut"', 'class="fold"', 'data-task="conditioning"')
-    assert [*map(page.index, places)] == sorted(map(page.index, places))
+    folds = [Elements(fold).text for fold in re.findall(r'<details class="fold.*?</summary>', page)]
+    assert folds[-2:] == ["All metrics and numbers", "3 panels of conditioning"]
+    # Three charts are visible at once.
+    before, _, after = page.partition('id="all"')
+    assert before.count('<svg class="chart"') == 3
+    assert after.index('data-task="tokencut"') < after.index('data-task="conditioning"')
+
+
+@pytest.mark.parametrize(
+    ("counts", "marks"),
+    [
+        # Paired over images, a difference of 1 hit of 20 is not clear, and one of 10 is.
+        ((19, 18, 9), {"a": "best", "b": "tied", "c": ""}),
+        ((18, 18, 9), {"a": "best", "b": "best", "c": ""}),
+    ],
+)
+def test_the_leaderboard_marks_the_best_and_who_cannot_be_distinguished(tmp_path, counts, marks):
+    store = ResultStore(tmp_path)
+    for name, count in zip("abc", counts, strict=True):
+        record = cell(model=name, checkpoint_sha256=name * 64)
+        save(store, record, np.arange(20) < count)
+        degenerate = replace(record, layer=4, details={"degenerate_percent": 90.0})
+        save(store, degenerate, np.ones(20, bool))
+    (panel,) = panels(*store.records())
+
+    best, tied = list_best(panel), list_indistinguishable(store, panel)
+
+    names = {line.checkpoint: line.checkpoint.name for line in panel.lines}
+    found = {n: "best" if c in best else "tied" if c in tied else "" for c, n in names.items()}
+    assert found == marks
+    assert [line.best_blocks_text for line in panel.lines] == ["block 3"] * 3
+
+
+def test_without_values_of_images_overlapping_intervals_cannot_be_distinguished(tmp_path):
+    ends = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
+    records = [
+        cell(model=name, checkpoint_sha256=name * 64, value=sum(ci) / 2, ci95=ci)
+        for name, ci in ends.items()
+    ]
+    (panel,) = panels(*records)
+
+    tied = list_indistinguishable(ResultStore(tmp_path), panel)
+
+    assert [checkpoint.name for checkpoint in tied] == ["b"]
+
+
+def test_checkpoints_are_sorted_by_mean_rank_and_only_the_best_have_colours(tmp_path):
+    count = len(PALETTE) + 2
+    records = [
+        cell(model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", value=50.0 + n, dataset=dataset)
+        for n in range(count)
+        for dataset in ("a", "b")
+    ]
+    alone = cell(model="alone", checkpoint_sha256="f" * 64, dataset="c")
+
+    report = build_report(ResultStore(tmp_path), [*records, alone], [])
+    board = build_leaderboard(report.panels, report.checkpoints)
+
+    names = [checkpoint.name for checkpoint in board.checkpoints]
+    assert names == [*(f"run{n:02}" for n in reversed(range(count))), "alone"]
+    muted = [checkpoint.name for checkpoint in report.checkpoints if "muted" in checkpoint.style]
+    assert muted == ["alone", "run00", "run01"]
+    coloured = {c.style for c in report.checkpoints if c.name not in muted}
+    assert len(coloured) == len(PALETTE)
 
 
 def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Gallery:
-    prefixes = {layer: f"{task}/block{layer}/" for layer in layers}
+    prefixes = {layer: f"pictures/{task}/block{layer}/" for layer in layers}
     files = {image: f"{image}.png" for image in images}
     return Gallery(task, dataset, "b" * 8, "image", prefixes, files)
 
 
-def test_a_strip_shows_an_image_that_all_checkpoints_have():
+def strips(root, checkpoints, galleries, shown=(), hits=None):
+    """Write the pictures of galleries, and select the strips of an overview."""
+    for of_encoder in galleries.values():
+        for one in of_encoder:
+            paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
+            save_pictures(root, *paths)
+    files = PictureFiles(root)
+    files.list_below("pictures")
+    return select_strips(files, checkpoints, galleries, shown, hits or {})
+
+
+def test_a_strip_shows_an_image_that_all_checkpoints_have(tmp_path):
     first, second, third = list_checkpoints([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
     galleries = {
         first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
@@ -232,24 +318,55 @@ def test_a_strip_shows_an_image_that_all_checkpoints_have():
         third.encoder_id: [],
     }
 
-    strips = select_strips((first, second, third), galleries, [])
+    found = strips(tmp_path, (first, second, third), galleries, hits={"cat.png": 9.0})
 
-    assert [strip.checkpoint for strip in strips] == [first, second]
-    assert {strip.title for strip in strips} == {"pca on toy, protocol image, image dog"}
-    blocks = [[block for block, _, _ in strip.pictures] for strip in strips]
-    assert blocks == [[f"block {n}" for n in (0, 4, 7, 11)], [f"block {n}" for n in range(3)]]
-    assert len(blocks[0]) == MAX_STRIP_PICTURES
-    assert strips[0].pictures[-1][1] == "pca/block11/dog.png"
+    assert [strip.checkpoint for strip in found] == [first, second]
+    assert {strip.title for strip in found} == {"pca on toy, protocol image, image dog"}
+    blocks = [[picture.block for picture in strip.pictures] for strip in found]
+    assert blocks == [[f"block {n}" for n in range(12)], [f"block {n}" for n in range(3)]]
+    assert found[0].pictures[-1].address == "pictures/pca/block11/dog.png"
+    assert found[0].pictures[-1].size[:2] == (4, 3)
 
 
-def test_strips_prefer_common_kinds_and_many_blocks():
+def test_a_strip_starts_at_the_best_block_of_the_photograph_with_most_hits(tmp_path):
+    records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
+    (checkpoint,) = list_checkpoints(records)
+    shown = gallery(range(3), "cat", "dog", task="tokencut")
+    galleries = {checkpoint.encoder_id: [shown, gallery(range(3), "cat", "dog")]}
+
+    found = strips(tmp_path, (checkpoint,), galleries, panels(*records), {"dog.png": 1.0})
+
+    for strip, note in zip(found, ("best for tokencut", "best"), strict=True):
+        blocks = [(picture.block, picture.note) for picture in strip.pictures]
+        assert blocks == [("block 1", note), ("block 0", ""), ("block 2", "")]
+        assert all(picture.address.endswith("dog.png") for picture in strip.pictures)
+
+
+def test_a_strip_shows_the_image_of_a_sheet_and_its_photograph(tmp_path):
+    (checkpoint,) = list_checkpoints([cell()])
+    path = tmp_path / "pictures/pca/block3/dog.png"
+    photograph, patches = np.zeros((150, 200, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)
+    save_sheet([[draw_tile(photograph, "dog"), draw_tile(patches, "block 3")]], path)
+    files = PictureFiles(tmp_path)
+    files.list_below("pictures")
+
+    (strip,) = select_strips(
+        files, (checkpoint,), {checkpoint.encoder_id: [gallery([3], "dog")]}, [], {}
+    )
+
+    assert [picture.block for picture in strip.pictures] == ["photograph", "block 3"]
+    views = [picture.view for picture in strip.pictures]
+    assert views == [(4, 22, 192, 144), (200, 22, 192, 144)]
+
+
+def test_strips_prefer_common_kinds_and_many_blocks(tmp_path):
     first, second = list_checkpoints([cell(), skipless()])
 
     def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
         galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)
-            for strip in select_strips((first, second), galleries, [])
+            for strip in strips(tmp_path, (first, second), galleries)
         ]
 
     cut, pca = gallery([0], "dog", task="tokencut"), gallery([0], "dog")

@@ -86,13 +86,15 @@ function setUpViewer(viewer) {
   const output = viewer.querySelector("output");
   const show = () => {
     const block = slider ? Number(slider.value) : 0;
-    const [name, file] = data.images[image ? image.selectedIndex : 0];
+    const [name, file, width, height] = data.images[image ? image.selectedIndex : 0];
     const layer = data.layers.length ? `block ${data.layers[block]}` : "all blocks";
     if (output) output.textContent = String(data.layers[block]);
     if (slider) slider.setAttribute("aria-valuetext", layer);
     viewer.querySelectorAll("figure").forEach((figure, side) => {
       const address = data.sides[side].prefixes[block] + file;
       const picture = figure.querySelector("img");
+      picture.width = width;
+      picture.height = height;
       picture.src = address;
       picture.alt = `${data.sides[side].name}, ${data.what}, ${layer}, image ${name}`;
       figure.querySelector("a").href = address;
@@ -115,14 +117,14 @@ function setUpViewer(viewer) {
 function showPicture(link) {
   const dialog = document.getElementById("picture");
   const place = dialog.querySelector("div");
-  const small = link.querySelector("img");
+  const small = link.querySelector("img, svg");
   const large = document.createElement("img");
   const enlarge = () => {
     const room = place.clientWidth;
     large.width = Math.max(large.naturalWidth, Math.min(3 * large.naturalWidth, room));
   };
   large.addEventListener("load", enlarge);
-  large.alt = small ? small.alt : link.textContent;
+  large.alt = small.getAttribute("alt") ?? small.getAttribute("aria-label");
   large.src = link.href;
   place.replaceChildren(large);
   dialog.querySelector("h2").textContent = large.alt;
@@ -146,6 +148,32 @@ document.addEventListener("scroll", markCut, { capture: true, passive: true });
 document.addEventListener("toggle", markCut, { capture: true });
 window.addEventListener("resize", markCut);
 
+// Let an encoder stand out in all charts of the overview: while the pointer is over its name or
+// curve, or after its name is pressed.
+const overview = document.getElementById("overview");
+let pressed = null;
+function focusOn(number) {
+  overview.classList.toggle("focused", number !== null);
+  for (const item of overview.querySelectorAll("[data-m]")) {
+    item.classList.toggle("focus", item.dataset.m === number);
+    if (item.matches("button")) item.setAttribute("aria-pressed", String(item.dataset.m === pressed));
+  }
+}
+if (overview) {
+  overview.addEventListener("pointerover", (event) => {
+    if (event.pointerType === "mouse") focusOn(event.target.closest("[data-m]")?.dataset.m ?? pressed);
+  });
+  overview.addEventListener("pointerleave", () => focusOn(pressed));
+}
+
+// Print everything. Folds close again afterwards.
+let closed = [];
+window.addEventListener("beforeprint", () => {
+  closed = [...document.querySelectorAll("details:not([open])")];
+  for (const details of closed) details.open = true;
+});
+window.addEventListener("afterprint", () => closed.forEach((details) => { details.open = false; }));
+
 // Open the folds around the target of a link.
 function unfold() {
   const place = document.getElementById(location.hash.slice(1));
@@ -166,6 +194,10 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   if (button.matches("th button")) sortTable(button);
   else if (button.dataset.r) showRecords(button.dataset.r.split(" ").map(Number));
+  else if (button.dataset.m) {
+    pressed = button.dataset.m === pressed ? null : button.dataset.m;
+    focusOn(pressed);
+  }
   else if (button.id === "unfold") {
     const closed = button.getAttribute("aria-expanded") !== "true";
     for (const details of document.querySelectorAll("details.numbers")) details.open = closed;

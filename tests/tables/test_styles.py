@@ -1,0 +1,86 @@
+"""Colours and dashes of encoders, which figures and reports share."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ssl_bench.report.panels import list_checkpoints
+from ssl_bench.results import Baseline
+from ssl_bench.tables.depth import depth_tables, epoch_tables
+from ssl_bench.tables.drawing import curves_figure
+from ssl_bench.tables.styles import PALETTE, choose_styles
+from tests.core.test_results import RECORD
+
+NAMES = [f"vit{number}" for number in range(3 * len(PALETTE))]
+
+
+def test_an_encoder_keeps_its_colour_beside_others():
+    alone = {name: choose_styles({name: False})[name] for name in NAMES}
+    for first, second in pairwise(NAMES):
+        both = choose_styles({second: False, first: False})
+        assert both[first] == alone[first]
+        assert (both[second] == alone[second]) == (alone[first].colour != alone[second].colour)
+    assert len({style.colour for style in alone.values()}) > len(PALETTE) / 2
+
+
+@pytest.mark.parametrize("count", [2, len(PALETTE), len(NAMES)])
+def test_encoders_of_a_figure_differ_in_any_order(count):
+    names = NAMES[:count]
+
+    styles = choose_styles(dict.fromkeys(names, False))
+
+    assert styles == choose_styles(dict.fromkeys(reversed(names), False))
+    assert len({style.css for style in styles.values()}) == count
+    assert len({style.colour for style in styles.values()}) == min(count, len(PALETTE))
+
+
+def records(*names: str):
+    details = Baseline("centre box", 31.04).as_details()
+    return [
+        replace(
+            RECORD, model=name, checkpoint_sha256=f"{number}" * 64, layer=layer, details=details
+        )
+        for number, name in enumerate(names)
+        for layer in (0, 3, 11)
+    ]
+
+
+def test_a_figure_has_the_colours_and_dashes_of_the_report():
+    shown = records("net", "skipless", "vit")
+
+    (axis,) = curves_figure(depth_tables(shown)).axes
+
+    dashed = dict(
+        zip(
+            ("net", "skipless", "vit"),
+            [line.get_linestyle() for line in axis.lines[:3]],
+            strict=True,
+        )
+    )
+    assert dashed == {"net": "-", "skipless": "--", "vit": "-"}
+    for line, checkpoint in zip(axis.lines[:3], list_checkpoints(shown), strict=True):
+        assert f"c{PALETTE.index(line.get_color())} " in checkpoint.style
+
+
+def test_ticks_are_probed_blocks_and_baselines_have_their_number():
+    (axis,) = curves_figure(depth_tables(records("vit"))).axes
+
+    assert list(axis.get_xticks()) == [0, 3, 11]
+    assert [text.get_text() for text in axis.texts] == ["centre box 31.0"]
+    many = [replace(record, layer=layer) for record in records("vit")[:1] for layer in range(32)]
+    (axis,) = curves_figure(depth_tables(many)).axes
+    assert list(axis.get_xticks()) == [*range(0, 32, 3)]
+
+
+def test_ticks_over_epochs_are_whole_epochs():
+    epochs = [
+        replace(
+            RECORD, model=f"run@{epoch:g}", checkpoint_sha256=f"{n}" * 64, details={"epoch": epoch}
+        )
+        for n, epoch in enumerate((0.5, 1.0, 3.0))
+    ]
+
+    (axis,) = curves_figure(epoch_tables(epochs)).axes
+
+    assert list(axis.get_xticks()) == [1.0, 3.0]
