@@ -48,6 +48,7 @@ RUN = [
     and not one.is_name
     # The commands of the second page read what its own runs have trained.
     and one.page not in ("docs/extending.md", "docs/papers.md")
+    and "--help" not in one.suite
     and not any(part in one.text for part in NOT_RUN)
 ]
 FIRST = [
