@@ -134,6 +134,9 @@ def test_only_keys_that_can_be_typed_again_are_named(begun, capsys):
         capsys, [*begun, "--resume", "train.num_workers=1", "model.depth=3"], 2
     )
     assert "--extend" not in expect_error(capsys, [*begun, "train.max_steps=5", "--resume"], 2)
+    assert "train.precision: " in expect_error(
+        capsys, [*begun, "--resume", "train.precision=bfloat16"], 2
+    )
     longer = [*begun, "train.max_steps=8", "--extend"]
     assert "--extend" not in expect_error(capsys, [*longer, "optimizer.lr=1e-5"], 2)
 
