@@ -131,7 +131,7 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
     best = list_best(panel)
-    if len(best) == len(entries):
+    if not best:
         return set()
     first = max(entries, key=lambda checkpoint: entries[checkpoint].value)
     highest, top = load_side(store, panel, first), entries[first]

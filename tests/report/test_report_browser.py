@@ -96,7 +96,9 @@ def test_a_head_sorts_by_number_and_back(browser, report):
 
 def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
     open_page(browser, report, "index.html")
-    panel = find(browser, "details.fold article")
+    assert not shown(browser, "article[data-task], #filters")
+    find(browser, "#all > summary").click()
+    panel = find(browser, "#all details.fold article")
     assert not panel.is_displayed()
     task = panel.get_attribute("data-task")
     find(browser, f"select[data-field=task] option[value='{task}']").click()
@@ -105,13 +107,14 @@ def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
     # A link to a folded panel unfolds it too.
     browser.get(f"{browser.current_url.partition('#')[0]}#{panel.get_attribute('id')}")
     browser.refresh()
-    assert find(browser, "details.fold article").is_displayed()
+    assert find(browser, "#all details.fold article").is_displayed()
 
     open_page(browser, report, "index.html")
+    find(browser, "#all > summary").click()
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown(browser, "article[data-task]")) == 1
-    heads = [e.text for e in shown(browser, "main section h2")]
-    assert heads == ["Summary", "Leaderboard", "Pictures", "tokencut"]
+    heads = [e.text for e in shown(browser, "main section[id^=task] h2")]
+    assert heads == ["tokencut"]
     assert find(browser, "#shown").text == "1 of 5 panels shown"
     find(browser, "input[data-model='1']").click()
     assert not shown(browser, "article g[data-m='1']")
@@ -287,3 +290,37 @@ def test_curves_of_a_block_or_a_run_can_be_hidden(browser, over_epochs, page, cu
     assert len(shown(browser, "tbody td")) < cells
     assert sideways(browser) == 0
     assert browser.get_log("browser") == []
+
+
+def test_a_pressed_name_stands_out_in_all_charts_of_the_overview(browser, report):
+    open_page(browser, report, "index.html", width=PHONE)
+    name = find(browser, "#overview button[data-m='1']")
+    other, own = (find(browser, f"#overview g[data-m='{number}']") for number in (0, 1))
+
+    for is_pressed in (True, False):
+        name.send_keys(Keys.ENTER)
+        assert name.get_attribute("aria-pressed") == str(is_pressed).lower()
+        opacities = [float(curve.value_of_css_property("opacity")) for curve in (other, own)]
+        assert (opacities[0] < 1) == is_pressed
+        assert opacities[1] == 1
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_pictures_reserve_their_place(browser, report, width):
+    open_page(browser, report, "index.html", width=width)
+
+    pictures = "return [...document.querySelectorAll('main img, .strip svg')]"
+    sizes = browser.execute_script(
+        f"{pictures}.map((e) => [e.getAttribute('width'), e.getAttribute('height')])"
+    )
+    assert sizes
+    assert all(int(length) > 0 for size in sizes for length in size)
+
+
+def test_a_printed_report_shows_every_number(browser, report):
+    open_page(browser, report, "index.html")
+    is_open = "return [...document.querySelectorAll('details')].map((e) => e.open)"
+    before = browser.execute_script(is_open)
+    for event, expected in (("beforeprint", [True] * len(before)), ("afterprint", before)):
+        browser.execute_script(f"window.dispatchEvent(new Event('{event}'))")
+        assert browser.execute_script(is_open) == expected

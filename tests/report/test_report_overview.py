@@ -258,6 +258,8 @@ def test_the_leaderboard_marks_the_best_and_who_cannot_be_distinguished(tmp_path
     found = {n: "best" if c in best else "tied" if c in tied else "" for c, n in names.items()}
     assert found == marks
     assert [line.best_blocks_text for line in panel.lines] == ["block 3"] * 3
+    (alone,) = panels(*(record for record in store.records() if record.model == "a"))
+    assert (list_best(alone), list_indistinguishable(store, alone)) == (set(), set())
 
 
 def test_without_values_of_images_overlapping_intervals_cannot_be_distinguished(tmp_path):
