@@ -82,7 +82,7 @@ def test_the_pages_have_short_commands_and_few_words():
         words += len(fence.sub("", text).split())
         commands = [code for language, code in fence.findall(text) if not language]
         assert max(map(len, "".join(commands).splitlines()), default=0) <= 100, page
-    assert words < 33_000
+    assert words <= 30_000
 
 
 @pytest.mark.parametrize(
