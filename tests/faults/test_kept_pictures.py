@@ -200,7 +200,7 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 def image_digests(page: Path) -> set[str]:
     """Return the digests in the names of the picture folders that a page shows."""
-    pattern = r'src="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
+    pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 
 
