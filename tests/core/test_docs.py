@@ -79,7 +79,8 @@ def test_the_pages_have_short_commands_and_few_words():
     words = 0
     for page in ROOT.glob("docs/**/*.md"):
         text = page.read_text()
-        words += len(fence.sub("", text).split())
+        is_generated = page.name == "gallery.md"
+        words += 0 if is_generated else len(fence.sub("", text).split())
         commands = [code for language, code in fence.findall(text) if not language]
         assert max(map(len, "".join(commands).splitlines()), default=0) <= 100, page
     assert words <= 30_000
