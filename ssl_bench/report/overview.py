@@ -278,7 +278,8 @@ def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | Non
     if best is None:
         blocks = name_blocks(degenerate)
         return f"{place} has no best block because {blocks} {_be(len(degenerate))} degenerate."
-    value = f"{best.parts[0]}{' %' * (panel.unit == '%')} {metric}"
+    unit = " %" if panel.unit == "%" else ""
+    value = f"{best.parts[0]}{unit} {metric}"
     count = sum(entry.is_rankable for entry in valued)
     others = count - len(line.marked_entries)
     if count == 1:

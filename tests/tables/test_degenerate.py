@@ -137,7 +137,7 @@ def test_pages_of_the_report_cross_degenerate_values_out(store, printed):
     )
 
     summaries = re.findall(r"<li>(TokenCut on toy .*?)</li>", index)
-    assert re.findall(r"block \d+|[\d.]+ %", summaries[0], re.IGNORECASE)[:2] == [
+    assert re.findall(r"block \d+|[\d.]+\s%", summaries[0], re.IGNORECASE)[:2] == [
         "block 0",
         "50.0 %",
     ]
