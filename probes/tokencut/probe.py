@@ -496,9 +496,10 @@ def _warn_about_degenerate_blocks(
         f". If all cosines of an image exceed {threshold}, all patches are linked and the box is "
         "arbitrary"
     )
-    is_adaptive = "adaptive" in probe.further_protocols
-    hint = "probe.protocol=adaptive" if is_adaptive else "probe.tau=otsu"
-    context.say(with_hint(line, hint=(hint,)))
+    if "adaptive" in probe.further_protocols:
+        context.say(with_hint(line, hint=("probe.protocol=adaptive",)))
+    else:
+        context.say(with_hint(line, hint=("probe.tau=otsu",)))
 
 
 def _warn_about_padding(
