@@ -191,7 +191,7 @@ def test_a_long_run_says_early_what_takes_less(workdir, monkeypatch, capsys):
     assert run(photo_folder(workdir / "few", 20), "run", "train.max_steps=5") == 0
 
     said = capsys.readouterr().err.splitlines()
-    (longer,) = [line for line in said if "takes about an hour" in line]
+    (longer,) = [line for line in said if "take about an hour" in line]
     assert "train.max_steps=" in longer
     assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
 
