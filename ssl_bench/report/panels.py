@@ -115,15 +115,13 @@ def mute_checkpoints(
 ) -> tuple[Checkpoint, ...]:
     """Return the checkpoints with colours for those of `coloured` only. The others are grey."""
     styles = choose_styles({one.name: one.is_skipless for one in coloured})
-    return tuple(
-        replace(
-            one,
-            style=styles[one.name].css
-            if one.name in styles
-            else f"muted d0{'s' if one.is_skipless else ''}",
-        )
-        for one in checkpoints
-    )
+
+    def style(checkpoint: Checkpoint) -> str:
+        if checkpoint.name in styles:
+            return styles[checkpoint.name].css
+        return "muted d0s" if checkpoint.is_skipless else "muted d0"
+
+    return tuple(replace(one, style=style(one)) for one in checkpoints)
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
@@ -198,12 +196,9 @@ class Line:
         """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
-        blocks = name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
-        return (
-            blocks
-            if self.best_entry
-            else f"{blocks}{', degenerate' * self.entries[-1].is_degenerate}"
-        )
+        if self.best_entry is None and self.entries[-1].is_degenerate:
+            return f"{name_blocks([self.entries[-1].layer])}, degenerate"
+        return name_blocks([entry.layer for entry in self.marked_entries or self.entries[-1:]])
 
     @property
     def _valid(self) -> tuple[Entry, ...]:

@@ -87,7 +87,7 @@ WHOLE: Mapping[str, Make] = {
         _records, "results/real_probes", "Probes of a DINOv2 ViT-S/14"
     ),
     "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
-    "docs/rooms.svg": partial(_by_document, "_rooms.py", "picture"),
+    "docs/packages.svg": partial(_by_document, "_packages.py", "picture"),
 }
 """Files whose every byte is made."""
 

@@ -89,7 +89,7 @@ def test_the_pages_have_short_commands_and_few_words():
 @pytest.mark.parametrize(
     ("page", "script", "make"),
     [
-        ("rooms.svg", "_rooms.py", "picture"),
+        ("packages.svg", "_packages.py", "picture"),
         ("gallery.md", "_gallery.py", "page"),
     ],
 )
