@@ -24,7 +24,6 @@ _DEFAULT = re.compile(r" \(default: (.*)\)$|(?:\. )Default: (.*)$")
 _SHORT_FOR = re.compile(r" \(short for ([\w.]+)=N\)| \(short for ([\w.]+)\)")
 _SHARED = ("data", "seed", "corrupt", "dtype")
 """Keys that all probes have."""
-_MAX_DEFAULT = 30
 _ADDED_COLUMNS = {
     "ci95": "columns `low_95` and `high_95`",
     "mean": "columns `mean_r`, `mean_g`, `mean_b`",
@@ -148,9 +147,8 @@ def _component_sections(group: str) -> Iterator[str]:
 def _key_table(found: Iterable[Key]) -> str:
     rows = []
     for key in found:
-        default = key.default if len(key.default) <= _MAX_DEFAULT else f"{key.default[:27]}..."
         text = f"{_sentence(key.meaning)} {_legal_values(key.type)}".strip()
-        rows.append((f"`{_escape(key.name)}`", f"`{_escape(default)}`", _escape(text)))
+        rows.append((f"`{_escape(key.name)}`", f"`{_escape(key.default)}`", _escape(text)))
     return _table(("key", "default", "meaning and legal values"), rows)
 
 

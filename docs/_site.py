@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import sys
 from functools import cache
 from pathlib import Path
 from posixpath import dirname, join, normpath
@@ -25,23 +24,12 @@ SHOWN = (
 _ABOVE = re.compile(rf"\]\(\.\./((?:\.\./)*(?:results/|{'|'.join(map(re.escape, _BESIDE))}))")
 _GENERATED = re.compile(r"<!-- generated: (\w+) -->")
 _PICTURE = re.compile(r'(<img [^>]*?)src="([^"]+)"([^>]*>)')
-_COST = re.compile(r"<!-- cost: (\w+) -->")
 
 
 @cache
 def generated(name: str) -> str:
     """Return a part of the reference, such as "commands"."""
     return runpy.run_path(str(ROOT / "docs/_reference.py"))["PAGES"][name]()
-
-
-def cost_table(task: str) -> str:
-    """Return the measured time and memory of a probe, from results/benchmarks/cost-cpu.json."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    from tests.benchmarks.cost import read_measurements, table
-
-    measured = read_measurements()
-    return table(task, measured) if task in measured["tasks"] else ""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -65,7 +53,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 2})
     markdown = _GENERATED.sub(lambda found: generated(found[1]), markdown)
-    markdown = _COST.sub(lambda found: cost_table(found[1]), markdown)
     inside = re.sub(r'(\]\(<?|src=")docs/', r"\1", markdown)
     # In the repository docs/ is one folder further down than in the site.
     inside = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", inside)

@@ -4,8 +4,9 @@
 
 DIR contains photographs in the layout of VOC2012. Each probe runs in a process of its own with one
 thread, and evaluates all blocks of `demo:skip` on at most 20 images. The time is the processor time
-of the process minus that of the same command with `--dry-run`, which loads the same libraries. The
-measurements are written to results/benchmarks/cost-cpu.json, and the pages of the probes show them.
+of the process minus that of the same command with `--dry-run`, which loads the same libraries. In
+addition, the forward pass of untrained ViTs is timed. The measurements are written to
+results/benchmarks/cost-cpu.json, and the pages of the probes show them.
 """
 
 import argparse
@@ -14,16 +15,22 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ssl_bench.composition.choices import choices
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from tests.benchmarks.provenance import hardware, provenance
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "results/benchmarks/cost-cpu.json"
+COLUMNS = ("task", "images", "seconds per image", "seconds in all", "peak memory")
 TASKS_WITH_CLASSES = ("knn", "classification")
 """Tasks that need class labels, which the photographs do not have."""
 
@@ -65,29 +72,87 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
     }
 
 
+def measure_encoders() -> dict[str, float]:
+    """Return the seconds that one thread takes for all blocks of an image, for several ViTs."""
+    torch.set_num_threads(1)
+    seconds = {}
+    for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
+        model = build_vit(ViTConfig(dim=dim, num_heads=heads), seed=0)
+        encoder = encoder_from_model(model, name=name)
+        extractor = FeatureExtractor(encoder, layers=range(12), facets=["token"], device="cpu")
+        for size in (224, 512):
+            images, times = torch.rand(2, 3, size, size), []
+            for _ in range(4):
+                start = time.process_time()
+                extractor(images)
+                times.append(time.process_time() - start)
+            seconds[f"{name}, {size} px"] = round(min(times) / len(images), 3)
+    return seconds
+
+
 def read_measurements() -> dict[str, Any]:
     """Return the committed measurements."""
     return json.loads(FILE.read_text())
 
 
-def table(task: str, measured: Mapping[str, Any]) -> str:
-    """Return the Markdown table of one task, for its page."""
+def probe_page(root: Path, task: str) -> str:
+    """Return the page of a probe with its cost as the last section."""
+    page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
+    text, heading, _ = page.partition("## Cost\n")
+    measured = read_measurements()
     one = measured["tasks"][task]
-    images = "generated images" if "toy_objects" in one["command"] else "photographs"
-    share = one["seconds"] / one["images"]
+    command = one["command"].replace(" --dataset", " \\\n    --dataset")
     return f"""\
-| images | seconds per image | seconds in all | peak memory |
-|---:|---:|---:|---:|
-| {one["images"]} | {_seconds(share)} | {_seconds(one["seconds"])} | {one["peak_gib"]:.1f} GiB |
-
-Processor time without start-up, on one core of {measured["hardware"]} at commit
-`{measured["commit"][:8]}`. Other programs used the machine at the same time. The run evaluates all
-{one["blocks"]} blocks of `demo:skip`, a ViT with {measured["encoder"]}, on {images}:
+{text}{heading}
+{_table({task: one}, COLUMNS[1:])}
+This is for all {one["blocks"]} blocks of `demo:skip` on one CPU core
+([other encoders and GPUs](../how_to/estimate.md)):
 
 ```
-{one["command"].replace(" --dataset", f" {chr(92)}{chr(10)}  --dataset")}
+{command}
 ```
 """
+
+
+def overview(root: Path) -> str:
+    """Return the page about time and memory with the tables of all probes and of encoders."""
+    page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
+    text, heading, _ = page.partition("## On one CPU core\n")
+    measured = read_measurements()
+    encoders = "\n".join(
+        f"| {name} | {_seconds(seconds)} |" for name, seconds in measured["encoders"].items()
+    )
+    return f"""\
+{text}{heading}
+The forward pass takes most of the time with larger encoders:
+
+| encoder and input | seconds per image |
+|---|---:|
+{encoders}
+
+All 12 blocks of `demo:skip`, a ViT with {measured["encoder"]}, without start-up:
+
+{_table(measured["tasks"], COLUMNS)}
+`knn` and `classification` used generated images, the others photographs of VOC 2012. The commands
+are on the pages of the probes. Processor time on {measured["hardware"]} at commit
+`{measured["commit"][:8]}`.
+"""
+
+
+def _table(tasks: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Return a Markdown table with a row for each task."""
+    lines = [f"| {' | '.join(columns)} |"]
+    lines.append("|" + "|".join("---" if name == "task" else "---:" for name in columns) + "|")
+    for task, one in sorted(tasks.items()):
+        values = {
+            "task": f"[`{task}`](../probes/{task}.md)",
+            "images": str(one["images"]),
+            "seconds per image": _seconds(one["seconds"] / one["images"]),
+            "seconds in all": _seconds(one["seconds"]),
+            "peak memory": f"{one['peak_gib']:.1f} GiB",
+        }
+        lines.append(f"| {' | '.join(values[name] for name in columns)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _seconds(value: float) -> str:
@@ -103,6 +168,7 @@ def main() -> None:
     kept = json.loads(FILE.read_text()) if FILE.is_file() else {"tasks": {}}
     wanted = options.task.split(",") if options.task else choices("probe")
     tasks = dict(kept["tasks"])
+    encoders = measure_encoders()
     for task in wanted:
         tasks[task] = measure_task(task, options.data_root, options.limit)
         print(f"{task}: {tasks[task]}", flush=True)
@@ -112,6 +178,7 @@ def main() -> None:
             "hardware": hardware().partition(",")[0],
             "commit": said.partition("commit ")[2].partition(",")[0],
             "encoder": "patches of 8 pixels and 5 MB of weights",
+            "encoders": encoders,
             "tasks": dict(sorted(tasks.items())),
         }
         FILE.write_text(f"{json.dumps(content, indent=1)}\n")

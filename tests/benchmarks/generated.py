@@ -1,10 +1,10 @@
-"""Whether what is generated of the pages and pictures is what the committed records say.
+"""Compare the generated pages and figures with the committed records.
 
     python -m tests.benchmarks.generated [--write | --list]
 
-Makes every page and table again that can be made in seconds from what is committed, and names the
-files that differ; `--write` leaves what was made in their place. `--list` says how each file of
-results/tables and results/figures, and of docs/ what is made, is checked, or why it cannot be.
+Generates again each page and figure that takes seconds, and names the files that differ. `--write`
+replaces them. `--list` tells which files of results/tables, results/figures and docs/ are checked,
+and why the others are not.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from ssl_bench.tables.sheets import render_tables
 
 ROOT = Path(__file__).parents[2]
 LEDGER = "results/benchmarks/evidence-cpu.json"
-"""What the runs of the queue of evidence reached."""
-Make = Callable[[Path], str | bytes]
-"""From the root of a checkout to what a file has to hold."""
+"""Results of the queued experiments."""
+Generator = Callable[[Path], str | bytes]
+"""Returns the content of a file, given the root of a checkout."""
 
 
 def _json(root: Path, name: str) -> Any:
     return json.loads((root / "results/benchmarks" / name).read_text())
 
 
-def _made(module: str, function: str, name: str, root: Path) -> str:
-    """What a benchmark's own function makes of its file of figures."""
+def _generated_by(module: str, function: str, name: str, root: Path) -> str:
+    """Return the page that a benchmark's own function makes from its measurements."""
     return getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
 
 
-def _by(module: str, name: str, function: str = "page") -> Make:
-    return partial(_made, module, function, name)
+def _by(module: str, name: str, function: str = "page") -> Generator:
+    return partial(_generated_by, module, function, name)
 
 
 def _evidence_figure(row: str, root: Path) -> bytes:
@@ -51,7 +51,7 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str, root: Path) -> str:
-    """What a program in docs/ makes."""
+    """Return what a program in docs/ generates."""
     return runpy.run_path(str(root / "docs" / name))[function]()
 
 
@@ -67,7 +67,7 @@ def _devices(root: Path) -> str:
     return page(root / "results/devices")
 
 
-WHOLE: Mapping[str, Make] = {
+WHOLE: Mapping[str, Generator] = {
     "results/devices/README.md": _devices,
     "results/tables/demo_probes.md": partial(
         _records, "results/demo_probes", "Probes of the demonstration encoders"
@@ -89,53 +89,67 @@ WHOLE: Mapping[str, Make] = {
     "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
     "docs/packages.svg": partial(_by_document, "_packages.py", "picture"),
 }
-"""Files whose every byte is made."""
+"""Files that are generated completely."""
 
-# Tables whose programs stood in the repository at the commits that they name.
+# Tables whose programs are in the repository at the commits that they name.
 _FINISHED = """
 attentive bfloat16 box_intervals clustering clustering_intervals conditioning correspondence
 decoding device_waits first_steps geometry initialisation initialisation_readings intervals
 mimetic_copying osa_guesses pixels scale segmentation_full_size waiting_threads
 """
 
-NOT_MADE = {
+NOT_GENERATED = {
     **dict.fromkeys(
         (f"results/tables/{name}.md" for name in _FINISHED.split()),
-        "its program stood in the repository at the commit that it names",
+        "its program is in the repository at the commit that it names",
     ),
     "results/tables/ap_orders.md": "the photographs are not committed",
-    "results/tables/benchmarks.md": "tables of many programs at many commits, cut by hand",
+    "results/tables/benchmarks.md": "tables of many programs at many commits, shortened by hand",
     "results/tables/dino_photographs.md": "the logs of the runs are not committed",
     "results/tables/osa_mnist.md": "the logs of the runs are not committed",
     "results/figures/dino_photographs.png": "the logs of the runs are not committed",
-    "results/figures/mimetic_copying.png": "PNG, whose bytes change with the library",
+    "results/figures/mimetic_copying.png": "a PNG, whose bytes depend on the version of a library",
     "results/figures/osa_mnist.png": "the logs of the runs are not committed",
     "docs/front.png": "the weights of its encoder are not committed",
-    "docs/front_demo.png": "PNG, whose bytes change with the library; a test draws it again",
-    "docs/python.ipynb": "runs an encoder, half a minute; a test compares its code",
+    "docs/front_demo.png": "a PNG, whose bytes depend on the version of a library; a test draws it",
+    "docs/python.ipynb": "runs an encoder for half a minute; a test compares its code",
 }
-"""And why."""
+"""Reasons why a file is not generated again."""
 
 
-def evidence_figures(root: Path) -> dict[str, Make]:
-    """Pictures of the queue, of rows that have a finished run."""
+def evidence_figures(root: Path) -> dict[str, Generator]:
+    """Return a generator for the figure of each experiment with a finished run."""
     from tests.benchmarks.evidence.page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
     return {f"results/figures/{figure_name(row)}": partial(_evidence_figure, row) for row in rows}
 
 
-def made(root: Path) -> Iterator[tuple[str, bytes]]:
-    """What each file has to hold."""
-    for name, make in {**WHOLE, **evidence_figures(root)}.items():
-        found = make(root)
-        yield name, found if isinstance(found, bytes) else found.encode()
+def probe_pages(root: Path) -> dict[str, Generator]:
+    """Return a generator for each page that states the cost of probes."""
+    from tests.benchmarks.cost import overview, probe_page, read_measurements
+
+    tasks = read_measurements()["tasks"]
+    pages = {f"docs/probes/{task}.md": partial(probe_page, task=task) for task in tasks}
+    return {**pages, "docs/how_to/estimate.md": overview}
 
 
-def stale(root: Path) -> Iterator[str]:
-    """Names of the files that are not what they would be if they were made now."""
-    for name, wanted in made(root):
-        if _content(root / name) != wanted:
+def generators(root: Path) -> dict[str, Generator]:
+    """Return a generator for each file that is checked."""
+    return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
+
+
+def generate(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each file that is checked."""
+    for name, generator in generators(root).items():
+        content = generator(root)
+        yield name, content if isinstance(content, bytes) else content.encode()
+
+
+def outdated(root: Path) -> Iterator[str]:
+    """Yield the names of files that differ from what their records give."""
+    for name, content in generate(root):
+        if _content(root / name) != content:
             yield name
 
 
@@ -145,23 +159,22 @@ def _content(file: Path) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="leave what was made in their place")
-    parser.add_argument("--list", action="store_true", help="what is made, and what is not")
+    parser.add_argument("--write", action="store_true", help="replace the files that differ")
+    parser.add_argument("--list", action="store_true", help="tell which files are checked")
     options = parser.parse_args()
     if options.list:
-        for name in {**WHOLE, **evidence_figures(ROOT)}:
-            print(f"{name}: every byte")
-        for name, why in NOT_MADE.items():
-            print(f"{name}: not made again, {why}")
+        for name in generators(ROOT):
+            print(f"{name}: checked")
+        for name, reason in NOT_GENERATED.items():
+            print(f"{name}: not generated again: {reason}")
         return
     if options.write:
-        for name, content in made(ROOT):
+        for name, content in generate(ROOT):
             (ROOT / name).write_bytes(content)
-    found = list(stale(ROOT))
-    if found:
-        again = "`python -m tests.benchmarks.generated --write` makes them again:"
-        raise SystemExit("\n".join([f"not what their records say; {again}", *found]))
-    print(f"{len(WHOLE) + len(evidence_figures(ROOT))} files are what they would be")
+    if names := list(outdated(ROOT)):
+        command = "`python -m tests.benchmarks.generated --write` replaces them:"
+        raise SystemExit("\n".join([f"files that differ from their records; {command}", *names]))
+    print(f"{len(generators(ROOT))} files agree with their records")
 
 
 if __name__ == "__main__":
