@@ -120,8 +120,7 @@ def _filter_by(
     if value is None:
         return list(records)
     known = sorted({getattr(record, name) for record in records})
-    # A known value is not split, because the label of a protocol with changed settings contains
-    # commas.
+    # A known value is not split, because the name of a checkpoint may contain commas.
     values = [value] if value in known else [word.strip() for word in value.split(",")]
     for one in values:
         if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):

@@ -234,7 +234,7 @@ class Entry:
     @property
     def reason(self) -> str:
         """The recorded reason why the value is NaN. It is empty without a reason or if not NaN."""
-        reasons = (record.details.get("reason") for record in self.records)
+        reasons = (record.details.get("undefined") for record in self.records)
         return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property

@@ -203,7 +203,7 @@ def test_checkpoints_of_one_model_show_their_differences(tmp_path):
 
 def test_a_missing_value_has_its_reason(tmp_path):
     record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
-    explained = replace(record, details={"reason": "no class has two images"})
+    explained = replace(record, details={"undefined": "no class has two images"})
 
     index = written(tmp_path, explained)
     own = next((tmp_path / "report").glob("checkpoint-*.html")).read_text()
