@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from probes.features.training_images import WholeImage, resize_mask
 from probes.heads.scored_images import Squashed
-from probes.retrieval import Retrieval
+from probes.retrieval import Retrieval, matched_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
@@ -127,6 +127,16 @@ def test_hbird_also_scores_renamed_classes(tmp_path):
     assert matched.value == pytest.approx(0.75 * found["miou"].value)
     assert matched.details["baseline"]["value"] < matched.value
     assert (matched.ci95, matched.per_image) == (None, None)
+
+
+def test_matched_names_lead_from_the_predicted_to_the_true_class():
+    # Every pixel of "sky" was predicted as "sea", and so on in a circle.
+    confusion = np.array([[0, 9, 0], [0, 0, 5], [3, 0, 0]])
+
+    score = matched_score((0, "token"), confusion, ("sky", "sea", "sand"), 4, {})
+
+    assert score.value == 100
+    assert score.details["renamed_classes"] == {"sea": "sky", "sand": "sea", "sky": "sand"}
 
 
 def test_a_metric_more_leaves_finished_scores_as_they_are(workdir, capsys):
