@@ -166,14 +166,6 @@ if (overview) {
   overview.addEventListener("pointerleave", () => focusOn(pressed));
 }
 
-// Print everything. Folds close again afterwards.
-let closed = [];
-window.addEventListener("beforeprint", () => {
-  closed = [...document.querySelectorAll("details:not([open])")];
-  for (const details of closed) details.open = true;
-});
-window.addEventListener("afterprint", () => closed.forEach((details) => { details.open = false; }));
-
 // Open the folds around the target of a link.
 function unfold() {
   const place = document.getElementById(location.hash.slice(1));
