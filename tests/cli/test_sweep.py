@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,20 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
     capsys.readouterr()
     assert main([*sweep, "--print"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_printed_commands_keep_the_flags(workdir, capsys):
+    flags = {"--on-bad-image": "skip", "--device": "cpu", "--layer": "-1", "--out": "there"}
+    words = [word for flag in flags.items() for word in flag]
+
+    assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", *words, "--print"]) == 0
+
+    for line in capsys.readouterr().out.splitlines():
+        printed = shlex.split(line)
+        values = dict(pairwise(printed))
+        assert values["--on-bad-image"] == "skip"
+        assert values["--device"] == "cpu"
+        assert values["--out"] == "there"
 
 
 # One keeps the script, the other starts what it is given.

@@ -263,6 +263,7 @@ def test_outdated_results_are_left_out_and_computed_again(workdir, capsys, monke
     assert main(["table"]) == 0
     (line,) = outdated_lines(capsys)
     assert f" {len(before)} " in line
+    assert "ssl-bench probe" not in line
 
 
 @pytest.mark.parametrize("task", ["knn", "elsewhere"])

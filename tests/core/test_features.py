@@ -300,6 +300,15 @@ def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
         FeatureExtractor(encoder, layers=[1, 2])(images)
 
 
+def test_the_first_block_that_is_not_finite_is_named_for_several_facets():
+    encoder = ours()
+    last = list(encoder.module.get_submodule("blocks").children())[2]
+    with last.register_forward_hook(lambda *call: call[2] * torch.nan):
+        extractor = FeatureExtractor(encoder, layers=ALL, facets=["cls", "token"])
+        with pytest.raises(CheckpointError, match="block 2 "):
+            extractor(torch.rand(2, 3, 32, 32))
+
+
 def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
     encoder = ours()
 

@@ -483,6 +483,15 @@ def test_features_that_float16_does_not_hold_are_refused(tmp_path, monkeypatch, 
     assert main(words) == 0
 
 
+def test_features_of_another_image_size_are_never_mixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 1)
+    words = ["features", "--checkpoint", "demo:skip", "--layer", "0", "--data-root", "photos"]
+    assert main([*words, "--out", "out", "--image-size", "48"]) == 0
+    line = expect_error(capsys, [*words, "--out", "out", "--image-size", "32"], 2)
+    assert "different image_size; use `--out FOLDER`" in line
+
+
 def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 3)

@@ -317,6 +317,9 @@ def test_a_finished_run_can_be_recorded_later_and_on_fewer_images(mnist, tmp_pat
     ids = ResultStore(tmp_path / "few").image_ids(part.dataset_fingerprint)
     assert ids is not None
     assert len(ids) == 3
+    fewer = recorded(mnist, results=str(tmp_path / "fewer"), val_images=2)
+    fewer.run(tmp_path / "run", resume=True, device="cpu")
+    assert the_record(tmp_path / "fewer").dataset_fingerprint != part.dataset_fingerprint
 
 
 def test_the_recipe_describes_the_steps_that_were_taken():

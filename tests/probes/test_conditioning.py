@@ -165,8 +165,11 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder(run, tmp_path):
     }  # fmt: skip
     numbers = {"condition_number": condition, "effective_rank": rank, "mean_cosine": mean_cosine}
     for (facet, matrix), metric in itertools.product(outputs.items(), numbers):
-        value = find(records, 0, facet, metric).value
-        assert value == pytest.approx(numbers[metric](matrix), rel=1e-4)
+        record = find(records, 0, facet, metric)
+        assert record.value == pytest.approx(numbers[metric](matrix), rel=1e-4)
+        if metric == "effective_rank":
+            centred = record.details["centred_effective_rank"]
+            assert centred == pytest.approx(rank(matrix - matrix.mean(0)), rel=1e-4)
     assert find(records, 0, "token", "cka_with_input").value == pytest.approx(
         linear_cka(x, (middle + mlp)[None])
     )

@@ -80,6 +80,17 @@ def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, proto
     assert all(np.array_equal(one, other) for one, other in zip(*drawn, strict=True))
 
 
+def test_a_block_has_the_same_colours_whatever_other_blocks_are_requested(photographs, tmp_path):
+    drawn = []
+    for layers in ((1,), (0, 1, 2)):
+        store = ResultStore(tmp_path / f"{len(layers)}")
+        probe(photographs, store, layers=layers)
+        drawn.append([tile(path) for path in sorted(store.root.rglob("block01/*.png"))])
+
+    assert len(drawn[0]) == 2
+    assert all(np.array_equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
 def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
     store, messages = ResultStore(tmp_path / "out"), []
     probe(photographs, store, protocol="batch")

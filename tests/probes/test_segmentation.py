@@ -62,8 +62,13 @@ def test_what_is_held_out_trains_nothing(tmp_path):
 
 
 def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
-    scores = list(quick_probe(layers_mode="single").run(probe_context(tmp_path, layers=(3,))))
-    holdout, oracle, accuracy = scores
+    # With wrong masks of the held-out images, they prefer another rate than the scored images.
+    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=0.3, seed=0)
+    wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+    context = probe_context(tmp_path, layers=(3,), dataset=wrong)
+    probe = quick_probe(layers_mode="single", holdout=0.3, learning_rates=[1e-7, 1e-2])
+    holdout, oracle, accuracy = probe.run(context)
+    assert holdout.details["learning_rate"] != oracle.details["learning_rate"]
     held_out, scored = (holdout.details[f"miou_by_rate{end}"] for end in ("_held_out", ""))
     rates = holdout.details["learning_rates"]
     assert holdout.details["learning_rate"] == rates[int(np.argmax(held_out))]

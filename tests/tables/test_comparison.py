@@ -343,6 +343,7 @@ def test_holm_marks_the_blocks_that_his_procedure_rejects():
     # The definition: (m - rank) p, never below the one before, at most 1; ties and NaN.
     assert holm([0.04, 0.01, 0.02, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.6, math.nan, 0.9])[::2] == pytest.approx([1.0, 1.0])
+    assert holm([0.02, math.nan, 0.9])[::2] == pytest.approx([0.04, 0.9])
     assert math.isnan(holm([0.6, math.nan, 0.9])[1])
 
 
