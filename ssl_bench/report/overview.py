@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -148,6 +148,47 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
         if not is_clear:
             found.add(checkpoint)
     return found
+
+
+def list_winners(panel: Panel) -> set[Checkpoint]:
+    """Return the checkpoints with the highest score if it exceeds all baselines."""
+    best = list_best(panel)
+    return {one for one in best if not panel.describe_unbeaten(panel.find_headline_entry(one))}
+
+
+def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
+    """Return sentences about the encoders with most best scores, and about the baselines."""
+    compared = [panel for panel in panels if list_best(panel)]
+    won: dict[Checkpoint, list[str]] = defaultdict(list)
+    for panel in compared:
+        for checkpoint in list_winners(panel):
+            won[checkpoint].append(_name_column(panel))
+    sentences = [
+        f"{checkpoint.name} is best in {len(names)} of {len(compared)} comparisons: "
+        f"{join_names(dict.fromkeys(names))}."
+        for checkpoint, names in sorted(won.items(), key=lambda item: -len(item[1]))[:3]
+    ]
+    unbeaten = [
+        _name_column(panel)
+        for panel in panels
+        if panel.is_ranked
+        and all(panel.describe_unbeaten(line.best_entry) for line in panel.lines if line.best_entry)
+        and panel.baselines
+    ]
+    if unbeaten:
+        names = join_names(dict.fromkeys(unbeaten))
+        sentences.append(f"No encoder is significantly above the baseline in {names}.")
+    return sentences
+
+
+def _name_column(panel: Panel) -> str:
+    return f"{panel.task} on {panel.dataset}"
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return names as a text such as "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 BlockTable = Sequence[tuple[Panel, Line]]

@@ -11,10 +11,11 @@ from ssl_bench.report.overview import (
     TASK_DESCRIPTIONS,
     build_leaderboard,
     group_block_tables,
-    list_best,
     list_indistinguishable,
     list_unreadable_images,
+    list_winners,
     summarize_checkpoints,
+    summarize_leaderboard,
 )
 from ssl_bench.report.pairs import Pair, PanelComparison, choose_pairs
 from ssl_bench.report.panels import (
@@ -172,11 +173,12 @@ def build_index_page(report: Report) -> Page:
                 # Panels of the same images need their settings as a title.
                 "has_variant": places[panel.task, panel.split_name] > 1,
                 "chart": _draw_lines(panel, _sort_lines(panel, rows), size=SMALL),
-                "best": list_best(panel),
+                "best": list_winners(panel),
                 "indistinguishable": list_indistinguishable(report.store, panel),
             }
             for panel in headlines
         ],
+        "verdicts": summarize_leaderboard(headlines),
         "has_baselines": any(panel.baselines for panel in headlines),
         "has_degenerate": any(panel.metric == "degenerate" for panel in headlines),
         "has_crosses": any(e.is_degenerate for panel in headlines for e in panel.entries),

@@ -312,9 +312,15 @@ class Panel:
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry | None) -> str:
-        """Return "not above centre box 43.0", for example, or "" if all baselines are exceeded."""
-        names = [name for name, value in self.baselines if entry and entry.value <= value]
-        return f"not above {' and '.join(names)}" if names else ""
+        """Return "not significantly above centre box 43.0", for example.
+
+        The result is "" if all baselines lie below the 95 % interval of the score.
+        """
+        if entry is None:
+            return ""
+        low = entry.value if entry.low is None else entry.low
+        names = [name for name, value in self.baselines if low <= value]
+        return f"not significantly above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
         """Return the entry of the best block, or of the last block if no block can be best."""

@@ -160,15 +160,30 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
 def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     details = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=details) for n, v in enumerate((40.0, 55.0))]
-    high = replace(cell(value=56.0), details=details)
+    high = replace(cell(value=56.0, ci95=(55.5, 57.0)), details=details)
 
     page = Elements(written(tmp_path / "low", *low)).text
     better = Elements(written(tmp_path / "high", high)).text
 
-    assert "not above centre box 55.0" in page
+    assert "not significantly above centre box 55.0" in page
     assert "not above baseline" in page
+    assert "No encoder is significantly above the baseline in tokencut on toy." in page
     assert "centre box 55.0" in better
-    assert "not above" not in better
+    assert "not above baseline" not in better
+    assert "significantly above" not in better
+
+
+def test_a_score_whose_interval_includes_the_baseline_wins_nothing(tmp_path):
+    details = Baseline("centre box", 55.0).as_details()
+    first = replace(cell(value=60.0, ci95=(50.0, 70.0)), details=details)
+    second = replace(skipless(value=40.0, ci95=(30.0, 50.0)), details=details)
+
+    unclear = written(tmp_path / "unclear", first, second)
+    clear = written(tmp_path / "clear", replace(first, ci95=(56.0, 64.0)), second)
+
+    assert ' class="best"' not in unclear.partition('id="leaderboard"')[2].partition("</table>")[0]
+    assert "is best in" not in unclear
+    assert "is best in 1 of 1 comparisons: tokencut on toy." in clear
 
 
 def test_differences_of_checkpoints_are_columns():

@@ -106,7 +106,7 @@ def test_unbeaten_baselines_and_ranges_of_plain_numbers_are_reported(store):
 
     ((low, plain_numbers),) = summarize(store, replace(cell(value=50.0), details=details), *shares)
 
-    assert "not above centre box 55.0" in low
+    assert "not significantly above centre box 55.0" in low
     assert numbers(plain_numbers) == "3 1 7 0"
 
 
