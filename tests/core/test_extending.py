@@ -54,7 +54,8 @@ def done(folder: Path, *command: str) -> str:
 @pytest.mark.slow
 def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
     suite, place = tmp_path / "suite", tmp_path / "place"
-    for name in ("ssl_bench", "probes", "pretrain", "configs", "tests", "docs"):
+    folders = ("ssl_bench", "probes", "pretrain", "configs", "tests", "docs", "results/demo")
+    for name in folders:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, suite / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", suite)

@@ -1,4 +1,7 @@
-"""What each row of the queue may claim and what would refute it, written down before any run."""
+"""What each row of the queue may claim and what would refute it, written down before any run.
+
+Later commits changed the wording only.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,12 +114,12 @@ class Claim:
     Attributes:
         name: Of the line; letters where one row of runs bears several claims.
         row: Of runs.
-        asks: What is compared.
+        asks: What is compared, as a phrase.
         published: Table, row and column of the published values; empty where there are none.
         said: What is published where it is no value of a table.
-        says: What may be claimed.
-        refuted: What refutes it.
-        limits: What it does not say; empty for nothing.
+        says: What may be claimed, as a clause.
+        refuted: What refutes it, as a sentence.
+        limits: What differs from the paper or is not shown, as a phrase; empty for nothing.
         beside: Arms of the row that are shown and not compared.
     """
 
@@ -154,16 +157,19 @@ _TABLE1 = [
     for optimizer in _OPTIMIZERS
     for kind in ("skip", "skipless, proposed init", "skipless, default init")
 ]
-_LIMIT = "6 blocks ask less of skipless training than the published 12"
+_LIMIT = "6 blocks instead of the published 12, which are harder to train without skips"
+_BELOW = "Refuted if an interval over seeds is below 0."
 
 CLAIMS = (
     Claim(
         "V4a",
         "skipless",
-        "skip, skipless proposed, skipless default; AdamW, then SOAP",
+        "ViT with skips, skipless with the proposed and with the default initialisation, each "
+        "with AdamW and with SOAP",
         _TABLE1,
-        "the default initialisation is last without skips, under both optimizers",
-        "a default within the interval of the proposed one, or not last",
+        "the default initialisation has the lowest accuracy with both optimizers",
+        "Refuted if it is not the lowest, or lies within the interval over seeds of the proposed "
+        "one.",
         Outside(
             [
                 (
@@ -179,14 +185,14 @@ CLAIMS = (
     Claim(
         "V4b",
         "skipless",
-        "how far the default is behind the proposed initialisation under AdamW and under SOAP",
+        "accuracy gap between the proposed and the default initialisation without skips",
         [one for one in _TABLE1 if not one[1].startswith("skip,")],
-        "SOAP closes more than half of the gap",
-        "an interval over seeds that says less than half",
+        "the gap with SOAP is less than half of the gap with AdamW",
+        _BELOW,
         Above(
             [
                 Contrast(
-                    "half the gap under adamw - the gap under soap",
+                    "half the gap with AdamW - the gap with SOAP",
                     {
                         "skipless_adamw": 0.5,
                         "skipless_default_adamw": -0.5,
@@ -201,10 +207,11 @@ CLAIMS = (
     Claim(
         "V4c",
         "skipless_deep",
-        "skip, skipless proposed, skipless default under SOAP at 12 blocks",
+        "ViT with skips, skipless with the proposed and with the default initialisation, with "
+        "SOAP and 12 blocks",
         _TABLE1[3:],
-        "the default initialisation is last",
-        "an interval over images that says it is not",
+        "the default initialisation has the lowest accuracy",
+        "Refuted if an interval over images is below 0.",
         Above(
             [
                 minus("skip_soap", "skipless_default_soap"),
@@ -212,73 +219,78 @@ CLAIMS = (
             ],
             over="images",
         ),
-        limits="one seed: nothing is said of others",
+        limits="one seed",
     ),
     Claim(
         "V11",
         "readings",
-        "four readings of the skipless initialisation, after an epoch on held-out images",
+        "four readings of the formulas of the skipless initialisation, scored on held-out images "
+        "after one epoch",
         (),
-        "one reading is the best at its best rate under both optimizers",
-        "nothing; another one best under each optimizer leaves it undecided",
+        "the same reading has the highest accuracy with both optimizers, each at its best rate",
+        "Nothing refutes it. It is undecided if the optimizers have different best readings.",
         SameBest([{name: f"{name}_{one}" for name in _READINGS} for one in _OPTIMIZERS]),
         said="the formulas leave it open",
-        limits="one seed; chosen and scored on the same held-out images",
+        limits="one seed, and the rates were chosen on the same held-out images",
     ),
     Claim(
         "V6",
         "dino",
-        "DINO, skip and skipless, AdamW and SOAP, 12 blocks: k-NN on CIFAR-10 of every block",
+        "DINO with and without skips, with AdamW and SOAP, 12 blocks: k-NN accuracy of each block "
+        "on CIFAR-10",
         (),
-        "k-NN of every arm is above random weights from block 3 on",
-        "a block from 3 on whose interval over images is below them",
+        "from block 3 on, each encoder is above its random weights",
+        "Refuted if the difference has an interval over images below 0 in one of these blocks.",
         AboveRandom(3),
         said="tables 2 to 4 of Cutting the Skip, on ImageNet-1k",
-        limits="one seed: no claim on skip against skipless",
+        limits="one seed, so that encoders with and without skips are not compared",
     ),
     Claim(
         "V13",
         "apart",
-        "seven starts without skips, DINO, SOAP, 18,000 images: cosine of a patch with the mean "
-        "patch of its image after a block, mean over the blocks, 200 held-out images",
+        "seven variants of the skipless initialisation, trained by DINO with SOAP on 18,000 "
+        "images: cosine of a patch with the mean patch of its image, averaged over the blocks and "
+        "200 held-out images",
         (),
-        "a start keeps patches apart and learns no worse than the published one: in no block half "
-        "of them are one token, and the loss is not above its",
-        "every one of them",
+        "in at least one variant, less than half of the patches of each block are nearly equal "
+        "(cosine above 0.99) and the loss is not above that of `published`",
+        "Refuted if this holds for no variant.",
         Apart("published", 50.0),
         said="none",
-        limits="one seed, one rate",
+        limits="one seed and one rate",
     ),
     Claim(
         "V12",
         "dino",
-        "demonstration encoders with and without skips: megabytes in bfloat16",
+        "size of the demonstration encoders in bfloat16, in MB",
         (),
-        "both load and are below 6 MB",
-        "a larger file, or one that does not load",
+        "both can be loaded and are below 6 MB",
+        "Refuted if one is larger or cannot be loaded.",
         Small(MOST_BYTES),
         said="none",
     ),
     Claim(
         "V1",
         "mimetic",
-        "default, default with sinusoidal positions, mimetic initialisation",
+        "ViT with the default initialisation, with sinusoidal positions too, and with the mimetic "
+        "initialisation",
         [
             ("cifar10", f"width 96, 6 blocks, 3 heads, {init} init", "top-1")
             for init in ("default", "mimetic")
         ],
-        "mimetic is above both",
-        "an interval over seeds that includes 0",
+        "the mimetic initialisation has the highest accuracy",
+        "Refuted if an interval over seeds includes 0 or is below 0.",
         Above(
             [minus("mimetic", "default"), minus("mimetic", "sinusoidal")],
             zero_refutes=True,
         ),
-        limits="patch 4 and 8 epochs, published are patch 2 and 100",
+        limits="patch 4 and 8 epochs instead of the published 2 and 100",
     ),
     Claim(
         "V9",
         "osa",
-        "orthogonal attention by QR and Newton-Schulz, ViT, without skips, without norms too",
+        "orthogonal attention with QR and with Newton-Schulz, a ViT, a ViT without skips, and one "
+        "without skips and norms",
         [
             ("mnist", row, "accuracy")
             for row in (
@@ -289,8 +301,8 @@ CLAIMS = (
                 "ViT, no skip, no layer norm",
             )
         ],
-        "both orthogonal rows are above both bare rows",
-        "an interval over seeds that says one is below",
+        "both kinds of orthogonal attention are above both ViTs without skips",
+        _BELOW,
         Above(
             [
                 minus(one, other)
@@ -303,38 +315,41 @@ CLAIMS = (
     Claim(
         "V9b",
         "osa",
-        "ViT, then orthogonal attention by QR: a constant rate, and a cosine to 0",
+        "ViT and orthogonal attention with QR, each with a constant learning rate and with a "
+        "cosine to 0",
         (),
-        "a constant rate costs accuracy in both",
-        "an interval over seeds that says the cosine is below",
+        "both have a lower accuracy with the constant rate",
+        _BELOW,
         Above([minus(f"{name}_cosine", name) for name in ("vit", "qr")]),
-        said="the paper names no schedule",
+        said="the paper states no schedule",
     ),
     Claim(
         "V10",
         "copying",
-        "Mamba 2 that copies strings, mimetic and default initialisation",
+        "Mamba 2 that copies strings, with the mimetic and the default initialisation",
         (),
-        "mimetic copies more letters at the trained length and at twice it",
-        "an interval over seeds that says it copies fewer",
+        "the mimetic one copies more letters at the trained length of 16 and at 32",
+        _BELOW,
         Above([minus("mimetic", "default", f"letters_{length}") for length in (16, 32)]),
-        said="section 3.3 of the thesis has curves alone",
+        said="only curves, in section 3.3 of the thesis",
     ),
     Claim(
         "V5",
         "one_skip",
-        "ViT with both skips, without attention's, without the MLP's",
+        "ViT with both skips, without the skip of attention, and without the skip of the MLP "
+        "(published are the points lost)",
         [
             ("one_skip", "no skip around attention", "points lost"),
             ("one_skip", "no skip around the MLP", "points lost"),
         ],
-        "without attention's skip far worse than without the MLP's: more than twice as much lost",
-        "an interval over seeds that says it is better, or less than twice as much is lost",
+        "leaving out the skip of attention costs more than twice as much accuracy as leaving out "
+        "that of the MLP",
+        _BELOW,
         Above(
             [
                 minus("no_mlp_skip", "no_attention_skip"),
                 Contrast(
-                    "loss without attention's skip - twice the loss without the MLP's",
+                    "points lost without the skip of attention - twice those without the MLP's",
                     {"both": -1.0, "no_attention_skip": -1.0, "no_mlp_skip": 2.0},
                 ),
             ]
@@ -344,15 +359,15 @@ CLAIMS = (
     Claim(
         "V2",
         "covariance",
-        "ConvNeXt-Atto of patch 2, filters uniform and drawn from the covariance",
+        "ConvNeXt-Atto of patch 2, with uniform filters and with filters from a covariance",
         [
             ("convnext_cifar10", f"7 x 7, 20 epochs, {init} init", "top-1")
             for init in ("uniform", "covariance")
         ],
-        "covariance is above",
-        "an interval over seeds that says it is below",
+        "filters from a covariance have the higher accuracy",
+        _BELOW,
         Above([minus("covariance", "uniform")]),
-        limits="5 epochs, published are 20",
+        limits="5 epochs instead of the published 20",
     ),
 )
 """In the order of the queue."""

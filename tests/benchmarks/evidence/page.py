@@ -21,14 +21,21 @@ curves, learning rates, commits and commands. `python -m tests.benchmarks.genera
 this page from `results/benchmarks/evidence-cpu.json`.
 
 - Each claim, and the result that would refute it, was written in
-  `tests/benchmarks/evidence/claims.py` before its runs. Refuted and undecided claims are shown too.
-- "Ours" lists the mean over seeds of each variant.
+  `tests/benchmarks/evidence/claims.py` before its runs. Only the wording has changed since. Refuted
+  and undecided claims are shown too.
+- "Ours" lists the mean over seeds of each variant, which is a test accuracy in percent unless the
+  claim states another measure.
+- Unless a row states another rule, a claim has the same direction if the intervals of all
+  differences are above 0. They are intervals over seeds, or over images if there is one seed.
+- The proposed skipless initialisation had uniform noise (`model.init_options.noise=uniform`). The
+  paper and today's default have normal noise, as have `as_written`, `no_logit_scale` and `no_gain`
+  in V11.
 - Intervals are 95 %. Over seeds, they are Student's t of differences paired by seed. Over images,
   they are a bootstrap of differences on the same images.
 - Hours are of one core that other programs also used. They include the runs that chose the learning
   rates.
 
-| | claim, refuted by | published | ours | same direction | difference [interval] | hours | seeds |
+| | claim | published | ours | same direction | difference [interval] | hours | seeds |
 |---|---|---|---|---|---|---:|---:|
 """
 _DIRECTION = {"supported": "yes", "refuted": "no"}
@@ -41,8 +48,8 @@ def page(runs: Runs) -> str:
 
 
 def _line(claim: Claim, found: Verdict) -> str:
-    says = f"{claim.asks}: **{claim.says}**; refuted by {claim.refuted}"
-    says += f" ({claim.limits})" if claim.limits else ""
+    says = f"{_sentence(claim.asks)} **{_sentence(claim.says)}** {claim.refuted}"
+    says += f" Limits: {claim.limits}." if claim.limits else ""
     ours = [f"{arm} {value:.2f}" for arm, value in found.ours.items()]
     cells = [
         claim.name,
@@ -55,6 +62,10 @@ def _line(claim: Claim, found: Verdict) -> str:
         str(found.seeds),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def _difference(found: Found) -> str:
@@ -99,9 +110,11 @@ def runs_page(runs: Runs) -> str:
 _RATES = """
 ## Rates
 
-Each variant was first run at each learning rate of the grid. The table shows its score on held-out
-training images in percent. The rate with the highest score is used. If this rate is the first or
-the last of the grid, a wider grid might have a better rate.
+Each variant was first run for one epoch at each learning rate of the grid. The table shows its
+score on held-out training images in percent. The rate with the highest score is used. If this rate
+is the first or the last of the grid, a wider grid might have a better rate. The rates are those of
+a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 images, so it was 2 and
+4 times as large.
 
 | row | arm | held-out | edge |
 |---|---|---|---|
@@ -123,14 +136,15 @@ def _rates(runs: Runs) -> str:
 
 
 _COMPARED = """
-## Starts that were tried, {row}
+## Skipless variants, {row}
 
 The table shows the percentage of patches after each block whose cosine with the mean patch of their
-image is above 0.99. Blocks are counted from 0. The loss is that of the last epoch. k-NN is the
-accuracy on held-out images in percent. A row with an epoch shows a start that was trained to the
-end.
+image is above 0.99. Blocks are counted from 0. The mean cosine over all blocks and the loss of the
+last epoch stand before it. k-NN is the accuracy on held-out images in percent. A row with an epoch
+shows a variant that was trained for that many epochs of all images. The others had one epoch of
+18,000 images.
 
-| start | options | loss | k-NN | cosine | {blocks} |
+| variant | options | loss | k-NN | cosine | {blocks} |
 |---|---|---:|---:|---:|{lines}|
 """
 

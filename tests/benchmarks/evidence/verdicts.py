@@ -176,7 +176,7 @@ def _outside(row: str, rule: Outside, runs: Runs) -> tuple[list[Found], Word]:
         scores = {arm: seeds_of(row, arm, runs, "top1") for arm in (*others, last)}
         means = {arm: fmean(values) for arm, values in scores.items()}
         interval = over_seeds(scores[near])
-        found.append(Found(f"{near} itself", means[near], interval))
+        found.append(Found(f"mean of {near}", means[near], interval))
         if means[last] >= min(means[one] for one in others):
             words.append("refuted")
         elif interval is None:
@@ -213,7 +213,7 @@ def _above_random(row: str, rule: AboveRandom, runs: Runs) -> tuple[list[Found],
         if one["layer"] >= rule.first
     ]
     worst = min(found, key=lambda one: one.over_images[0] if one.over_images else -np.inf)
-    worst = replace(worst, text=f"lowest of all: {worst.text}")
+    worst = replace(worst, text=f"lowest difference from random weights: {worst.text}")
     return [worst], _signs([one.over_images for one in found], zero_refutes=False)
 
 
@@ -236,7 +236,7 @@ def _apart(row: str, rule: Apart, runs: Runs) -> tuple[list[Found], Word]:
     best = next(iter(able))
     lost = able[best]["loss"][-1] - able[rule.plain]["loss"][-1]
     found = [
-        Found(f"{best}, one token, % in the worst block", max(able[best]["merged"])),
+        Found(f"{best}, nearly equal patches in the worst block, %", max(able[best]["merged"])),
         Found(f"{best} - {rule.plain}, loss", lost),
     ]
     kept = any(max(run["merged"]) < rule.merged for run in able.values())
