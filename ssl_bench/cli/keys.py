@@ -55,7 +55,7 @@ _MEANINGS = {
     "corrupt": "corruption and severity of the scored images, e.g. gaussian_noise:3",
     "seed": "random seed (--seed)",
     "dtype": "number format of the encoder",
-    "guesses": "settings that the paper does not state",
+    "guesses": "settings that the paper does not state, and differences from its code",
     "num_workers": "number of processes that read images",
     "batch_size": "number of images or features per batch",
     "encoder_batch_size": "number of images that the encoder processes at once",

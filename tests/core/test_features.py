@@ -303,7 +303,7 @@ def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
 def test_the_first_block_that_is_not_finite_is_named_for_several_facets():
     encoder = ours()
     last = list(encoder.module.get_submodule("blocks").children())[2]
-    with last.register_forward_hook(lambda *call: call[2] * torch.nan):
+    with last.register_forward_hook(lambda _module, _inputs, output: output * torch.nan):
         extractor = FeatureExtractor(encoder, layers=ALL, facets=["cls", "token"])
         with pytest.raises(CheckpointError, match="block 2 "):
             extractor(torch.rand(2, 3, 32, 32))
