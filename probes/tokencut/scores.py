@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int64, UInt8
+from jaxtyping import Float64, UInt8
 
 from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import Cell, ImageResult, cell_name, pack_mask
