@@ -35,7 +35,7 @@ from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.scores import centre_mask, constant_masks, object_counts, object_iou
 from ssl_bench.system.files import figure_file_name
 
-METRICS = ("jaccard", "jaccard_holdout", "jaccard_oracle", "jaccard_mean_map")
+METRICS = ("jaccard", "jaccard_holdout", "jaccard_best_head", "jaccard_mean_map")
 ENTROPY = "entropy"
 FACET = "cls"
 PERCENTILES = (1.0, 99.0)
@@ -85,6 +85,8 @@ class Attention(Probe):
 
     task = "attention"
     keeps_images = True
+    # Metrics of both kinds of masks are the same.
+    excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
@@ -109,8 +111,9 @@ class Attention(Probe):
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        if self.truth != "none":
-            del settings["panels"]
+        if self.truth == "none":
+            # Only drawn images are encoded.
+            settings["panels"] = self.panels
         if self.image_size is not None:
             del settings["max_side"]
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
@@ -237,7 +240,7 @@ class Attention(Probe):
         photograph = Picture(sample.image, (sample.image_id,), shape, _TILE_HEIGHT)
         columns = []
         for layer, maps in weights.items():
-            names = ["mean of the heads", *(f"head {head}" for head in range(len(maps)))]
+            names = ["mean of heads", *(f"head {head}" for head in range(len(maps)))]
             column = [
                 Picture(to_colours(values), (f"block {layer}, {name}{note}",), shape, _TILE_HEIGHT)
                 for values, name, note in zip(
@@ -301,7 +304,7 @@ class ImageResult:
         """Return a text with the Jaccard index of the mean map and of each head for a figure."""
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
-        return [f": {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
+        return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
 
 
 def image_result(
@@ -408,7 +411,7 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
         values = {
             "jaccard": by_head.mean(1),
             "jaccard_holdout": held_out,
-            "jaccard_oracle": by_head.max(1),
+            "jaccard_best_head": by_head.max(1),
             "jaccard_mean_map": np.array([one.jaccard_mean_map for one in results]),
         }
         own_details = {
