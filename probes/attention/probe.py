@@ -430,14 +430,17 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
             cell, number = (layer, FACET, metric), (estimate.value, estimate.ci95())
             yield Score(*cell, *number, num_images, details, per_image=values[metric])
     entropy = np.array([one.entropy for one in results])
-    estimate = mean_estimate(entropy.mean(1))
+    # The interval of a percentage is limited to 100 %, which is an entropy of 1.
+    estimate = mean_estimate(100 * entropy.mean(1))
+    percents = estimate.ci95()
+    ci95 = None if percents is None else (percents[0] / 100, percents[1] / 100)
     details = {
         "degenerate_percent": shared["degenerate_percent"],
         "by_head": entropy.mean(0).tolist(),
         "patch_share_by_head": np.mean([one.patch_share for one in results], 0).tolist(),
     }
-    cell, number = (layer, FACET, ENTROPY), (estimate.value, estimate.ci95())
-    yield Score(*cell, *number, num_images, details, unit="")
+    value = estimate.value / 100
+    yield Score(layer, FACET, ENTROPY, value, ci95, num_images, details, unit="")
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
