@@ -365,9 +365,9 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
 
 
 def results(by_head: np.ndarray) -> list[ImageResult]:
-    heads = by_head.shape[1]
+    same = np.full(by_head.shape[1], 0.9)
     return [
-        ImageResult(row, row.mean(), {"centre box": 10.0}, True, *np.full((2, heads), 0.9), False)
+        ImageResult(row, float(row.mean()), {"centre box": 10.0}, True, same, same, False)
         for row in by_head
     ]
 
@@ -423,8 +423,9 @@ def test_sides_are_reduced_to_multiples_of_the_patch(options, size):
 
 def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
     root = paired_folders(tmp_path / "folders", {"train": ["a"], "val": ["b"]})
-    stuff = ImageMaskFolders(root, class_names=["wall", "sky"])
-    objects = ImageMaskFolders(root, class_names=["background", "sky"])
+    more = [f"class {number}" for number in range(1, 21)]
+    stuff = ImageMaskFolders(root, class_names=["wall", *more])
+    objects = ImageMaskFolders(root, class_names=["background", *more])
 
     assert Attention().adapt_to_images(stuff, ()).truth == "none"
     assert Attention().adapt_to_images(stuff, ("truth",)).truth == "classes"
