@@ -44,7 +44,7 @@ TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
 ALL = slice(None)
 
 
-def vit(seed: int = 0, **changes: Any) -> nn.Module:
+def vit(seed: int = 0, **changes: Any) -> Any:
     return build_vit(replace(TINY, **changes), seed=seed)
 
 
@@ -63,7 +63,7 @@ def small_timm(name: str, **changes: Any) -> Encoder:
 def own(name: str) -> Encoder:
     if name.startswith("vit"):
         skip = name != "vit without skips"
-        model: Any = vit(skip_attention=skip, skip_mlp=skip, num_registers=2)
+        model = vit(skip_attention=skip, skip_mlp=skip, num_registers=2)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
@@ -118,7 +118,7 @@ def test_the_map_is_the_softmax_over_all_tokens_in_float64():
     images, seen = torch.rand(1, 3, 32, 32), {}
     block: Any = model.get_submodule("blocks.1")
     block.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0][0]))
-    encoder = encoder_from_model(model.float(), name="tiny")  # type: ignore[arg-type]
+    encoder = encoder_from_model(model.float(), name="tiny")
     weights = AttentionRecorder(FeatureExtractor(encoder, layers=[1]))(images)[1][0, :, 0]
 
     x = seen["x"].double().numpy()
@@ -257,7 +257,7 @@ def test_other_attention_is_refused_with_another_task(mix):
 def test_a_command_refuses_attention_without_softmax(tmp_path, monkeypatch, capsys, attention):
     monkeypatch.chdir(tmp_path)
     options = {"attention": attention, "qkv_bias": attention == "linear"}
-    save_encoder(tmp_path / "other.safetensors", vit(**options), {})  # type: ignore[arg-type]
+    save_encoder(tmp_path / "other.safetensors", vit(**options), {})
     paired_folders(tmp_path / "images", {"all": ["a"]}, images="x", masks="y")
     words = ["probe", "--task", "attention", "--checkpoint", "other.safetensors"]
     words += ["--dataset", "folder", "--data-root", "images/x"]
@@ -436,7 +436,8 @@ def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
 
 
 def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolder, tmp_path):
-    store, encoder = ResultStore(tmp_path / "out"), encoder_from_model(vit(), name="tiny")
+    store = ResultStore(tmp_path / "out")
+    encoder = encoder_from_model(vit(num_registers=2), name="tiny")
 
     records = evaluated(Attention(truth="none", panels=2), photographs, store, encoder, (0, 1))
 
