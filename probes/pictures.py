@@ -17,7 +17,6 @@ from PIL.PngImagePlugin import PngInfo
 from ssl_bench.system.files import TILES, write_atomically, write_text_atomically
 
 TILE_HEIGHT = 144
-LONGEST_TILE = 3 * TILE_HEIGHT
 TITLE_HEIGHT = 18
 MARGIN = 4
 _FONT = ImageFont.load_default(12)
@@ -30,35 +29,37 @@ _SVG_JPEG_QUALITY = 90
 class Picture:
     """An image with titles above it.
 
-    In a figure, the image is `TILE_HEIGHT` pixels high. An image that would be wider than
-    `LONGEST_TILE` is reduced to this width. Small maps are enlarged without blurring their patches.
+    An image that would be wider than three times the height of the figure's tiles is reduced to
+    this width. Small maps are enlarged without blurring their patches.
 
     Attributes:
         image: RGB image with values from 0 to 255.
-        titles: Lines of text. Titles that are wider than `LONGEST_TILE` are shortened.
+        titles: Lines of text. Titles that are wider than the widest tile are shortened.
         shape: Height and width that define the aspect ratio in the figure. None for the aspect
             ratio of `image`. Set it to the original height and width of an image that was resized
             to a square.
+        height: Height of the image in the figure, in pixels.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     titles: tuple[str, ...]
     shape: tuple[int, int] | None = None
+    height: int = TILE_HEIGHT
 
     @property
     def is_map(self) -> bool:
         """Return whether the image is so small that single patches must stay visible."""
-        return self.image.shape[0] < TILE_HEIGHT
+        return self.image.shape[0] < self.height
 
     @property
     def lines(self) -> list[str]:
         """Return the titles, shortened to fit into the widest tile."""
-        return [shorten(title, LONGEST_TILE - 2) for title in self.titles]
+        return [shorten(title, 3 * self.height - 2) for title in self.titles]
 
     @property
     def size(self) -> tuple[int, int]:
         """Return width and height of the image in the figure."""
-        return tile_size(self.shape or self.image.shape)
+        return tile_size(self.shape or self.image.shape, self.height)
 
     @property
     def width(self) -> int:
@@ -69,7 +70,7 @@ class Picture:
         """Draw the image with its titles above it."""
         resampling = Image.Resampling.NEAREST if self.is_map else Image.Resampling.LANCZOS
         top = TITLE_HEIGHT * len(self.titles)
-        tile = Image.new("RGB", (self.width, top + TILE_HEIGHT), "white")
+        tile = Image.new("RGB", (self.width, top + self.height), "white")
         for number, line in enumerate(self.lines):
             _write(tile, line, 2 + number * TITLE_HEIGHT)
         tile.paste(Image.fromarray(self.image).resize(self.size, resampling), (0, top))
@@ -89,12 +90,13 @@ def draw_heading(text: str) -> Image.Image:
     return tile
 
 
-def tile_size(shape: Sequence[int]) -> tuple[int, int]:
+def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int, int]:
     """Return the width and height that an image of the shape (height, width) has in a figure."""
     height, width = shape[:2]
-    if width * TILE_HEIGHT > height * LONGEST_TILE:
-        return LONGEST_TILE, max(1, round(height * LONGEST_TILE / width))
-    return max(1, round(width * TILE_HEIGHT / height)), TILE_HEIGHT
+    longest = 3 * tile_height
+    if width > 3 * height:
+        return longest, max(1, round(height * longest / width))
+    return max(1, round(width * tile_height / height)), tile_height
 
 
 def shorten(text: str, width: int) -> str:

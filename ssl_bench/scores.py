@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Integer, Real
+from jaxtyping import Bool, Float, Float64, Int64, Integer, Real, UInt8
 
 IGNORED = 255
 """Label of pixels that are ignored in scores."""
@@ -158,6 +158,56 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
     both, predicted, true, total = (counts[..., n].astype(np.int64) for n in range(4))
     correct = total - predicted - true + 2 * both
     return np.where(total > 0, 100.0 * correct / np.maximum(total, 1), 100.0)
+
+
+def object_counts(
+    mask: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
+) -> Int64[np.ndarray, " 4"]:
+    """Return the `ObjectCounts` of a mask.
+
+    Args:
+        mask: Pixels of the object that was found.
+        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
+    """
+    is_scored, is_true = truth != IGNORED, truth == 1
+    is_found = mask & is_scored
+    parts = (is_found & is_true, is_found, is_true, is_scored)
+    return np.array([part.sum() for part in parts], np.int64)
+
+
+def centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
+    """Return the pixels whose centres lie in the centre box."""
+    height, width = size
+    x0, y0, x1, y1 = centre_box((height, width))
+    x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
+    return ((y > y0) & (y < y1))[:, None] & ((x > x0) & (x < x1))
+
+
+def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
+    """Return the centred box (x0, y0, x1, y1) with half of the area of the image.
+
+    The box has the aspect ratio of the image. `size` is (height, width) in pixels.
+    """
+    height, width = size
+    sides = np.array([width, height, width, height], np.float64)
+    return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
+
+
+def constant_masks(
+    centre_counts: Int64[np.ndarray, "images 4"],
+) -> dict[str, Int64[np.ndarray, "images 4"]]:
+    """Return the `ObjectCounts` of image-independent masks, by name.
+
+    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, the best
+    mask is the empty mask if objects are small, and the whole image if objects are large.
+    """
+    _, _, true, total = centre_counts.T
+    zero = np.zeros_like(true)
+    return {
+        "centre box": centre_counts,
+        "whole image": np.stack([true, total, true, total], 1),
+        "empty mask": np.stack([zero, zero, true, total], 1),
+    }
 
 
 OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"]]] = {

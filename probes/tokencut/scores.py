@@ -5,16 +5,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64, UInt8
+from jaxtyping import Float64, UInt8
 
 from probes.tokencut.cuts import Discovery, PatchGrid
 from probes.tokencut.log import Cell, ImageResult, cell_name, pack_mask
-from ssl_bench.data.samples import IGNORED, Sample
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.results import Baseline, PerImageKind
-from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
+from ssl_bench.scores import (
+    OBJECT_SCORES,
+    centre_box,
+    centre_mask,
+    constant_masks,
+    corloc,
+    is_hit,
+    object_counts,
+    object_iou,
+)
 
 # Percentage of the image that the largest object covers.
 _OBJECT_SIZES = {
@@ -51,7 +60,7 @@ def image_result(
         size=(grid.height, grid.width),
         true_boxes=None if sample.boxes is None else true_boxes.tolist(),
         pixels=zlib.crc32(sample.image.tobytes()),
-        centre=None if truth is None else object_counts(_centre_mask(truth.shape), truth).tolist(),
+        centre=None if truth is None else object_counts(centre_mask(truth.shape), truth).tolist(),
     )
 
 
@@ -83,29 +92,6 @@ def _cell(
         counts = object_counts(grid.to_pixels(first.mask), true_mask)
         cell |= {"object": counts.tolist(), "hit": bool(object_iou(counts) >= 50)}
     return cell
-
-
-def object_counts(
-    mask: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
-) -> Int64[np.ndarray, " 4"]:
-    """Return the `ssl_bench.scores.ObjectCounts` of a mask.
-
-    Args:
-        mask: Pixels of the object that was found.
-        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
-    """
-    is_scored, is_true = truth != IGNORED, truth == 1
-    is_found = mask & is_scored
-    parts = (is_found & is_true, is_found, is_true, is_scored)
-    return np.array([part.sum() for part in parts], np.int64)
-
-
-def _centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
-    """Return the pixels whose centres lie in the centre box."""
-    height, width = size
-    x0, y0, x1, y1 = centre_box((height, width))
-    x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
-    return ((y > y0) & (y < y1))[:, None] & ((x > x0) & (x < x1))
 
 
 def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
@@ -180,35 +166,8 @@ def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
     return percentages
 
 
-def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
-    """Return the centred box (x0, y0, x1, y1) with half of the area of the image.
-
-    The box has the aspect ratio of the image. `size` is (height, width) in pixels.
-    """
-    height, width = size
-    sides = np.array([width, height, width, height], np.float64)
-    return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
-
-
 CONSTANT_BOXES: Mapping[str, Callable[[tuple[int, int]], Float64[np.ndarray, " 4"]]] = {
     "centre box": centre_box,
     "whole image": lambda size: np.array([0, 0, size[1], size[0]], np.float64),
 }
 """Boxes that depend only on the size of an image. The better one is the baseline of a score."""
-
-
-def constant_masks(
-    centre_counts: Int64[np.ndarray, "images 4"],
-) -> dict[str, Int64[np.ndarray, "images 4"]]:
-    """Return the `ObjectCounts` of image-independent masks, by name.
-
-    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, the best
-    mask is the empty mask if objects are small, and the whole image if objects are large.
-    """
-    _, _, true, total = centre_counts.T
-    zero = np.zeros_like(true)
-    return {
-        "centre box": centre_counts,
-        "whole image": np.stack([true, total, true, total], 1),
-        "empty mask": np.stack([zero, zero, true, total], 1),
-    }

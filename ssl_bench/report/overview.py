@@ -43,6 +43,9 @@ TASK_DESCRIPTIONS: Mapping[str, str] = {
     "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
     "effective rank), the alignment of two views, and the position that patches encode. Most "
     "of these numbers are neither good nor bad.",
+    "attention": "The patches that hold 60 % of the attention of [CLS] are compared with the mask "
+    "of the object. The score is the mean Jaccard index over images. Higher is better. Entropy is "
+    "neither good nor bad: 1 means equal attention to all patches.",
     "pca": "The share of the variance between the patches of an image that three components "
     "explain. Neither high nor low is better: identical patches have one component.",
     "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
@@ -61,6 +64,7 @@ _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 # Names of tasks and metrics in a sentence. Others are named as in tables.
 _SUBJECTS: Mapping[str, str] = {
     "segmentation": "Linear segmentation",
+    "attention": "Attention of [CLS]",
     "tokencut": "TokenCut",
     "retrieval": "Patch retrieval",
     "classification": "Linear classification",
@@ -74,6 +78,7 @@ _METRICS: Mapping[str, str] = {
     "miou": "mean IoU",
     "corloc": "CorLoc",
     "max_f_beta": "maximum F-beta",
+    "jaccard": "Jaccard index",
     "ap50": "AP50",
     "top1_holdout": "top-1 accuracy",
     "top1_k20": "top-1 accuracy",

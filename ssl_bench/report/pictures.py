@@ -35,11 +35,16 @@ _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 _FIRST_TASKS = ("pca", "tokencut", "segmentation")
 _LAST_TASKS = ("conditioning", "geometry")
 # Index of the image of a picture that a strip shows, for tasks with several images in a picture.
-_STRIP_TILES = {"pca": -1, "tokencut": 0, "discovery": 0}
+_STRIP_TILES = {"pca": -1, "attention": 1, "tokencut": 0, "discovery": 0}
 # Tasks that score whether an image shows an object that can be found.
 _FINDING_TASKS = ("tokencut", "discovery")
 
 _CAPTIONS = {
+    "attention": (
+        "Attention of [CLS] to each patch: the mean of all heads, then each head. In each map, the "
+        "least is dark blue and the most is yellow. With true masks, the titles state the Jaccard "
+        "index of the patches that hold 60 % of the attention."
+    ),
     "pca": "The first three principal components of the patch features are red, green and blue.",
     "tokencut": (
         "The first box is magenta, further boxes are orange, and true boxes are green. Patches "

