@@ -454,14 +454,18 @@ def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolde
     assert tiles[0][2] == 128
 
 
-def test_the_most_attention_is_yellow_and_the_least_dark_blue():
-    values = torch.arange(400, dtype=torch.float64).view(20, 20) ** 2
+def test_one_bright_patch_does_not_darken_the_others():
+    values = torch.arange(400, dtype=torch.float64).view(20, 20)
+    values[-1, -1] = 1e6
 
     colours = to_colours(values)
 
+    # The ends and the middle of viridis.
     assert colours[0, 0].tolist() == [68, 1, 84]
+    assert colours[10, 0].tolist() == pytest.approx([33, 144, 141], abs=6)
     assert colours[-1, -1].tolist() == [253, 231, 37]
-    assert (to_colours(torch.ones(2, 2).double()) == to_colours(torch.ones(2, 2).double())[0]).all()
+    constant = to_colours(torch.ones(2, 2, dtype=torch.float64))
+    assert (constant == constant[0, 0]).all()
 
 
 @pytest.mark.data
