@@ -105,10 +105,10 @@ def probe_page(root: Path, task: str) -> str:
     return f"""\
 {text}{heading}
 {_table({task: one}, COLUMNS[1:])}
-This is for all {one["blocks"]} blocks of `demo:skip` on one CPU core
-([other encoders and GPUs](../how_to/estimate.md)):
+One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command. The page about
+[time and memory](../how_to/estimate.md) has other encoders and GPUs.
 
-```
+```text
 {command}
 ```
 """

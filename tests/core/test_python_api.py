@@ -183,7 +183,7 @@ def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
 
     found = ssl_bench.probe(own_module.own(), layer="1", out=tmp_path / "results", **asked)
 
-    tasks = {"pca", "tokencut", "geometry", "conditioning", "correspondence"}
+    tasks = {"attention", "pca", "tokencut", "geometry", "conditioning", "correspondence"}
     assert {record.task for record in found} == tasks
     (tile,) = (tmp_path / "results/pictures/pca").glob("*/*/*/block01/0.png.png")
     with Image.open(tile) as file:
