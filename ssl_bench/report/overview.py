@@ -171,7 +171,9 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
     sentences = [
         f"{checkpoint.name} is best in {len(names)} of {len(compared)} comparisons: "
         f"{join_names(dict.fromkeys(names))}."
-        for checkpoint, names in sorted(won.items(), key=lambda item: -len(item[1]))[:3]
+        for checkpoint, names in sorted(
+            won.items(), key=lambda item: (-len(item[1]), item[0].number)
+        )[:3]
     ]
     unbeaten = [
         _name_column(panel)
