@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -20,73 +20,13 @@ from ssl_bench.report.panels import (
 )
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import score_block, subtract
-
-TASK_DESCRIPTIONS: Mapping[str, str] = {
-    "segmentation": "A linear head predicts the class of every pixel from the patches of one "
-    "block. The score is the mean IoU over classes. Higher is better.",
-    "tokencut": "The normalised cut of a block's patches gives one box per image. CorLoc is "
-    "the percentage of images whose box overlaps a true box with an IoU of at least 50 %. "
-    "Higher is better. Without true boxes, only the percentage of degenerate cuts is reported.",
-    "retrieval": "Every patch gets the class of its nearest training patches, without "
-    "training. The score is the mean IoU over classes. Higher is better.",
-    "classification": "A linear head predicts the class of the image. The score is the "
-    "accuracy in percent. Higher is better.",
-    "knn": "Every image gets the class of its nearest training images, without training. The "
-    "score is the accuracy in percent. Higher is better.",
-    "correspondence": "The nearest patch in another view or image is the match of a point. "
-    "PCK is the percentage of matches within a fraction of the side of the view or of the "
-    "object's box. Higher is better.",
-    "discovery": "The cuts of a block's patches give several boxes per image. AP, AP50 and "
-    "AR100 are computed as in COCO, without classes. Higher is better.",
-    "clustering": "k-means clusters images or patches and is compared with their classes, "
-    "which it does not use. NMI, AMI and similar scores are reported. Higher is better.",
-    "geometry": "Measures the feature space: its effective dimensionality (RankMe, LiDAR, "
-    "effective rank), the alignment of two views, and the position that patches encode. Most "
-    "of these numbers are neither good nor bad.",
-    "attention": "The patches that hold 60 % of the attention of [CLS] are compared with the mask "
-    "of the object. The score is the mean Jaccard index over images. Higher is better. Entropy is "
-    "neither good nor bad: 1 means equal attention to all patches.",
-    "pca": "The share of the variance between the patches of an image that three components "
-    "explain. Neither high nor low is better: identical patches have one component.",
-    "conditioning": "Measures how close the tokens, attention and Jacobians of a block are to "
-    "singular matrices: condition numbers, ranks and CKA. A lower condition number is closer "
-    "to an isometry.",
-}
-"""Descriptions of tasks for readers of a report. Tasks of plugins have no description."""
+from ssl_bench.tables.tasks import task_texts
 
 _MAX_COLUMNS = 3
 # Largest number of tables per task and split that are visible without unfolding.
 _MAX_OPEN_TABLES = 3
 # Facts that only the page of a checkpoint shows.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
-
-
-# Names of tasks and metrics in a sentence. Others are named as in tables.
-_SUBJECTS: Mapping[str, str] = {
-    "segmentation": "Linear segmentation",
-    "attention": "Attention of [CLS]",
-    "tokencut": "TokenCut",
-    "retrieval": "Patch retrieval",
-    "classification": "Linear classification",
-    "knn": "k-NN classification",
-    "correspondence": "Point correspondence",
-    "discovery": "Multi-object discovery",
-    "clustering": "Clustering",
-}
-_METRICS: Mapping[str, str] = {
-    "miou_holdout": "mean IoU",
-    "miou": "mean IoU",
-    "corloc": "CorLoc",
-    "max_f_beta": "maximum F-beta",
-    "jaccard": "Jaccard index",
-    "ap50": "AP50",
-    "top1_holdout": "top-1 accuracy",
-    "top1_k20": "top-1 accuracy",
-    "top1": "top-1 accuracy",
-    "pck_0.1": "PCK",
-    "ami": "AMI",
-    "nmi": "NMI",
-}
 
 
 class Leaderboard(NamedTuple):
@@ -259,7 +199,7 @@ def summarize_checkpoints(
         for (task, split_name, protocol), (panel, line) in lines.items():
             lower = find_lower_blocks(store, panel, line, is_paired=is_paired)
             has_rivals = len(protocols[task, split_name]) > 1
-            subject = _SUBJECTS.get(task, task)
+            subject = task_texts(task).title or task
             subject += f" (protocol {protocol})" if has_rivals else ""
             texts[task].append(summarize_line(subject, panel, line, lower))
         if texts:
@@ -305,7 +245,8 @@ def find_lower_blocks(
 
 def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | None) -> str:
     """Return sentences about the best block. `lower` is the result of `find_lower_blocks`."""
-    metric, place = _METRICS.get(panel.metric, panel.metric), f"{subject} on {panel.dataset}"
+    metric = task_texts(panel.task).metrics.get(panel.metric, panel.metric)
+    place = f"{subject} on {panel.dataset}"
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
     if not valued:
         reason = line.entries[0].reason

@@ -8,7 +8,6 @@ from typing import Any
 
 from ssl_bench.report.drawing import LARGE, SMALL, Chart, Curve, Point, Size, draw_chart
 from ssl_bench.report.overview import (
-    TASK_DESCRIPTIONS,
     build_leaderboard,
     group_block_tables,
     list_indistinguishable,
@@ -55,6 +54,7 @@ from ssl_bench.tables.published import PublishedValue, find_published_values
 from ssl_bench.tables.run_logs import RunLog
 from ssl_bench.tables.severities import SeverityTable
 from ssl_bench.tables.styles import PALETTE
+from ssl_bench.tables.tasks import task_texts
 
 _MAX_UNFOLDED = 2
 
@@ -200,7 +200,7 @@ def build_index_page(report: Report) -> Page:
             {
                 "task": task,
                 "anchor": f"task-{safe_file_name(task)}",
-                "description": TASK_DESCRIPTIONS.get(task, ""),
+                "description": task_texts(task).description,
                 "groups": _group_views([views[panel.number] for panel in of_task]),
             }
             for task, of_task in group_by_task(panels).items()

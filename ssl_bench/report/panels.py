@@ -393,7 +393,7 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
     """Return the metric that represents a task, given its panels."""
-    return choose_main_metric([(panel.metric, panel.is_ranked) for panel in panels])
+    return choose_main_metric(panels[0].task, [(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:

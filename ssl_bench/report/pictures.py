@@ -26,44 +26,13 @@ from ssl_bench.system.files import (
     short_fingerprint,
 )
 from ssl_bench.system.output import safe_file_name
+from ssl_bench.tables.tasks import task_texts
 
 _MAX_STRIP_TASKS = 2
 _MAX_BYTES = 64 * 2**20
 # Masks are meant for other programs. They show less than the other pictures.
 _HIDDEN_FOLDER = "masks"
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
-_FIRST_TASKS = ("pca", "tokencut", "segmentation")
-_LAST_TASKS = ("conditioning", "geometry")
-# Index of the image of a picture that a strip shows, for tasks with several images in a picture.
-_STRIP_TILES = {"pca": -1, "attention": 1, "tokencut": 0, "discovery": 0}
-# Tasks that score whether an image shows an object that can be found.
-_FINDING_TASKS = ("tokencut", "discovery")
-
-_CAPTIONS = {
-    "attention": (
-        "Attention of [CLS] to each patch: the mean of all heads, then each head. In each map, the "
-        "least is dark blue and the most is yellow. With true masks, the titles state the Jaccard "
-        "index of the patches that hold 60 % of the attention."
-    ),
-    "pca": "The first three principal components of the patch features are red, green and blue.",
-    "tokencut": (
-        "The first box is magenta, further boxes are orange, and true boxes are green. Patches "
-        "outside the object are dark. The map beside it is the second eigenvector, blue below 0 "
-        "and red above 0. Lambda is its eigenvalue, which is close to 0 if the two sides are "
-        "almost separate. The gap is the distance to the third eigenvalue. A gap close to 0 means "
-        "that rounding decides the cut."
-    ),
-    "correspondence": (
-        "Points of the left view and their matches in the right view. Correct matches are green. "
-        "Wrong matches are red, and a ring marks the true place."
-    ),
-    "discovery": (
-        "The first box is magenta, further boxes are orange, and true boxes are green. Patches "
-        "outside the objects are dark. The map beside it is the second eigenvector of the first "
-        "cut, blue below 0 and red above 0."
-    ),
-    "segmentation": "Image, ground truth, and the prediction of a linear head on each block.",
-}
 
 
 class PictureSize(NamedTuple):
@@ -392,7 +361,7 @@ def select_strips(
 
     def rank_task(task: str) -> tuple[bool, int, str]:
         has_blocks = any(gallery.layers for gallery in every if gallery.task == task)
-        return not has_blocks, _task_order(task), task
+        return not has_blocks, task_texts(task).rank, task
 
     def rank_image(gallery: Gallery, image: str) -> tuple[int, float]:
         return image_uses[gallery.kind, image], hits.get(gallery.files[image], 0.0)
@@ -414,7 +383,9 @@ def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
     """Return on how many best blocks the object of an image is found, by the name of its file."""
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:
-        for line in panel.lines if panel.task in _FINDING_TASKS else ():
+        if not task_texts(panel.task).finds_objects:
+            continue
+        for line in panel.lines:
             best, side = line.best_entry, load_side(store, panel, line.checkpoint)
             values = side.curve.per_image.get(best.layer) if best and side else None
             if side is None or values is None or values.ndim != 1:
@@ -454,7 +425,7 @@ def _make_strip(
     pictures = []
     for layer in sorted(layers, key=lambda layer: layer != best):
         path, block = gallery.path(layer, image), _name_block(layer)
-        size, tile = files.measure(path), _STRIP_TILES.get(gallery.task)
+        size, tile = files.measure(path), task_texts(gallery.task).strip_tile
         is_cut = layer is not None and tile is not None and len(size.tiles) > 0
         view = size.tiles[tile] if is_cut else None
         alt = f"{checkpoint.name}, {gallery.title}, {block}, image {image}"
@@ -480,7 +451,7 @@ def build_picture_sections(
 
     def rank(sides: Sequence[tuple[str, Gallery]]) -> tuple[int, str, bool, tuple[object, ...]]:
         gallery = sides[0][1]
-        return _task_order(gallery.task), gallery.task, not gallery.layers, gallery.kind
+        return task_texts(gallery.task).rank, gallery.task, not gallery.layers, gallery.kind
 
     for sides in sorted(shown, key=rank):
         by_task[sides[0][1].task].append(_build_viewer(files, sides))
@@ -488,7 +459,7 @@ def build_picture_sections(
         {
             "title": task,
             "anchor": f"pictures-{safe_file_name(task)}",
-            "caption": _CAPTIONS.get(task, ""),
+            "caption": task_texts(task).caption,
             "viewers": viewers,
         }
         for task, viewers in by_task.items()
@@ -535,12 +506,6 @@ def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> 
 
 def _name_block(layer: int | None) -> str:
     return "all blocks" if layer is None else f"block {layer}"
-
-
-def _task_order(task: str) -> int:
-    if task in _FIRST_TASKS:
-        return _FIRST_TASKS.index(task)
-    return len(_FIRST_TASKS) + (task in _LAST_TASKS)
 
 
 def make_link(path: str) -> str:

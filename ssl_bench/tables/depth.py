@@ -321,9 +321,12 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records with the same fields `names`."""
+    """Return the main metric of each group of records with the same fields `names`.
+
+    The first name must be "task".
+    """
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:
         group = tuple(getattr(record, name) for name in names)
         metrics[group][record.metric, record.is_ranked] = None
-    return {group: choose_main_metric(list(known)) for group, known in metrics.items()}
+    return {group: choose_main_metric(group[0], list(known)) for group, known in metrics.items()}

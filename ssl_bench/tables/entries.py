@@ -25,25 +25,9 @@ from ssl_bench.results import (
 )
 from ssl_bench.system.output import escape_unprintable
 from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.tasks import task_texts
 
 K = TypeVar("K", bound=Hashable)
-_MAIN_METRICS = (
-    "miou_holdout",
-    "ap50",
-    "corloc",
-    "max_f_beta",
-    "miou",
-    "top1_holdout",
-    "top1_k20",
-    "top1",
-    "pck_0.1",
-    "ami",
-    "nmi",
-    "explained_variance",
-    "condition_number",
-    "rankme",
-)
-
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 """Fields of a record that state what was measured."""
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
@@ -141,15 +125,15 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
     return names
 
 
-def choose_main_metric(metrics: Sequence[tuple[str, bool]]) -> str:
+def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
-    It is the first metric of `_MAIN_METRICS` that was measured. If none of these was measured, it
-    is the first metric for which higher is better. Each measured metric is given as a pair of its
-    name and whether higher is better.
+    It is the first metric of `TaskTexts.metrics` that was measured. If none of these was measured,
+    it is the first metric for which higher is better. Each measured metric is given as a pair of
+    its name and whether higher is better.
     """
     names = [name for name, _ in sorted(metrics, key=lambda metric: not metric[1])]
-    return next((name for name in _MAIN_METRICS if name in names), names[0])
+    return next((name for name in task_texts(task).metrics if name in names), names[0])
 
 
 def series_as_json(record: Record) -> dict[str, Any]:

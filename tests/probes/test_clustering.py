@@ -28,8 +28,8 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import Encoder
-from ssl_bench.report.panels import choose_main_metric
 from ssl_bench.results import ResultStore
+from ssl_bench.tables.entries import choose_main_metric
 from tests.support.coloured_classes import coloured_classes, flat, scored, tiny
 from tests.support.photographs import evaluated
 
@@ -249,7 +249,10 @@ def test_agreement_below_chance_is_stored_and_leads_the_table(colours, tmp_path,
     shown = capsys.readouterr()
     assert "-3.2" in shown.out
     assert path.name in shown.err
-    assert choose_main_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
+    assert (
+        choose_main_metric("clustering", [(metric, r.is_ranked) for metric, r in found.items()])
+        == "ami"
+    )
     assert [r.unit for r in found.values()] == ["%", "%", "", "%", "%"]
     assert all(r.trained_on is None for r in found.values())
 

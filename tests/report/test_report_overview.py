@@ -13,7 +13,6 @@ from probes.pictures import draw_tile, save_sheet
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.overview import (
-    TASK_DESCRIPTIONS,
     build_leaderboard,
     group_block_tables,
     list_best,
@@ -30,6 +29,7 @@ from ssl_bench.report.panels import (
 from ssl_bench.report.pictures import Gallery, PictureFiles, keep_layers, select_strips
 from ssl_bench.results import Baseline, Record, ResultStore
 from ssl_bench.tables.styles import PALETTE
+from ssl_bench.tables.tasks import task_texts
 from tests.support.report_cells import (
     Elements,
     cell,
@@ -230,7 +230,7 @@ def test_a_missing_value_has_its_reason(tmp_path):
 
 
 def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_path):
-    assert set(choices("probe")) <= set(TASK_DESCRIPTIONS)
+    assert all(task_texts(task).description for task in choices("probe"))
     shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
     save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
 
@@ -241,7 +241,7 @@ def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_pa
     assert [i for i in sections if i in order] == order
     tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
     assert [i for i in sections if i.startswith("task-")] == tasks
-    assert unescape(page).count(TASK_DESCRIPTIONS["tokencut"]) == 1
+    assert unescape(page).count(task_texts("tokencut").description) == 1
     folds = [Elements(fold).text for fold in re.findall(r'<details class="fold.*?</summary>', page)]
     assert folds[-2:] == ["All metrics and numbers", "3 panels of conditioning"]
     # Three charts are visible at once.

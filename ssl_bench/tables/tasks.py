@@ -1,0 +1,44 @@
+"""Texts that describe tasks in tables and reports, from the files of `configs/report`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import yaml
+
+from ssl_bench.composition.choices import config_folder
+
+
+@dataclass(frozen=True)
+class TaskTexts:
+    """How tables and reports describe a task. Tasks of plugins have the default values.
+
+    Attributes:
+        title: Name of the task at the beginning of a sentence. If it is empty, the name on the
+            command line is used.
+        description: What the task measures, and whether a higher score is better.
+        caption: What the pictures of the task show.
+        metrics: Name of each main metric in a sentence. The first metric that was measured
+            represents the task in overviews.
+        strip_tile: Index of the image that represents a picture, if pictures consist of several
+            images.
+        finds_objects: Whether the task scores whether an object is found in an image.
+        rank: Position of the pictures of the task in a report. Tasks of equal rank are sorted by
+            name.
+    """
+
+    title: str = ""
+    description: str = ""
+    caption: str = ""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    strip_tile: int | None = None
+    finds_objects: bool = False
+    rank: int = 0
+
+
+@cache
+def task_texts(task: str) -> TaskTexts:
+    path = config_folder() / "report" / f"{task}.yaml"
+    if "/" in task or not path.is_file():
+        return TaskTexts()
+    return TaskTexts(**yaml.safe_load(path.read_text(encoding="utf-8")))
