@@ -57,7 +57,6 @@ MANIFEST = "SHA256SUMS"
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
 _SAMPLE_SIZE = 64
-_ROLES = ("segmentation", "classification", "correspondence", "discovery", "saliency", "images")
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -110,7 +109,7 @@ def _as_json(source: Source) -> dict[str, Any]:
         "by_hand": instructions,
         "counts": dict(source.counts),
         "size": source.size,
-        "roles": [role for role in _ROLES if role in dataset.supports],
+        "roles": [role for role in SPLITS_OF_ROLES if role in dataset.supports],
         "class_names": list(_class_names(source, dataset)),
     }
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ssl_bench.data.files.readable import (
     suggest_skipping,
     summarize_left_out,
 )
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
 from ssl_bench.data.splits import apply_shared_values, shared_values
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import unreadable_ids
@@ -48,6 +49,8 @@ from ssl_bench.system.process import require_single_process, reraise_out_of_memo
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
 _SPLITS = ("train", "val", "images", "discovery")
+# A video is left out, because only its first frame would be written.
+_ANNOTATED_ROLES = ("segmentation", "classification", "correspondence", "depth", "instances")
 # Maximum size and maximum number of images of one file of features.
 _MOST_BYTES, _MOST_IMAGES = 64 * 2**20, 1024
 _BATCH_SIZE = 16
@@ -133,11 +136,11 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the named splits. Without names, return train and val, or all images if unlabelled."""
+    """Return the named splits. Without names, return the annotated splits, else all images."""
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
-    elif {"segmentation", "classification", "correspondence"} & dataset.supports:
-        names = ["train", "val"]
+    elif annotated := [role for role in _ANNOTATED_ROLES if role in dataset.supports]:
+        names = [*dict.fromkeys(chain.from_iterable(SPLITS_OF_ROLES[role] for role in annotated))]
     else:
         names = ["images" if "images" in dataset.supports else "discovery"]
     return [getattr(dataset, name)() for name in names]

@@ -20,7 +20,14 @@ from ssl_bench.composition.choices import unknown_name_error
 from ssl_bench.composition.fields import format_value
 from ssl_bench.data.files.fingerprints import extend_fingerprint
 from ssl_bench.data.files.readable import ImageSubset
-from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
+from ssl_bench.data.samples import (
+    Dataset,
+    DatasetView,
+    Frames,
+    ImageSet,
+    ImageView,
+    Sample,
+)
 from ssl_bench.errors import ConfigurationError, MachineError, escape_braces
 
 Pixels = UInt8[np.ndarray, "height width 3"]
@@ -170,7 +177,7 @@ def _parse_severities(text: str) -> list[Corruption]:
 
 @dataclass(frozen=True)
 class CorruptedImages(ImageView):
-    """An `ImageSet` with corrupted images. Masks, boxes, points and labels do not change.
+    """An `ImageSet` with corrupted images. Its annotations do not change.
 
     The name and fingerprint of the set contain the corruption, so that its features and results are
     never used for clean images.
@@ -186,18 +193,25 @@ class CorruptedImages(ImageView):
         return _corrupted_name(self.images.name, self.corruption)
 
     def __getitem__(self, index: int) -> Sample:
-        sample = self.images[index]
-        image_id, pair = sample.image_id, sample.pair
-        if pair is not None:
-            image_id, other_id = pair.image_ids
-            pair = replace(pair, image=corrupt_image(pair.image, self.corruption, other_id))
-        image = corrupt_image(sample.image, self.corruption, image_id)
-        return replace(sample, image=image, pair=pair)
+        return _corrupt_sample(self.images[index], self.corruption)
 
     @cached_property
     def _fingerprint(self) -> str:
         row = ("corrupted", _VERSION, str(self.corruption))
         return extend_fingerprint(self.images.fingerprint(), row)
+
+
+def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
+    """Corrupt the image of a sample, the other image of its pair, and the frames of its video."""
+    image_id, pair, frames = sample.image_id, sample.pair, sample.frames
+    if pair is not None:
+        image_id, other_id = pair.image_ids
+        pair = replace(pair, image=corrupt_image(pair.image, corruption, other_id))
+    if frames is not None:
+        clean = frames
+        frames = Frames(len(clean), lambda number: _corrupt_sample(clean[number], corruption))
+    image = corrupt_image(sample.image, corruption, image_id)
+    return replace(sample, image=image, pair=pair, frames=frames)
 
 
 def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:

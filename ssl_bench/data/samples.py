@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float32, Float64, UInt8
 
 from ssl_bench.composition.choices import config_names
 from ssl_bench.composition.fields import check_fields
@@ -49,6 +49,45 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Search:
+    """What a search for the object or place in an image should find. All sets contain image ids.
+
+    Attributes:
+        matches: Images that show the same object or place.
+        hard_matches: Images that show it, but are difficult to find. They are not in `matches`.
+        ignored: Images that are neither right nor wrong. They are taken out of the ranking.
+        bystanders: Images that no search ranks, such as the other queries. An image can share
+            this set with all other images.
+    """
+
+    matches: frozenset[str]
+    hard_matches: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
+    bystanders: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Frames(Sequence["Sample"]):
+    """The frames of a video. Each frame is decoded whenever it is accessed.
+
+    Attributes:
+        num_frames: Number of frames.
+        read: Function of the number of a frame that returns the frame.
+    """
+
+    num_frames: int
+    read: Callable[[int], "Sample"]
+
+    def __len__(self) -> int:
+        return self.num_frames
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.read(number) for number in range(self.num_frames)[index]]
+        return self.read(range(self.num_frames)[index])
+
+
+@dataclass(frozen=True)
 class Sample:
     """An image with its annotations. An annotation is None if the dataset does not have it.
 
@@ -59,6 +98,10 @@ class Sample:
         boxes: Ground-truth boxes as (x0, y0, x1, y1) in pixels. The far edges are exclusive.
         label: Class of the whole image.
         pair: Second image with corresponding points.
+        depth: Distance of each pixel from the camera in metres, or 0 if it is unknown.
+        search: What a search with this image should find. None if this image is not a query.
+        frames: All frames of a video, of which this sample is the first one. An object has the
+            same number in the masks of all frames. A frame without annotation has no mask.
     """
 
     image_id: str
@@ -67,6 +110,9 @@ class Sample:
     boxes: Float64[np.ndarray, "boxes 4"] | None = None
     label: int | None = None
     pair: Pair | None = None
+    depth: Float32[np.ndarray, "height width"] | None = None
+    search: Search | None = None
+    frames: Frames | None = None
 
 
 @runtime_checkable
@@ -110,11 +156,11 @@ class Dataset(Protocol):
         ...
 
     def train(self) -> ImageSet:
-        """Return the images, with masks or labels, on which heads are trained."""
+        """Return the images, with masks, labels or depth, on which heads are trained."""
         ...
 
     def val(self) -> ImageSet:
-        """Return the scored images, which have masks, labels or pairs."""
+        """Return the scored images, which have annotations, or the scored videos."""
         ...
 
     def discovery(self) -> ImageSet:
@@ -207,6 +253,9 @@ ROLE_ANNOTATIONS = {
     "discovery": "boxes",
     "boxes": "boxes",
     "saliency": "masks of one object",
+    "depth": "depth maps",
+    "tracking": "videos with masks",
+    "instances": "queries with matching images",
     "images": "images",
 }
 """Annotations that each role of a dataset needs."""
@@ -216,8 +265,11 @@ SPLITS_OF_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "segmentation": ("train", "val"),
         "classification": ("train", "val"),
         "correspondence": ("val",),
-        "saliency": ("val",),
         "discovery": ("discovery",),
+        "saliency": ("val",),
+        "depth": ("train", "val"),
+        "tracking": ("val",),
+        "instances": ("val",),
         "images": ("images",),
     }
 )

@@ -2,6 +2,8 @@
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from ssl_bench.data.corruptions import (
 from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
+from ssl_bench.data.samples import Frames, Sample
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import class_folders
 from tests.support.spair import spair
@@ -99,6 +102,23 @@ def test_both_images_of_a_pair_are_corrupted_by_their_own_id(tmp_path):
     assert np.array_equal(found.image, corrupt_image(clean.image, noise, first))
     assert np.array_equal(found.pair.image, corrupt_image(clean.pair.image, noise, second))
     assert np.array_equal(found.pair.target, clean.pair.target)
+
+
+def test_each_frame_of_a_video_is_corrupted_by_its_own_id():
+    snow, clean = Corruption("snow", 2), picture()
+    frames = Frames(3, lambda number: Sample(f"dog/{number}", clean, mask=clean[..., 0] // 200))
+    videos: Any = [replace(frames[0], image_id="dog", frames=frames)]
+    found = CorruptedImages(videos, snow)[0].frames
+    assert found is not None
+
+    assert [frame.image_id for frame in found] == ["dog/0", "dog/1", "dog/2"]
+    for number in (0, 2, -1):
+        own_id = frames[number].image_id
+        assert np.array_equal(found[number].image, corrupt_image(clean, snow, own_id))
+        assert np.array_equal(found[number].mask, frames[number].mask)
+    assert [frame.image_id for frame in found[1:]] == ["dog/1", "dog/2"]
+    with pytest.raises(IndexError):
+        found[3]
 
 
 def test_fingerprints_and_settings_distinguish_corruptions(folders):

@@ -82,7 +82,7 @@ def data_for(role: str) -> list[str]:
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
     if role == "correspondence":
         return ["--dataset", "spair71k", "--data-root", "spair71k"]
-    dataset = next(name for name in ("toy", "toy_objects") if name in datasets_with(role))
+    dataset = next(name for name in datasets_with(role) if name.startswith("toy"))
     return ["--dataset", dataset, "dataset.num_train=8", "dataset.num_val=4"]
 
 
