@@ -85,8 +85,10 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
                 os.fsync(file.fileno())
                 part.replace(path)
     except DownloadError as error:
+        variable = offline_variable()
+        remedy = "Run the command again" if variable is None else f"Unset {variable}"
         raise DownloadError(
-            f"{error}. Run the command again, or download {published.url} on another machine and "
+            f"{error}. {remedy}, or download {published.url} on another machine and "
             f"copy it to {path}"
         ) from error
     except OSError as error:

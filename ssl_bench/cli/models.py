@@ -91,7 +91,7 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
 
 def _file_format(file: Path | None) -> str:
     if file is None:
-        return "no file"
+        return "none"
     formats = {".safetensors": "safetensors", ".onnx": "ONNX", ".py": "Python"}
     if file.suffix in formats:
         return formats[file.suffix]

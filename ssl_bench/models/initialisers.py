@@ -105,7 +105,8 @@ class SkiplessInit(DefaultInit):
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5. The defaults
     are the paper's values for ViT-S with DINO. The paper's supervised ViT-B has alpha 2, beta 0.6
-    and c 3. The paper mentions neither `cancel_logit_scale` nor `suo_gain`.
+    and c 3. The paper does not state whether it cancels the factor of the logits. `suo_gain`
+    belongs to the initialisation of the MLP that the paper cites.
     """
 
     alpha: Number = 1.8

@@ -244,6 +244,7 @@ def test_offline_no_socket_is_opened_and_no_name_resolved(
     monkeypatch.setenv(variable, "1")
     line = expect_error(capsys, ["models", uri], 4)
     assert variable in line
+    assert "Run the command again" not in line
     assert "local-dir:" in line
 
 

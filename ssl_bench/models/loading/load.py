@@ -357,7 +357,7 @@ def load_and_log(uri: str) -> Encoder:
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
-        f"{loaded if encoder.total_keys else 'no file'}, mean {mean}, deviation {std} "
+        f"{loaded if encoder.total_keys else 'not read from a file'}, mean {mean}, std {std} "
         f"({encoder.colours_from})"
     )
     if encoder.contents.note:
