@@ -257,6 +257,15 @@ _SOURCES = (
         "download",
     ),
     Source(
+        name="pf_willow",
+        title="PF-WILLOW, pairs of images with points",
+        homepage="https://www.di.ens.fr/willow/research/proposalflow",
+        licence="academic use",
+        tree=("PF-dataset-WILLOW/CLASS/*.png", "PF-dataset-WILLOW/CLASS/*.mat"),
+        num_classes=10,
+        instructions="git clone https://github.com/bsham/ProposalFlow, which contains the folder",
+    ),
+    Source(
         name="holidays",
         title="INRIA Holidays, photographs of the same place or object",
         homepage="https://lear.inrialpes.fr/~jegou/data.php",
