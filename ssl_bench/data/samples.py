@@ -285,8 +285,15 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
         "ecssd": {"val": 1000},
-        # The first number counts the pairs of the test split, the second the images of all splits.
+        # The first number counts pairs (of the test split), the second the images of all splits.
         "spair71k": {"val": 12234, "images": 1800},
+        "pf_willow": {"val": 900, "images": 100},
+        "holidays": {"val": 1491},
+        # Queries and database together.
+        "roxford5k": {"val": 5063},
+        "rparis6k": {"val": 6392},
+        # The strong copies and the originals.
+        "copydays": {"val": 386, "images": 157},
     }
 )
 """Number of images in each split of the published datasets."""

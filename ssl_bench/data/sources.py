@@ -98,6 +98,18 @@ def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -
     )
 
 
+def _revisited(name: str, city: str) -> Source:
+    return Source(
+        name=name,
+        title=f"revisited {city} buildings",
+        homepage="http://cmp.felk.cvut.cz/revisitop",
+        licence=_FLICKR,
+        tree=("jpg/*.jpg", f"gnd_{name}.pkl"),
+        instructions=f"download gnd_{name}.pkl from the homepage, and put the images of {city} "
+        "buildings into the folder jpg",
+    )
+
+
 # The digests and sizes of VOC, ADE20K and COCO come from these files of
 # https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums:
 # voc.txt (commit 333639b), ade20k.txt (6f96ef3), coco2014.txt (24211da), coco2017.txt (2282548).
@@ -245,6 +257,39 @@ _SOURCES = (
         "download",
     ),
     Source(
+        name="pf_willow",
+        title="PF-WILLOW, pairs of images with points",
+        homepage="https://www.di.ens.fr/willow/research/proposalflow",
+        licence="academic use",
+        tree=("PF-dataset-WILLOW/CLASS/*.png", "PF-dataset-WILLOW/CLASS/*.mat"),
+        num_classes=10,
+        instructions="git clone https://github.com/bsham/ProposalFlow, which contains the folder",
+    ),
+    Source(
+        name="holidays",
+        title="INRIA Holidays, photographs of the same place or object",
+        homepage="https://lear.inrialpes.fr/~jegou/data.php",
+        licence="see its homepage",
+        tree=("jpg/*.jpg",),
+        instructions="unpack jpg1.tar.gz and jpg2.tar.gz into one folder",
+    ),
+    _revisited("roxford5k", "Oxford"),
+    _revisited("rparis6k", "Paris"),
+    Source(
+        name="copydays",
+        title="Copydays, copies of photographs",
+        homepage="https://lear.inrialpes.fr/~jegou/data.php",
+        licence="see its homepage",
+        tree=(
+            "original/*.jpg",
+            "strong/*.jpg",
+            "jpegqual/{3,...,75}/*.jpg",
+            "crops/{10,...,80}/*.jpg",
+        ),
+        instructions="unpack the archives original, strong, jpeg and crops into folders of these "
+        "names",
+    ),
+    Source(
         name="toy",
         title="generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
@@ -257,6 +302,12 @@ _SOURCES = (
         title="objects of the generated scenes, cut out",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         num_classes=8,
+        instructions="nothing to download: the scenes are generated on first use",
+    ),
+    Source(
+        name="toy_instances",
+        title="views of the generated scenes",
+        licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         instructions="nothing to download: the scenes are generated on first use",
     ),
     Source(

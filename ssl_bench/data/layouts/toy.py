@@ -1,7 +1,8 @@
 """Generated scenes with exact masks and boxes, on which most probes run without a download.
 
 A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
-scikit-learn. `ToyObjects` contains the same objects, cropped.
+scikit-learn. `ToyObjects` contains the same objects, cropped, and `ToyInstances` contains views of
+scenes.
 """
 
 import hashlib
@@ -17,15 +18,16 @@ from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float32, Float64, Int64, UInt8
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from ssl_bench.composition.fields import Bounds, OptionalPath, Seed
-from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.fingerprints import file_state
 from ssl_bench.data.files.images import read_image, voc_colours
 from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.instances import SearchImages
 from ssl_bench.data.layouts.voc import VocFolder
-from ssl_bench.data.samples import ImageSet, Layout
+from ssl_bench.data.samples import ImageSet, Layout, Search
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import cache_folder, file_sha256, list_files, mark_as_output
 from ssl_bench.system.output import say
@@ -34,6 +36,8 @@ from ssl_bench.system.process import reraise_out_of_memory
 _NumScenes = Annotated[int, Bounds(1, 100_000)]
 
 _MANIFEST = "files.json"
+# Number of images of each scene in `ToyInstances`.
+_NUM_VIEWS = 4
 VERSION = 1
 """Increase this number if the scenes of a seed change."""
 
@@ -427,3 +431,57 @@ class ToyObjects(GeneratedDataset):
                 class_folder = folder / split / CLASS_NAMES[number]
                 class_folder.mkdir(parents=True, exist_ok=True)
                 image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)
+
+
+@dataclass(frozen=True)
+class ToyInstances(GeneratedDataset):
+    """Views of the scored toy scenes. A search with a scene should find its other views.
+
+    Each scene has four images: the scene itself, which is the query, two parts of it that are
+    easy to find, and a smaller part in grey that is difficult to find.
+    """
+
+    name = "toy_instances"
+    supports = frozenset({"instances", "images"})
+
+    def val(self) -> SearchImages:
+        searches = {}
+        for scene in range(self.num_val):
+            query, *easy, hard = (_view_id(scene, view) for view in range(_NUM_VIEWS))
+            searches[query] = Search(frozenset(easy), frozenset({hard}))
+        return SearchImages(self.images(), searches)
+
+    def images(self) -> FileImageSet:
+        """Return the views of all scored scenes."""
+        folder = self.generate_once("toy_instances", self._write)
+        files = Files(folder, ".jpg")
+        return FileImageSet(
+            name=self.name, split="val", source=folder, ids=tuple(files.ids()), images=files
+        ).validate()
+
+    def _write(self, folder: Path) -> None:
+        painter = Painter("val", self.seed)
+        for index in range(self.num_val):
+            image = Image.fromarray(painter.paint_scene(index).image)
+            rng = np.random.default_rng([self.seed, index])
+            for view in range(_NUM_VIEWS):
+                path = folder / f"{_view_id(index, view)}.jpg"
+                _draw_view(rng, image, view).save(path, quality=92)
+
+
+def _view_id(scene: int, view: int) -> str:
+    return f"{scene:05d}_{view}"
+
+
+def _draw_view(rng: np.random.Generator, scene: Image.Image, view: int) -> Image.Image:
+    """Return a view of a scene. View 0 is the scene itself, and the last view is the hardest."""
+    if view == 0:
+        return scene
+    is_hard = view == _NUM_VIEWS - 1
+    share = rng.uniform(0.45, 0.55) if is_hard else rng.uniform(0.65, 0.85)
+    width, height = share * scene.width, share * scene.height
+    left, top = rng.uniform(0, scene.width - width), rng.uniform(0, scene.height - height)
+    box = (left, top, left + width, top + height)
+    part = scene.resize(scene.size, Image.Resampling.BICUBIC, box=box)
+    view_of_scene = ImageEnhance.Brightness(part).enhance(rng.uniform(0.7, 1.3))
+    return view_of_scene.convert("L").convert("RGB") if is_hard else view_of_scene

@@ -1,0 +1,498 @@
+"""Instance retrieval: which images show the same object or place?
+
+The code is in the order of a run: settings, one pass over the images, queries, scores, and figures.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import simplejpeg
+import torch
+from jaxtyping import Float, Float64, UInt8
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from probes.features.image import is_constant
+from probes.features.stream import batches, images_per_pass, read_ahead
+from probes.features.training_images import resize_bicubic
+from probes.instances.ranking import (
+    Indices,
+    Query,
+    QueryScore,
+    rank_database,
+    score_ranking,
+)
+from probes.pictures import Picture, draw_heading, save_sheet, tile_size
+from ssl_bench.composition.compose import changed_settings, load_protocol_file
+from ssl_bench.composition.fields import (
+    Bounds,
+    Count,
+    CountOrZero,
+    Pixels,
+    PositiveFraction,
+    Threads,
+    require_nonempty,
+)
+from ssl_bench.data.samples import Dataset, ImageSet, Sample, Search
+from ssl_bench.data.splits import sample_indices
+from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
+from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import Resize
+from ssl_bench.intervals import mean_estimate
+from ssl_bench.layers import Facet
+from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.neighbours import unit_vectors, zero_vectors_warning
+from ssl_bench.results import Baseline
+
+FACETS: Mapping[Facet, tuple[Facet, ...]] = {
+    "cls": ("cls_normed",),
+    "patch_mean": ("token_normed",),
+    "gem": ("token_normed",),
+    "cls_gem": ("cls_normed", "token_normed"),
+}
+"""The facets of a block from which each descriptor of an image is computed."""
+GEM_POWER, GEM_SMALLEST = 4, 1e-6
+CUTOFFS = (1, 5, 10)
+"""Numbers k of the nearest images whose precision is scored."""
+# Protocols of the published datasets, by the names of these datasets.
+_PROTOCOL_OF_DATASET = {
+    "roxford5k": "landmarks",
+    "rparis6k": "landmarks",
+    "copydays": "copydays",
+}
+_NEAREST_IN_FIGURE = 8
+_FRAME = 5
+_GREEN, _RED, _GREY, _BLACK = "#28dc3c", "#ff463c", "#a0a0a0", "#000000"
+
+JpegQuality = Annotated[int, Bounds(1, 95)]
+LayerFacet = tuple[int, Facet]
+Pixels3 = UInt8[np.ndarray, "_height _width 3"]
+
+
+@dataclass(frozen=True)
+class Instances(Probe):
+    """Rank the images of a database by their cosine similarity to a query. Nothing is trained.
+
+    Attributes:
+        protocol: What is searched. "holidays" searches all other images of a dataset with queries.
+            "landmarks" also has queries, and scores matches that are difficult to find separately.
+            "copydays" searches the originals of given copies. "class_folders" searches the other
+            scored images for images of the same class. "copies" makes copies of any images and
+            searches the originals.
+        facet: Descriptor of an image, or a list of descriptors: "cls" is the [CLS] token,
+            "patch_mean" the mean of the patches, "gem" their generalised mean with the power 4, and
+            "cls_gem" the vectors of "cls" and "gem" together. All follow the encoder's final norm.
+        image_size: Side in pixels of the squares that images are resized to without keeping their
+            aspect ratio. By default, the encoder's native size, unless `max_side` is set.
+        max_side: Longer side in pixels that larger images are reduced to. Images then keep their
+            aspect ratio, and their sides are reduced to multiples of the patch size.
+        scales: Sizes relative to the size of the image. The descriptor is the mean over all sizes.
+        top: Number of nearest images that are scored. By default all images.
+        jpeg_qualities: Qualities of the JPEG copies, for the protocol "copies" only.
+        crop_areas: Shares of the area that the cropped copies show, for the protocol "copies" only.
+        panels: Number of queries in the figure of a block. They are spread over the dataset.
+        batch_size: Number of images that are read together.
+        num_workers: Number of threads that decode images.
+
+    Source: eval_image_retrieval.py and eval_copy_detection.py of
+    https://github.com/facebookresearch/dino/tree/7c446df5.
+    """
+
+    protocol: Literal["holidays", "landmarks", "copydays", "class_folders", "copies"] = "holidays"
+    facet: str | Sequence[str] = "cls"
+    image_size: Pixels | None = None
+    max_side: Pixels | None = None
+    scales: Sequence[PositiveFraction] = (1.0,)
+    top: Count | None = None
+    jpeg_qualities: Sequence[JpegQuality] = (30, 5)
+    crop_areas: Sequence[PositiveFraction] = (0.5, 0.2)
+    panels: CountOrZero = 4
+    batch_size: Count = 16
+    num_workers: Threads = 4
+
+    task = "instances"
+    known_facets = tuple(FACETS)
+    keeps_images = True
+    excluded_from_identity = (*Probe.excluded_from_identity, "panels", "batch_size")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_nonempty("probe.scales", self.scales)
+        if self.protocol == "copies" and not self.copy_names:
+            raise ConfigurationError(
+                "the protocol copies needs at least one copy of each image",
+                hint=("probe.jpeg_qualities=[30,5]", "or", "probe.crop_areas=[0.5,0.2]"),
+            )
+
+    @property
+    def role(self) -> str:
+        roles = {"class_folders": "classification", "copies": "images"}
+        return roles.get(self.protocol, "instances")
+
+    def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
+        """Use the protocol of a published dataset, which is recognised by its name."""
+        # The name of a part of a dataset continues with a dash or a plus sign.
+        protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
+        if protocol is None or "protocol" in typed:
+            return self
+        values = load_protocol_file(self, protocol)
+        return replace(self, **{name: v for name, v in values.items() if name not in typed})
+
+    @property
+    def difficulties(self) -> tuple[str, ...]:
+        """Return the ends of the names of metrics, one for each set of right images."""
+        return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
+
+    @property
+    def cutoffs(self) -> tuple[int, ...]:
+        """Return the numbers k of precision at k. If only the top counts, there are few matches."""
+        return CUTOFFS if self.top is None else CUTOFFS[:1]
+
+    @property
+    def copy_names(self) -> tuple[str, ...]:
+        """Return the name of each copy of an image, for the protocol "copies"."""
+        if self.protocol != "copies":
+            return ()
+        crops = (f"crop {float(area)!r}" for area in self.crop_areas)
+        return (*(f"jpeg {quality}" for quality in self.jpeg_qualities), *crops)
+
+    def metrics(self, difficulty: str) -> list[str]:
+        return [f"{name}{difficulty}" for name in ("map", *(f"mp_at_{k}" for k in self.cutoffs))]
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        metrics = [name for difficulty in self.difficulties for name in self.metrics(difficulty)]
+        return list(product(layers, self.facets, metrics))
+
+    def settings(self) -> dict[str, Any]:
+        unused = {"image_size" if self._keeps_aspect_ratio else "max_side"}
+        unused |= set() if self.protocol == "copies" else {"jpeg_qualities", "crop_areas"}
+        return {name: value for name, value in super().settings().items() if name not in unused}
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.images() if self.protocol == "copies" else dataset.val()
+
+    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+        super().require_fitting(encoder)
+        if not encoder.has_cls and "cls_gem" in self.facets:
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token", hint=("probe.facet=gem",))
+        if not encoder.any_size and set(self.scales) != {1.0}:
+            raise UnfitEncoder(
+                f"{encoder.name} only accepts images of one size", hint=("probe.scales=[1.0]",)
+            )
+
+    @property
+    def _keeps_aspect_ratio(self) -> bool:
+        return self.image_size is None and self.max_side is not None
+
+    @property
+    def resize(self) -> Resize:
+        if self._keeps_aspect_ratio:
+            return Resize(None, keep_aspect_ratio=True, max_side=self.max_side)
+        return Resize(self.image_size)
+
+    def with_squares(self, side: int) -> "Instances":
+        has_native_size = self.image_size is None and self.max_side is None
+        return self if has_native_size else replace(self, image_size=side)
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del images, seed
+        cells = product(layers, self.facets) if self.panels else ()
+        return {self.figure_path(layer, facet): [layer] for layer, facet in cells}
+
+    def figure_path(self, layer: int, facet: str) -> str:
+        """Return the path of the figure of a block, relative to `ProbeContext.artifacts`."""
+        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
+        folder = "_".join([self.protocol, *changed])
+        return f"{folder}/block{layer:02d}_{facet}/{self.panels}-queries.png"
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers and facets after one forward pass of each image.
+
+        Raises:
+            DataError: No query has a matching image.
+            CheckpointError: Features are not finite.
+        """
+        images = self.split(context.dataset)
+        descriptors, annotations = self._encode(context, images)
+        queries, database = self._find_queries(images, annotations)
+        drawn = self._draw_queries(images, queries) if self.panels else []
+        thumbnails = Thumbnails(self, images)
+        for (layer, facet), vectors in descriptors.items():
+            unit = unit_vectors(vectors).to(context.device)
+            scores: dict[str, list[QueryScore | None]] = {name: [] for name in self.difficulties}
+            nearest: dict[int, Indices] = {}
+            rankings = rank_database(unit, queries, database, self.top)
+            for number, (query, ranked) in enumerate(zip(queries, rankings, strict=True)):
+                for difficulty, of_queries in scores.items():
+                    labels = query.label_images(len(unit), hard_only=difficulty == "_hard")
+                    score = score_ranking(
+                        ranked, labels, database, cutoffs=self.cutoffs, top=self.top
+                    )
+                    of_queries.append(score)
+                if number in drawn:
+                    nearest[number] = ranked[ranked != query.row][:_NEAREST_IN_FIGURE]
+            details = {
+                "queries": len(queries),
+                "database": len(database),
+                "constant_features": is_constant(unit),
+                "warnings": zero_vectors_warning(unit),
+            }
+            for difficulty, of_queries in scores.items():
+                yield from self._block_scores(layer, facet, difficulty, of_queries, details)
+            if nearest:
+                rows = [
+                    self._draw_row(thumbnails, unit, queries[number], found)
+                    for number, found in nearest.items()
+                ]
+                line = (
+                    f"{context.encoder.name}, block {layer}, {facet}: each query, then its nearest "
+                    "images with their cosine. Green: right, red: wrong, grey: not scored"
+                )
+                path = context.artifacts / self.figure_path(layer, facet)
+                save_sheet([[draw_heading(line)], *rows], path)
+
+    # One pass over the images.
+
+    def make_views(self, image: Pixels3) -> list[Pixels3]:
+        """Return an image followed by its copies."""
+        copies = self.protocol == "copies"
+        jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
+        return [image, *jpegs, *(crop_copy(image, area) for area in self.crop_areas if copies)]
+
+    def _encode(
+        self, context: ProbeContext, images: ImageSet
+    ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
+        """Return the descriptors of all views by layer and facet, and the truth of each image."""
+        parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
+        extractor = context.extractor(context.layers, *parts)
+        patch_size = max((*context.encoder.strides, context.encoder.patch_size))
+        native = context.encoder.native_size
+        num_views = 1 + len(self.copy_names)
+        descriptors: dict[LayerFacet, Float[Tensor, "rows dim"]] = {}
+        annotations = []
+
+        def prepare(sample: Sample) -> tuple[Sample, list[Float[Tensor, "3 _height _width"]]]:
+            pixels = [
+                resize_bicubic(view, *self._input_size(view.shape, scale, native, patch_size))
+                for view in self.make_views(sample.image)
+                for scale in self.scales
+            ]
+            # The image is not needed any more.
+            return replace(sample, image=sample.image[:1, :1]), pixels
+
+        read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
+        shown = context.progress(read, f"{images.name} images", len(images))
+        first = 0
+        for batch in batches(shown, self.batch_size):
+            annotations += [(sample.search, sample.label) for sample, _ in batch]
+            # Images of equal size pass the encoder together.
+            by_size = defaultdict(list)
+            for number, (sample, pixels) in enumerate(batch):
+                for index, one in enumerate(pixels):
+                    row = (first + number) * num_views + index // len(self.scales)
+                    by_size[one.shape[1:]].append((row, sample.image_id, one))
+            for (height, width), items in by_size.items():
+                side = math.isqrt(height * width)
+                for some in batches(items, images_per_pass(self.batch_size, side, context.device)):
+                    rows, ids, pixels = zip(*some, strict=True)
+                    for layer, features in extractor(torch.stack(pixels), ids).items():
+                        for facet in self.facets:
+                            vectors = describe(features, facet).cpu() / len(self.scales)
+                            if (layer, facet) not in descriptors:
+                                shape = (len(images) * num_views, vectors.shape[1])
+                                descriptors[layer, facet] = torch.zeros(shape)
+                            descriptors[layer, facet].index_add_(0, torch.tensor(rows), vectors)
+            first += len(batch)
+        return descriptors, annotations
+
+    def _input_size(
+        self, shape: Sequence[int], scale: float, native: tuple[int, int], patch_size: int
+    ) -> tuple[int, int]:
+        """Return the height and width at which the encoder receives an image."""
+        if self._keeps_aspect_ratio:
+            sides = self.resize.output_size(shape[0], shape[1])
+        else:
+            sides = (self.resize.square_side(native),) * 2
+        height, width = (max(1, int(side * scale) // patch_size) * patch_size for side in sides)
+        return height, width
+
+    # Queries.
+
+    def _find_queries(
+        self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
+    ) -> tuple[list[Query], Indices]:
+        """Return the queries, and the rows of the database."""
+        everything, none = np.arange(len(images)), np.empty(0, np.int64)
+        if self.protocol == "class_folders":
+            labels = np.array([label for _, label in annotations])
+            same = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
+            queries = [Query(i, same[label], none, none) for i, label in enumerate(labels)]
+            return self._require_matches(queries, everything, images), everything
+        if self.protocol == "copies":
+            originals = everything * (1 + len(self.copy_names))
+            return [
+                Query(row + number, np.array([row]), none, none)
+                for row in originals.tolist()
+                for number in range(1, 1 + len(self.copy_names))
+            ], originals
+        rows = {image_id: row for row, image_id in enumerate(images.ids)}
+
+        def find(ids: Collection[str]) -> Indices:
+            return np.array(sorted(rows[i] for i in ids if i in rows), np.int64)
+
+        searches = {row: search for row, (search, _) in enumerate(annotations) if search}
+        distinct = {id(one.bystanders): one.bystanders for one in searches.values()}
+        database = np.setdiff1d(everything, find(frozenset().union(*distinct.values())))
+        queries = [
+            Query(row, find(one.matches), find(one.hard_matches), find(one.ignored))
+            for row, one in searches.items()
+        ]
+        return self._require_matches(queries, database, images), database
+
+    def _require_matches(
+        self, queries: list[Query], database: Indices, images: ImageSet
+    ) -> list[Query]:
+        """Return the queries, or raise DataError if none has a matching image in the database."""
+        is_in_database = np.zeros(len(images), bool)
+        is_in_database[database] = True
+        for query in queries:
+            right = np.concatenate([query.matches, query.hard_matches])
+            if is_in_database[right[right != query.row]].any():
+                return queries
+        raise DataError(
+            f"no query of {images.name} {images.split} has a matching image. Use all images, or "
+            "the first ones, which belong together",
+            hint=("data.limit=null", "data.first=200"),
+        )
+
+    def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
+        """Draw queries for the figures, and return their numbers."""
+        num_views = 1 + len(self.copy_names)
+        names = [f"{images.ids[query.row // num_views]}\n{query.row}" for query in queries]
+        return sample_indices(names, self.panels)
+
+    # Scores.
+
+    def _block_scores(
+        self,
+        layer: int,
+        facet: str,
+        difficulty: str,
+        of_queries: Sequence[QueryScore | None],
+        details: Mapping[str, Any],
+    ) -> Iterator[Score]:
+        """Yield all metrics of a block for one difficulty."""
+        scored = [score for score in of_queries if score is not None]
+        details = {**details, "queries_without_match": len(of_queries) - len(scored)}
+        names = self.metrics(difficulty)
+        if not scored:
+            undefined = {
+                **details,
+                "undefined": f"no query has a{difficulty.replace('_', ' ')} match",
+            }
+            for name in names:
+                yield Score(layer, facet, name, math.nan, None, len(of_queries), undefined)
+            return
+        values = 100 * np.array([score.values for score in scored])
+        by_chance = 100 * np.array([score.by_chance for score in scored]).mean(0)
+        by_copy = self._mean_by_copy(values)
+        if self.copy_names:
+            # Copies of one image depend on each other, so an image counts once.
+            values = values.reshape(-1, len(self.copy_names), len(names)).mean(1)
+        for number, name in enumerate(names):
+            estimate = mean_estimate(values[:, number])
+            baseline = Baseline("random ranking", float(by_chance[number]))
+            own = {**details, **baseline.as_details()}
+            if by_copy:
+                own["by_copy"] = {copy: float(means[number]) for copy, means in by_copy.items()}
+            yield Score(
+                layer,
+                facet,
+                name,
+                estimate.value,
+                estimate.ci95(),
+                len(values),
+                own,
+                per_image=values[:, number],
+            )
+
+    def _mean_by_copy(
+        self, values: Float64[np.ndarray, "queries metrics"]
+    ) -> dict[str, Float64[np.ndarray, " metrics"]]:
+        """Return the mean scores of each kind of copy, for the protocol "copies"."""
+        step = len(self.copy_names)
+        return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}
+
+    # Figures.
+
+    def _draw_row(
+        self, thumbnails: "Thumbnails", unit: Tensor, query: Query, found: Indices
+    ) -> list[Image.Image]:
+        """Return the tiles of a query and of its nearest images."""
+        labels = query.label_images(len(unit))
+        colours = {1: _GREEN, 0: _RED, -1: _GREY}
+        tiles = [thumbnails.tile(query.row, "query", _BLACK)]
+        for row in found.tolist():
+            cosine = float(unit[query.row] @ unit[row])
+            tiles.append(thumbnails.tile(row, f"{cosine:.3f}", colours[int(labels[row])]))
+        return tiles
+
+
+class Thumbnails:
+    """Small versions of images, which are decoded when they are first drawn."""
+
+    def __init__(self, probe: Instances, images: ImageSet) -> None:
+        self._probe, self._images = probe, images
+        self._by_row: dict[int, Image.Image] = {}
+
+    def tile(self, row: int, note: str, colour: str) -> Image.Image:
+        """Return the tile of an image with a frame."""
+        index, view = divmod(row, 1 + len(self._probe.copy_names))
+        if row not in self._by_row:
+            image = self._probe.make_views(self._images[index].image)[view]
+            self._by_row[row] = Image.fromarray(image).resize(tile_size(image.shape))
+        framed = np.asarray(ImageOps.expand(self._by_row[row], _FRAME, colour))
+        copy = self._probe.copy_names[view - 1] if view else ""
+        title = " ".join(filter(None, (self._images.ids[index], copy)))
+        return Picture(framed, (title, note), height=framed.shape[0]).tile()
+
+
+def describe(features: Mapping[Facet, Tensor], facet: Facet) -> Float[Tensor, "batch dim"]:
+    """Return the descriptors of images from the features of a block."""
+    if facet == "cls":
+        return features["cls_normed"]
+    patches = features["token_normed"].flatten(1, 2)
+    if facet == "patch_mean":
+        return patches.mean(1)
+    pooled = generalised_mean(patches)
+    return pooled if facet == "gem" else torch.cat([features["cls_normed"], pooled], 1)
+
+
+def generalised_mean(patches: Float[Tensor, "batch patches dim"]) -> Float[Tensor, "batch dim"]:
+    """Return the generalised mean (GeM) of the positive parts of the patches."""
+    return patches.clamp(min=GEM_SMALLEST).pow(GEM_POWER).mean(1).pow(1 / GEM_POWER)
+
+
+def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
+    """Return an image after JPEG compression."""
+    data = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
+    )
+    return simplejpeg.decode_jpeg(data, colorspace="RGB")
+
+
+def crop_copy(image: Pixels3, area: float) -> Pixels3:
+    """Return the centre of an image with a share of its area, enlarged to the size of the image."""
+    height, width = image.shape[:2]
+    margin = (1 - math.sqrt(area)) / 2
+    box = (width * margin, height * margin, width * (1 - margin), height * (1 - margin))
+    resized = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC, box=box)
+    return np.asarray(resized)

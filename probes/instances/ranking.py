@@ -1,0 +1,189 @@
+"""Rank the images of a database for each query, and score the rankings.
+
+Average precision is the area under the curve of precision and recall. It is computed with
+trapezoids, as in python/evaluate.py of https://github.com/filipradenovic/revisitop.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int8, Int64
+from torch import Tensor
+
+from ssl_bench.neighbours import nearest_vectors
+
+# Number of similarities in memory at a time. They take 0.25 GiB.
+_MAX_SIMILARITIES = 2**26
+_WRONG, _RIGHT, _LEFT_OUT = 0, 1, -1
+
+Indices = Int64[np.ndarray, " _images"]
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """An image to search with, and what the search should find.
+
+    All images are rows of the descriptors. Rows outside of the database have no effect.
+
+    Attributes:
+        row: The image. It is never ranked in its own search.
+        matches: Right images.
+        hard_matches: Right images that are difficult to find.
+        ignored: Images that are left out of the ranking.
+    """
+
+    row: int
+    matches: Indices
+    hard_matches: Indices
+    ignored: Indices
+
+    def label_images(
+        self, num_rows: int, *, hard_only: bool = False
+    ) -> Int8[np.ndarray, " {num_rows}"]:
+        """Return for each image whether it is right, wrong or left out.
+
+        With `hard_only`, only hard matches are right, and the other matches are left out.
+        """
+        labels = np.full(num_rows, _WRONG, np.int8)
+        labels[self.matches] = _LEFT_OUT if hard_only else _RIGHT
+        labels[self.hard_matches] = _RIGHT
+        labels[self.ignored] = _LEFT_OUT
+        labels[self.row] = _LEFT_OUT
+        return labels
+
+    @property
+    def most_left_out(self) -> int:
+        """Return an upper limit of the number of images that are left out of a ranking."""
+        return 1 + len(self.ignored) + len(self.matches)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryScore:
+    """Average precision, then the precision at each cutoff, as shares.
+
+    Attributes:
+        values: Scores of the ranking.
+        by_chance: Expected scores of a random ranking.
+    """
+
+    values: Float64[np.ndarray, " metrics"]
+    by_chance: Float64[np.ndarray, " metrics"]
+
+
+def rank_database(
+    unit: Float[Tensor, "rows dim"],
+    queries: Sequence[Query],
+    database: Indices,
+    top: int | None = None,
+) -> Iterator[Indices]:
+    """Yield the rows of the database for each query, in the order of falling cosine similarity.
+
+    If similarities are equal, the image that comes first in the database ranks first. The query
+    itself is part of its ranking if it is in the database.
+
+    Args:
+        unit: Unit vectors of all images, in float32.
+        queries: The queries.
+        database: Rows of the database, in ascending order.
+        top: Number of images whose order matters, without those that are left out. None for all.
+    """
+    memory = unit[torch.from_numpy(database).to(unit.device)]
+    rows = torch.tensor([query.row for query in queries], device=unit.device)
+    count = len(database)
+    if top is not None:
+        count = min(count, top + max(query.most_left_out for query in queries))
+    for some in rows.split(max(1, _MAX_SIMILARITIES // len(database))):
+        if count < len(database):
+            _, index = nearest_vectors(unit[some], memory, count)
+        else:
+            similarities = unit[some] @ memory.T
+            index = similarities.sort(dim=1, descending=True, stable=True).indices
+        yield from database[index.cpu().numpy()]
+
+
+def score_ranking(
+    ranked: Indices,
+    labels: Int8[np.ndarray, " rows"],
+    database: Indices,
+    *,
+    cutoffs: Sequence[int],
+    top: int | None = None,
+) -> QueryScore | None:
+    """Score a ranking. Return None if no image of the database is right.
+
+    Args:
+        ranked: Rows of the database in the order of their ranks.
+        labels: Labels from `Query.label_images`.
+        database: Rows of the database.
+        cutoffs: Numbers k of the first images whose precision is computed, at most `top`.
+        top: Number of ranked images that count. None for all.
+    """
+    candidates = labels[database]
+    num_right = int((candidates == _RIGHT).sum())
+    if not num_right:
+        return None
+    num_images = int((candidates != _LEFT_OUT).sum())
+    found = labels[ranked]
+    ranks = np.flatnonzero(found[found != _LEFT_OUT][:top] == _RIGHT)
+    values = [average_precision(ranks, num_right)]
+    values += [precision_at(ranks, num_right, k) for k in cutoffs]
+    by_chance = [expected_average_precision(num_images, num_right, top)]
+    by_chance += [expected_precision(num_images, num_right, k) for k in cutoffs]
+    return QueryScore(np.array(values), np.array(by_chance))
+
+
+def average_precision(ranks: Indices, num_right: int) -> float:
+    """Return the area under the curve of precision and recall.
+
+    Args:
+        ranks: Ranks of the right images that were found, from 0, in ascending order.
+        num_right: Number of all right images.
+    """
+    before = np.arange(len(ranks), dtype=np.float64)
+    # The precision before the first image is 1.
+    left = np.divide(before, ranks, out=np.ones_like(before), where=ranks > 0)
+    right = (before + 1) / (ranks + 1)
+    return float((left + right).sum() / (2 * num_right))
+
+
+def precision_at(ranks: Indices, num_right: int, k: int) -> float:
+    """Return the share of right images among the first k images.
+
+    If all right images are among fewer than k images, only the images up to the last right one
+    count, as in revisitop. Arguments are those of `average_precision`.
+    """
+    is_complete = len(ranks) == num_right
+    images = min(k, int(ranks[-1]) + 1) if is_complete else k
+    return float((ranks < images).sum() / images)
+
+
+@cache
+def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
+    """Return the mean average precision of all orders of the images.
+
+    An image at rank r is right with probability R / N. If it is, each of the r images before it is
+    right with probability (R - 1) / (N - 1).
+    """
+    ranks = np.arange(num_images if top is None else min(top, num_images))
+    share_before = (num_right - 1) / max(1, num_images - 1)
+    left = np.where(ranks > 0, share_before, 1.0)
+    right = (1 + ranks * share_before) / (ranks + 1)
+    return float((left + right).sum() / (2 * num_images))
+
+
+@cache
+def expected_precision(num_images: int, num_right: int, k: int) -> float:
+    """Return the mean of `precision_at` over all orders of the images.
+
+    Without the exception for few right images, it would be R / N. The last right image has the rank
+    L, counted from 1, in a share C(L - 1, R - 1) / C(N, R) of all orders.
+    """
+    expected = num_right / num_images
+    for last in range(num_right, min(k, num_images + 1)):
+        probability = math.comb(last - 1, num_right - 1) / math.comb(num_images, num_right)
+        expected += probability * (num_right / last - num_right / k)
+    return expected

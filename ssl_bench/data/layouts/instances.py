@@ -1,0 +1,326 @@
+"""Datasets of queries and the images that show the same object or place.
+
+Holidays, the revisited Oxford and Paris buildings, and Copydays.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import UInt64
+
+from ssl_bench.composition.fields import OptionalPath
+from ssl_bench.data.files.file_sets import FileImageSet, Files, join_names
+from ssl_bench.data.files.fingerprints import (
+    ReadOptions,
+    extend_fingerprint,
+    file_hashes,
+    with_read_options,
+)
+from ssl_bench.data.files.images import read_data_file
+from ssl_bench.data.files.readable import select_images
+from ssl_bench.data.samples import (
+    ImageView,
+    Layout,
+    Sample,
+    Search,
+    find_existing_folder,
+    find_root,
+    name_of_images,
+)
+from ssl_bench.errors import DataError
+
+# What an array of numbers in a pickle needs. None of these functions can run other code.
+_PICKLED = {
+    *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"), ("__builtin__", "bytes")),
+    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    *((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
+}
+_JPEG_FOLDERS = tuple(f"jpegqual/{quality}" for quality in (3, 5, 8, 10, 15, 20, 30, 50, 75))
+_CROP_FOLDERS = tuple(f"crops/{share}" for share in (10, 15, 20, 30, 40, 50, 60, 70, 80))
+_COPY_FOLDERS: Mapping[str, tuple[str, ...]] = {
+    "strong": ("strong",),
+    "jpegqual": _JPEG_FOLDERS,
+    "crops": _CROP_FOLDERS,
+    "all": ("strong", *_JPEG_FOLDERS, *_CROP_FOLDERS),
+}
+
+
+@dataclass(frozen=True)
+class SearchImages(ImageView):
+    """An `ImageSet` in which some images are queries.
+
+    Attributes:
+        searches: What each query should find, by the id of the query.
+    """
+
+    searches: Mapping[str, Search] = field(default_factory=dict)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.images[index]
+        return replace(sample, search=self.searches.get(sample.image_id))
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        rows = [
+            (query, *map(sorted, (one.matches, one.hard_matches, one.ignored)))
+            for query, one in sorted(self.searches.items())
+        ]
+        distinct = {id(one.bystanders): one.bystanders for one in self.searches.values()}
+        bystanders = sorted(frozenset().union(*distinct.values()))
+        return extend_fingerprint(self.images.fingerprint(), *rows, ("bystanders", *bystanders))
+
+    def with_read_options(self, options: ReadOptions) -> "SearchImages":
+        """Return the same images with other options for reading their files."""
+        return replace(self, images=with_read_options(self.images, options))
+
+    def file_hashes(self) -> UInt64[np.ndarray, " images"]:
+        """Return a hash of the file of each image."""
+        return file_hashes(self.images)
+
+    def select(self, name: str, indices: Sequence[int]) -> "SearchImages":
+        """Return the images with these indices as a set with another name."""
+        return replace(self, images=select_images(self.images, name, indices))
+
+
+@dataclass(frozen=True)
+class Holidays(Layout):
+    """INRIA Holidays, https://lear.inrialpes.fr/~jegou/data.php, in its published layout.
+
+    Images with the same first four digits show the same object or place. The first one of them,
+    whose last two digits are 00, is the query.
+
+    Attributes:
+        root: The folder that contains jpg, or its parent folder.
+    """
+
+    name = "holidays"
+    supports = frozenset({"instances", "images"})
+
+    root: OptionalPath = None
+
+    def val(self) -> SearchImages:
+        images = self.images()
+        groups: dict[str, set[str]] = {}
+        for image_id in images.ids:
+            groups.setdefault(image_id[:4], set()).add(image_id)
+        searches = {
+            f"{group}00": Search(matches=frozenset(ids - {f"{group}00"}))
+            for group, ids in groups.items()
+            if f"{group}00" in ids
+        }
+        return SearchImages(images, searches)
+
+    def images(self) -> FileImageSet:
+        """Return all images.
+
+        Raises:
+            DataError: A file has a name that is not one of Holidays, or there are no files.
+        """
+        folder = self._root() / "jpg"
+        ids = Files(folder, ".jpg").ids()
+        if unknown := [image_id for image_id in ids if not re.fullmatch(r"\d{6}", image_id)]:
+            raise DataError(
+                f"{folder} has {join_names(unknown)}.jpg, expected names of six digits such as "
+                "100000.jpg. Remove other files"
+            )
+        return _all_images(name_of_images(self.name, {"val": ids}), "all", folder, ids)
+
+    def _root(self) -> Path:
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=(self.name,),
+            landmarks=("jpg",),
+            tree="jpg/100000.jpg",
+        )
+
+
+@dataclass(frozen=True)
+class Landmarks(Layout):
+    """The revisited Oxford or Paris buildings, http://cmp.felk.cvut.cz/revisitop.
+
+    Attributes:
+        root: The folder that contains jpg and the ground truth, or its parent folder.
+        name: `roxford5k` or `rparis6k`, as in the name of the ground truth gnd_NAME.pkl.
+    """
+
+    supports = frozenset({"instances", "images"})
+
+    root: OptionalPath = None
+    name: Literal["roxford5k", "rparis6k"] = "roxford5k"
+
+    def val(self) -> SearchImages:
+        """Return the queries, then the database.
+
+        Raises:
+            DataError: An image is missing, or the file of the ground truth is invalid.
+        """
+        images, truth = self._open()
+        database, queries = truth["imlist"], truth["qimlist"]
+        bystanders = frozenset(queries)
+        searches = {}
+        for query, found in zip(queries, truth["gnd"], strict=True):
+            easy, hard, junk = (
+                frozenset(database[i] for i in found[key]) for key in ("easy", "hard", "junk")
+            )
+            searches[query] = Search(easy, hard, ignored=junk, bystanders=bystanders)
+        return SearchImages(images, searches)
+
+    def images(self) -> FileImageSet:
+        return self._open()[0]
+
+    def _open(self) -> tuple[FileImageSet, dict[str, Any]]:
+        root = find_root(
+            self.root,
+            name=self.name,
+            inside=(self.name,),
+            landmarks=("jpg",),
+            tree=f"jpg/*.jpg and gnd_{self.name}.pkl",
+        )
+        file = root / f"gnd_{self.name}.pkl"
+        truth = read_ground_truth(file)
+        ids = [*truth["qimlist"], *truth["imlist"]]
+        name = name_of_images(self.name, {"val": ids})
+        return _all_images(name, "all", root / "jpg", ids, source=file), truth
+
+
+@dataclass(frozen=True)
+class Copydays(Layout):
+    """Copydays, https://lear.inrialpes.fr/~jegou/data.php, in its published layout.
+
+    The copies are queries, and the originals are the database.
+
+    Attributes:
+        root: The folder that contains original, strong, jpegqual and crops, or its parent folder.
+        copies: Which copies are queries: `strong`, `jpegqual`, `crops` or `all`.
+    """
+
+    name = "copydays"
+    supports = frozenset({"instances", "images"})
+
+    root: OptionalPath = None
+    copies: Literal["strong", "jpegqual", "crops", "all"] = "strong"
+
+    def val(self) -> SearchImages:
+        """Return the copies, then the originals.
+
+        Raises:
+            DataError: A folder or an original is missing.
+        """
+        root, originals = self._root(), self.images().ids
+        copies = [
+            f"{folder}/{image_id}"
+            for folder in _COPY_FOLDERS[self.copies]
+            for image_id in Files(find_existing_folder([root / folder]), ".jpg").ids()
+        ]
+        by_group: dict[str, set[str]] = {}
+        for image_id in originals:
+            by_group.setdefault(PurePath(image_id).name[:4], set()).add(image_id)
+        bystanders = frozenset(copies)
+        searches = {
+            image_id: Search(
+                frozenset(by_group.get(PurePath(image_id).name[:4], ())), bystanders=bystanders
+            )
+            for image_id in copies
+        }
+        if unknown := [image_id for image_id, one in searches.items() if not one.matches]:
+            raise DataError(
+                f"{root / 'original'} has no original of {join_names(unknown)}, expected a file "
+                "with the same first four letters. Unpack all archives again"
+            )
+        counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
+        name = name_of_images(self.name, counted)
+        return SearchImages(_all_images(name, self.copies, root, [*copies, *originals]), searches)
+
+    def images(self) -> FileImageSet:
+        """Return the originals."""
+        root = self._root()
+        ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
+        return _all_images(name_of_images(self.name, {"images": ids}), "original", root, ids)
+
+    def _root(self) -> Path:
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=(self.name,),
+            landmarks=("original",),
+            tree="original/*.jpg, strong/*.jpg, jpegqual/Q/*.jpg and crops/P/*.jpg",
+        )
+
+
+def read_ground_truth(file: Path) -> dict[str, Any]:
+    """Read the ground truth of revisited Oxford or Paris from a pickle. No code of it is run.
+
+    Returns:
+        `imlist` and `qimlist`, the ids of the database and of the queries, and `gnd`, which has the
+        indices of easy, hard and junk images for each query.
+
+    Raises:
+        DataError: The file is missing, is not such a pickle, or contains something else than lists,
+            texts and arrays.
+    """
+    data = read_data_file(file)
+    try:
+        content = _Unpickler(io.BytesIO(data)).load()
+        database, queries = (_parse_names(content[key]) for key in ("imlist", "qimlist"))
+        if len({*database, *queries}) < len(database) + len(queries):
+            raise ValueError("imlist and qimlist contain an image twice")
+        if len(content["gnd"]) != len(queries):
+            raise ValueError(f"{len(content['gnd'])} entries for {len(queries)} queries")
+        truth = [
+            {key: _parse_indices(one[key], len(database)) for key in ("easy", "hard", "junk")}
+            for one in content["gnd"]
+        ]
+    # A damaged pickle makes the parser raise any exception, also for want of memory.
+    except Exception as error:
+        raise DataError(
+            f"{file} is not the ground truth of a revisited dataset ({error}). Download it again"
+        ) from error
+    return {"imlist": database, "qimlist": queries, "gnd": truth}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of lists, texts, numbers and arrays of numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _PICKLED:
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which could run code")
+        return super().find_class(module, name)
+
+
+def _parse_names(value: Any) -> list[str]:
+    is_valid = isinstance(value, (list, tuple, np.ndarray)) and len(value) > 0
+    if not is_valid or not all(
+        isinstance(name, str) and PurePath(name).name == name for name in value
+    ):
+        raise ValueError("expected names of images")
+    return [str(name) for name in value]
+
+
+def _parse_indices(value: Any, count: int) -> list[int]:
+    indices = np.asarray(value).ravel()
+    if not len(indices):
+        return []
+    if indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= count:
+        raise ValueError(f"expected indices from 0 to {count - 1}")
+    return indices.tolist()
+
+
+def _all_images(
+    name: str, split: str, folder: Path, ids: Sequence[str], source: Path | None = None
+) -> FileImageSet:
+    return FileImageSet(
+        name=name,
+        split=split,
+        source=source or folder,
+        ids=tuple(ids),
+        images=Files(folder, ".jpg"),
+    ).validate()

@@ -1,0 +1,187 @@
+"""PF-WILLOW: pairs of images of one category, with ten corresponding points."""
+
+import io
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from ssl_bench.composition.fields import OptionalPath
+from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
+from ssl_bench.data.files.fingerprints import FilePart
+from ssl_bench.data.files.images import read_data_file, read_image
+from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
+from ssl_bench.errors import DataError
+from ssl_bench.system.process import reraise_out_of_memory
+
+CATEGORIES = (
+    *("car(G)", "car(M)", "car(S)", "duck(S)", "motorbike(G)", "motorbike(M)", "motorbike(S)"),
+    *("winebottle(M)", "winebottle(wC)", "winebottle(woC)"),
+)
+
+
+@dataclass(frozen=True)
+class WillowPairs(FileSet):
+    """Ordered pairs of images. A sample has the source image. Its `pair` has the target image.
+
+    Attributes:
+        ids: NUMBER-SOURCE-TARGET:CATEGORY.
+        points: MATLAB file with the points of each image.
+    """
+
+    class_names: tuple[str, ...] = CATEGORIES
+    points: Files = field(kw_only=True)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Decode both images of a pair and read their points.
+
+        Raises:
+            DataError: A file is unreadable, or the images have different numbers of points.
+        """
+        image_ids = _images_of(self.ids[index])
+        images = [read_image(self.images.path(i), self.options.bits) for i in image_ids]
+        files = [self.points.path(i) for i in image_ids]
+        source, target = (
+            read_points(file, image.shape[1::-1]) for file, image in zip(files, images, strict=True)
+        )
+        if len(source) != len(target):
+            raise DataError(
+                f"{files[0]} has {len(source)} points and {files[1]} has {len(target)}, expected "
+                "equal numbers. Unpack the dataset again"
+            )
+        pair = Pair(
+            image_ids=image_ids,
+            image=images[1],
+            source=source,
+            target=target,
+            extent=float(np.ptp(target, axis=0).max()),
+            category=self.ids[index].rpartition(":")[2],
+        )
+        return Sample(self.ids[index], images[0], pair=pair)
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the ids, and of the points and the images of all pairs."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        image_ids = sorted({image_id for pair_id in self.ids for image_id in _images_of(pair_id)})
+        paths = [files.path(i) for files in (self.points, self.images) for i in image_ids]
+        with self.identify_parts(map(FilePart, paths), len(paths)) as found:
+            parts = [*found]
+        return self.options.fingerprint_of([self.ids, image_ids, parts])
+
+
+@dataclass(frozen=True)
+class PfWillow(Layout):
+    """PF-WILLOW, https://www.di.ens.fr/willow/research/proposalflow, with its ten subclasses.
+
+    Attributes:
+        root: The folder that contains the folders of the subclasses, or its parent folder.
+    """
+
+    name = "pf_willow"
+    supports = frozenset({"correspondence", "images"})
+    class_names = CATEGORIES
+
+    root: OptionalPath = None
+
+    def val(self) -> WillowPairs:
+        """Return all ordered pairs of images of each subclass.
+
+        Raises:
+            DataError: A file is missing, or a name contains a dash, which separates names in ids.
+        """
+        images = self.images()
+        by_category: dict[str, list[str]] = {}
+        for image_id in images.ids:
+            category, _, name = image_id.partition("/")
+            if "-" in name:
+                raise DataError(
+                    f"{images.folder} has the image {image_id}.png, expected names without a dash, "
+                    "such as Cars_006a.png. Use the published files"
+                )
+            by_category.setdefault(category, []).append(name)
+        pairs = [
+            (*pair, category)
+            for category, names in by_category.items()
+            for pair in permutations(names, 2)
+        ]
+        ids = [
+            f"{number:06d}-{source}-{target}:{category}"
+            for number, (source, target, category) in enumerate(pairs)
+        ]
+        found = WillowPairs(
+            name=name_of_images(self.name, {"val": ids}),
+            split="all",
+            source=images.folder,
+            ids=tuple(ids),
+            images=images.images,
+            points=Files(images.folder, ".mat"),
+        )
+        found.require_ids("pair")
+        found.require_files(found.points, images.ids, "files with points")
+        return found
+
+    def images(self) -> FileImageSet:
+        """Return the images of all subclasses."""
+        folder = find_root(
+            self.root,
+            name=self.name,
+            inside=("PF-dataset-WILLOW",),
+            landmarks=CATEGORIES,
+            tree="CLASS/*.png and CLASS/*.mat, such as car(G)/Cars_006a.png",
+        )
+        ids = [
+            f"{category}/{name}"
+            for category in CATEGORIES
+            if (folder / category).is_dir()
+            for name in Files(folder / category, ".png").ids()
+        ]
+        return FileImageSet(
+            name=name_of_images(self.name, {"images": ids}),
+            split="all",
+            source=folder,
+            ids=tuple(ids),
+            images=Files(folder, ".png"),
+        ).validate()
+
+
+def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "points 2"]:
+    """Read the points of an image, and shift them from MATLAB's pixels to the centres of pixels.
+
+    Args:
+        file: A MATLAB file with the array `pts_coord`, whose rows are x and y, counted from 1.
+        size: Width and height of the image in pixels.
+
+    Raises:
+        DataError: The file is missing or has no such array, or a point is outside of the image.
+    """
+    # Imported here, because the import takes a second.
+    from scipy.io import loadmat
+
+    data = read_data_file(file)
+    try:
+        points: Any = np.asarray(loadmat(io.BytesIO(data))["pts_coord"], np.float64).T - 0.5
+        if points.ndim != 2 or points.shape[1] != 2 or not len(points):
+            raise ValueError(f"pts_coord has the shape {points.shape[::-1]}")
+        # The edges of the image are half a pixel away from the middles of the outermost pixels.
+        if not ((points >= 0) & (points <= np.array(size))).all():
+            raise ValueError(f"pts_coord has points outside the {size[0]} x {size[1]} image")
+    except Exception as error:
+        reraise_out_of_memory(error)
+        raise DataError(
+            f"{file} has no points of PF-WILLOW ({error}). Unpack the dataset again"
+        ) from error
+    return points
+
+
+def _images_of(pair_id: str) -> tuple[str, str]:
+    """Return the ids of both images of a pair."""
+    names, _, category = pair_id.rpartition(":")
+    _, source, target = names.split("-")
+    return f"{category}/{source}", f"{category}/{target}"
