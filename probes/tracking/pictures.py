@@ -27,7 +27,9 @@ _WHITE = (255, 255, 255)
 
 def drawn_frames(num_frames: int, count: int) -> list[int]:
     """Return the numbers of at most `count` evenly spaced frames, with the first and the last."""
-    return sorted({*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()})
+    return sorted(
+        {*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()}
+    )
 
 
 def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixels:
@@ -55,11 +57,13 @@ def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> N
     """Save a line of text above frames with their titles, in two rows."""
     tiles = [Picture(image, (title,), height=image.shape[0]).tile() for image, title in frames]
     half = -(-len(tiles) // 2)
-    save_sheet([[draw_heading(line)], tiles[:half], *([tiles[half:]] if half < len(tiles) else [])], path)
+    save_sheet(
+        [[draw_heading(line)], tiles[:half], *([tiles[half:]] if half < len(tiles) else [])], path
+    )
 
 
 def save_animation(frames: Sequence[Pixels], path: Path) -> None:
-    """Save frames as an animated PNG with a palette of 256 colours, which starts again at its end."""
+    """Save frames as an animated PNG with 256 colours, which starts again at its end."""
     height = min(_ANIMATION_HEIGHT, frames[0].shape[0])
     width = max(1, round(frames[0].shape[1] * height / frames[0].shape[0]))
     small = [

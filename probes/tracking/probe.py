@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -263,7 +263,7 @@ class Tracking(Probe):
         video: Sample,
         size: tuple[int, int],
     ) -> Iterator[tuple[Sample, dict[LayerFacet, PatchFeatures]]]:
-        """Yield each frame with its features. Frames are resized by OpenCV, as DINO's script does."""
+        """Yield each frame with its features. OpenCV resizes frames, as in DINO's script."""
         frames = video.frames
         assert frames is not None
 

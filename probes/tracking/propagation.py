@@ -145,7 +145,9 @@ def _weighted_labels(
     return sums[:, :-1] / sums[:, -1:]
 
 
-def shrink_mask(mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]) -> UInt8[np.ndarray, "rows cols"]:
+def shrink_mask(
+    mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
+) -> UInt8[np.ndarray, "rows cols"]:
     """Return the label of each patch, which is that of the pixel in its middle."""
     return _resize_nearest(mask, grid)
 
@@ -167,6 +169,8 @@ def labels_to_mask(
     return _resize_nearest(scaled.argmax(0).to(torch.uint8).cpu().numpy(), size)
 
 
-def _resize_nearest(numbers: UInt8[np.ndarray, "_ _"], size: tuple[int, int]) -> UInt8[np.ndarray, "_ _"]:
+def _resize_nearest(
+    numbers: UInt8[np.ndarray, "_ _"], size: tuple[int, int]
+) -> UInt8[np.ndarray, "_ _"]:
     resized = Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST)
     return np.array(resized)

@@ -109,7 +109,9 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
     return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
 
 
-def video_estimate(values: Sequence[Float64[np.ndarray, " objects"]]) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
+def video_estimate(
+    values: Sequence[Float64[np.ndarray, " objects"]],
+) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
     """Return the contribution of each video to the mean over all objects, and their estimate.
 
     The contributions are linear: their mean is the mean over all objects, and their variance is

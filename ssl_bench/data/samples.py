@@ -287,9 +287,11 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "ecssd": {"val": 1000},
         # The first number counts the pairs of the test split, the second the images of all splits.
         "spair71k": {"val": 12234, "images": 1800},
+        "davis2016": {"val": 20},
+        "davis2017": {"val": 30},
     }
 )
-"""Number of images in each split of the published datasets."""
+"""Number of images in each split of the published datasets, or of videos."""
 
 _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 
