@@ -343,8 +343,9 @@ class VideoTrack:
         if in_strip or in_animation:
             drawn = draw_overlay(frame.image, self._last, truth)
             self.animation += [drawn] * in_animation
-            percent = 0.0 if truth is None else 100 * float(np.mean(self.scores.region[-1]))
-            note = "" if truth is None else f", J {percent:.0f} %"
+            note = ", given" if number == 0 else ""
+            if truth is not None:
+                note = f", J {100 * float(np.mean(self.scores.region[-1])):.0f} %"
             self.strip += [(drawn, f"frame {number}{note}")] * in_strip
 
     def result(self) -> VideoResult:

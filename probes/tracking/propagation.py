@@ -12,7 +12,7 @@ from torch import Tensor
 from ssl_bench.neighbours import unit_vectors
 
 # Queries of a matrix product. More would include more keys outside of the window.
-_QUERIES = 128
+_QUERIES = 160
 # A channel that varies by less than this share of its maximum is constant up to rounding.
 _CONSTANT = 1e-6
 

@@ -1,6 +1,6 @@
 """Generated videos, in which the objects of toy scenes move in front of a photograph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
@@ -21,7 +21,7 @@ class ToyVideo(GeneratedDataset):
 
     def val(self) -> VideoSet:
         root = str(self.generate_once("toy_video", self._write))
-        return FrameFolders(root=root, name=self.name).val()
+        return replace(FrameFolders(root=root, name=self.name).val(), split="val")
 
     def _write(self, folder: Path) -> None:
         painter = Painter("val", self.seed)
