@@ -159,8 +159,6 @@ class Davis(Layout):
         masks = Files(root / "Annotations/480p", ".png")
         source = root / f"ImageSets/{self.year}/{split.name}.txt"
         listed = read_list(source)
-        other = 2017 if self.year == 2016 else 2016
-        use_other = ("--dataset", f"davis{other}")
         objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORED)}
         ids = split.cut(listed)
         videos = VideoSet(
@@ -171,10 +169,9 @@ class Davis(Layout):
             images=images,
             frame_names=list_frames(ids, images, self.max_frames),
             masks=masks,
-            labels=LabelMap(
-                {0: 0, **objects}, f"numbers of several objects need --dataset davis{other}"
-            ),
-            advice=use_other,
+            # All numbers of 2017 are allowed, so only 2016 refuses any.
+            labels=LabelMap({0: 0, **objects}, "several objects need --dataset davis2017"),
+            advice=("--dataset", "davis2016") if self.year == 2017 else (),
         ).validate()
         # Lists without published masks, such as test-dev, only have the first mask of each video.
         frames = videos.frame_ids
