@@ -294,9 +294,11 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "rparis6k": {"val": 6392},
         # The strong copies and the originals.
         "copydays": {"val": 386, "images": 157},
+        "davis2016": {"val": 20},
+        "davis2017": {"val": 30},
     }
 )
-"""Number of images in each split of the published datasets."""
+"""Number of images in each split of the published datasets, or of videos."""
 
 _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 

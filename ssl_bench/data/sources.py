@@ -11,6 +11,11 @@ from ssl_bench.network import PublishedFile
 _COCO = "http://images.cocodataset.org"
 _VOC = "https://thor.robots.ox.ac.uk/pascal/VOC"
 _FLICKR = "images: Flickr terms of use"
+_DAVIS_TREE = (
+    "JPEGImages/480p/VIDEO/*.jpg",
+    "Annotations/480p/VIDEO/*.png",
+    "ImageSets/{2016,2017}/val.txt",
+)
 _COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
 
 
@@ -290,6 +295,24 @@ _SOURCES = (
         "names",
     ),
     Source(
+        name="davis2016",
+        title="DAVIS 2016, videos with masks of one object",
+        homepage="https://davischallenge.org",
+        licence="see its homepage",
+        tree=_DAVIS_TREE,
+        instructions="download the annotations of 2016 in 480p from https://davischallenge.org and "
+        "unpack them into DIR. Each line of ImageSets/2016/val.txt is the name of a video",
+    ),
+    Source(
+        name="davis2017",
+        title="DAVIS 2017, videos with masks of several objects",
+        homepage="https://davischallenge.org",
+        licence="see its homepage",
+        tree=_DAVIS_TREE,
+        instructions="download TrainVal in 480p for the semi-supervised task from "
+        "https://davischallenge.org and unpack it into DIR",
+    ),
+    Source(
         name="toy",
         title="generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
@@ -309,6 +332,13 @@ _SOURCES = (
         title="views of the generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
         instructions="nothing to download: the scenes are generated on first use",
+    ),
+    Source(
+        name="toy_video",
+        title="generated videos",
+        licence="photographs of scikit-image and scikit-learn, see docs/data.md",
+        counts={"val": 60},
+        instructions="nothing to download: the videos are generated on first use",
     ),
     Source(
         name="class_folders",
@@ -345,6 +375,14 @@ _SOURCES = (
         title="datasets of torchvision, torch and Hugging Face in Python",
         tree=("no folder",),
         instructions="ssl_bench.probe(encoder, task=TASK, train=DATASET, val=DATASET)",
+    ),
+    Source(
+        name="frames",
+        title="your own videos with a first mask",
+        tree=("VIDEO/*.jpg", "VIDEO/FIRST.png"),
+        instructions="a folder of frames for each video. The mask has the name of the first frame "
+        "and stores 0 for the background and 1, 2, ... for the objects. If further frames have "
+        "masks, they are scored",
     ),
     Source(
         name="folder",

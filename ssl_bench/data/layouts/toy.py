@@ -149,6 +149,38 @@ class Painter:
             boxes=tuple(boxes),
         )
 
+    def paint_video(
+        self, index: int, num_frames: int
+    ) -> Iterator[tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"]]]:
+        """Yield the frames of a video and their masks, in which each object has a number.
+
+        Each object moves along a line, by at most 2.5 pixels per frame in each direction.
+        """
+        from scipy.ndimage import shift
+
+        # A scene draws from a seed of three numbers, so a video never shows a scene.
+        rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index, 1])
+        height, width = SIZES[rng.integers(len(SIZES))]
+        depths = _draw_outlines(rng, height, width)
+        background = _crop_background(
+            rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width
+        )
+        classes = rng.permutation(len(TEXTURES))[: len(depths)]
+        textures = [_warp_texture(rng, self._textures[number], height, width) for number in classes]
+        speeds = rng.uniform(-2.5, 2.5, (len(depths), 2))
+        for frame in range(num_frames):
+            # Parts of an object that lie outside of the first frame do not exist.
+            moved = [
+                shift(depth, frame * speed, order=1, mode="constant", cval=2.0)
+                for depth, speed in zip(depths, speeds, strict=True)
+            ]
+            pixels = background
+            for depth, texture, speed in zip(moved, textures, speeds, strict=True):
+                own = shift(texture, (*(frame * speed), 0.0), order=1, mode="nearest")
+                pixels = _paste_object(pixels, own, depth)
+            objects = (1 + _visible_objects(moved)).astype(np.uint8)
+            yield pixels.round().clip(0, 255).astype(np.uint8), objects
+
 
 def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
     package = find_spec(photograph.package)

@@ -1,0 +1,176 @@
+"""Propagate the labels of patches from earlier frames of a video to the next frame."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from ssl_bench.neighbours import unit_vectors
+
+# Queries of a matrix product. More would include more keys outside of the window.
+_QUERIES = 160
+# A channel that varies by less than this share of its maximum is constant up to rounding.
+_CONSTANT = 1e-6
+
+PatchFeatures = Float[Tensor, "rows cols dim"]
+PatchLabels = Float[Tensor, "rows cols channels"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which patches of earlier frames give their labels to a patch.
+
+    Attributes:
+        latest_frames: Number of latest frames, in addition to the first frame.
+        radius: Largest distance in rows and in columns, in patches.
+        neighbours: Number of most similar patches over all frames together.
+        temperature: The weight of a patch is exp(cosine similarity / temperature).
+    """
+
+    latest_frames: int
+    radius: int
+    neighbours: int
+    temperature: float
+
+
+class LabelPropagation:
+    """The labels of one block, propagated from frame to frame.
+
+    The features of the first frame and of the latest frames are kept, as unit vectors.
+
+    Args:
+        features: Features of the first frame.
+        labels: Labels of the patches of the first frame, one channel for each label.
+        window: Patches that give their labels.
+
+    Source: eval_video_segmentation.py of https://github.com/facebookresearch/dino/tree/7c446df5.
+    """
+
+    def __init__(self, features: PatchFeatures, labels: PatchLabels, window: Window) -> None:
+        self._window = window
+        # Windows are cut from rows, so the rows should be the longer side.
+        self._is_transposed = features.shape[1] > features.shape[0]
+        first, labels = self._arrange(unit_vectors(features)), self._arrange(labels)
+        shape, num_frames = labels.shape, 1 + window.latest_frames
+        # The matrix product is fastest if the patches are adjacent in memory.
+        self._features = first.new_empty((num_frames, first.shape[2], *shape[:2]))
+        self._labels = labels.new_empty((num_frames, *shape))
+        self._features[0], self._labels[0] = first.permute(2, 0, 1), labels
+        self._num_propagated = 0
+
+    def propagate(self, features: PatchFeatures) -> PatchLabels:
+        """Return the labels of the next frame, which later frames use too."""
+        own = self._arrange(unit_vectors(features))
+        count = 1 + min(self._num_propagated, self._window.latest_frames)
+        labels = propagate_labels(own, self._features[:count], self._labels[:count], self._window)
+        if self._window.latest_frames:
+            # The order of the frames does not matter, so the oldest one is replaced.
+            slot = 1 + self._num_propagated % self._window.latest_frames
+            self._features[slot], self._labels[slot] = own.permute(2, 0, 1), labels
+        self._num_propagated += 1
+        return self._arrange(labels)
+
+    def _arrange(self, patches: Float[Tensor, "_ _ _"]) -> Float[Tensor, "_ _ _"]:
+        return patches.transpose(0, 1) if self._is_transposed else patches
+
+
+def propagate_labels(
+    target: PatchFeatures,
+    sources: Float[Tensor, "frames dim rows cols"],
+    labels: Float[Tensor, "frames rows cols channels"],
+    window: Window,
+) -> PatchLabels:
+    """Return the weighted mean of the labels of the most similar patches near each patch.
+
+    Patches that are as similar as the last of them count too. Some rows of the target are compared
+    at a time, only with rows of the sources that are in their window.
+
+    Args:
+        target: Unit vectors of the patches whose labels are computed.
+        sources: Unit vectors of the patches in other frames.
+        labels: Labels of these patches.
+        window: Patches that give their labels.
+    """
+    rows, cols = target.shape[:2]
+    step = max(1, _QUERIES // cols)
+    numbers = [torch.arange(side, device=target.device) for side in (rows, cols)]
+    is_far_row, is_far_col = ((n[:, None] - n).abs() > window.radius for n in numbers)
+    parts = []
+    for first in range(0, rows, step):
+        own = slice(first, first + step)
+        near = slice(max(0, first - window.radius), first + step + window.radius)
+        excluded = is_far_row[own, None, near, None] | is_far_col[None, :, None]
+        parts.append(
+            _weighted_labels(
+                target[own].flatten(0, 1) @ sources[:, :, near].flatten(2),
+                labels[:, near],
+                excluded.flatten(0, 1).flatten(1),
+                window,
+            )
+        )
+    return torch.cat(parts).unflatten(0, (rows, cols))
+
+
+def _weighted_labels(
+    similarity: Float[Tensor, "frames queries patches"],
+    labels: Float[Tensor, "frames rows cols channels"],
+    excluded: Bool[Tensor, "queries patches"],
+    window: Window,
+) -> Float[Tensor, "queries channels"]:
+    """Return the weighted mean of the labels of the most similar patches of each query.
+
+    Only lines of patches whose maximum is among the k largest maxima can have one of the k largest
+    values, so only these lines are sorted.
+    """
+    # Adding a matrix is ten times as fast as filling places of a mask.
+    similarity += torch.zeros_like(similarity[0]).masked_fill_(excluded, -torch.inf)
+    lines = similarity.unflatten(2, labels.shape[1:3])
+    maxima = lines.amax(3).transpose(0, 1)  # queries frames rows
+    k = min(window.neighbours, maxima[0].numel())
+    best = maxima.flatten(1).topk(k, sorted=False).indices
+    frame, row = best // maxima.shape[2], best % maxima.shape[2]
+    query = torch.arange(len(best), device=best.device)[:, None]
+    values = lines[frame, query, row].flatten(1)
+    least = values.topk(min(window.neighbours, values.shape[1])).values[:, -1]
+    query, frame, row = (maxima >= least[:, None, None]).nonzero(as_tuple=True)
+    line, col = (lines[frame, query, row] >= least[query, None]).nonzero(as_tuple=True)
+    query, frame, row = query[line], frame[line], row[line]
+    weights = (lines[frame, query, row, col] / window.temperature).exp()
+    weighted = weights[:, None] * F.pad(labels[frame, row, col], (0, 1), value=1.0)
+    sums = weighted.new_zeros((len(maxima), weighted.shape[1])).index_add_(0, query, weighted)
+    return sums[:, :-1] / sums[:, -1:]
+
+
+def shrink_mask(
+    mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
+) -> UInt8[np.ndarray, "rows cols"]:
+    """Return the label of each patch, which is that of the pixel in its middle."""
+    return _resize_nearest(mask, grid)
+
+
+def labels_to_mask(
+    labels: PatchLabels, patch_size: int, size: tuple[int, int]
+) -> UInt8[np.ndarray, "height width"]:
+    """Return the number of the channel with the largest value at each pixel.
+
+    Channels are interpolated bilinearly to the size of the encoder's input, and scaled to [0, 1]
+    each. The numbers are then resized to `size`, height and width of the video.
+    """
+    sides = [side * patch_size for side in labels.shape[:2]]
+    channels = labels.permute(2, 0, 1)[None]
+    channels = F.interpolate(channels, size=sides, mode="bilinear", align_corners=False)[0]
+    low, high = channels.amin((1, 2), keepdim=True), channels.amax((1, 2), keepdim=True)
+    varies = high - low > _CONSTANT * high
+    scaled = torch.where(varies, (channels - low) / torch.where(varies, high - low, 1.0), channels)
+    return _resize_nearest(scaled.argmax(0).to(torch.uint8).cpu().numpy(), size)
+
+
+def _resize_nearest(
+    numbers: UInt8[np.ndarray, "_ _"], size: tuple[int, int]
+) -> UInt8[np.ndarray, "_ _"]:
+    resized = Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST)
+    return np.array(resized)

@@ -1,0 +1,137 @@
+"""Score the masks of objects in videos by regions (J) and contours (F), as DAVIS 2017 does.
+
+Source: davis2017/metrics.py, davis2017/utils.py and davis2017/evaluation.py of
+https://github.com/davisvideochallenge/davis2017-evaluation/tree/ac7c43fc.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import cv2
+import numpy as np
+from jaxtyping import Bool, Float64, UInt8
+
+from ssl_bench.intervals import Jackknife, mean_estimate
+
+PERCENTAGES = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall")
+DECAYS = ("j_decay", "f_decay")
+# Width of the band around a contour in which another contour matches it, relative to the diagonal.
+_TOLERANCE = 0.008
+_RECALL_THRESHOLD = 0.5
+_QUARTERS = 4
+
+BinaryMask = Bool[np.ndarray, "height width"]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A mask of one object, with the contour that F needs.
+
+    Attributes:
+        mask: Pixels of the object.
+        contour: Pixels that differ from their right, lower or lower right neighbour.
+        band: Pixels near the contour.
+    """
+
+    mask: BinaryMask
+    contour: BinaryMask
+    band: BinaryMask
+
+    @classmethod
+    def of_mask(cls, mask: BinaryMask) -> "Outline":
+        # The last row and column are their own neighbours.
+        padded = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
+        contour = (mask != padded[:-1, 1:]) | (mask != padded[1:, :-1]) | (mask != padded[1:, 1:])
+        radius = math.ceil(_TOLERANCE * math.hypot(*mask.shape))
+        y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
+        disk = (y**2 + x**2 <= radius**2).astype(np.uint8)
+        band = cv2.dilate(contour.astype(np.uint8), disk).astype(bool)
+        return cls(mask, contour, band)
+
+
+def region_similarity(predicted: BinaryMask, true: BinaryMask) -> float:
+    """Return J, the intersection over union. It is 1 if both masks are empty."""
+    union = np.count_nonzero(predicted | true)
+    return np.count_nonzero(predicted & true) / union if union else 1.0
+
+
+def contour_accuracy(predicted: Outline, true: Outline) -> float:
+    """Return F, the harmonic mean of the shares of both contours that are near the other one.
+
+    It is 1 if both contours are empty, and 0 if one of them is.
+    """
+    lengths = np.count_nonzero(predicted.contour), np.count_nonzero(true.contour)
+    if not all(lengths):
+        return float(not any(lengths))
+    precision = np.count_nonzero(predicted.contour & true.band) / lengths[0]
+    recall = np.count_nonzero(true.contour & predicted.band) / lengths[1]
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+@dataclass
+class ObjectScores:
+    """J and F of each object in the scored frames of a video.
+
+    Attributes:
+        region: J of the objects, one list for each frame.
+        contour: F of the objects, one list for each frame.
+    """
+
+    region: list[list[float]] = field(default_factory=list)
+    contour: list[list[float]] = field(default_factory=list)
+
+    def add_frame(self, predicted: Sequence[Outline], true: Sequence[Outline]) -> None:
+        """Score the masks of all objects in a frame."""
+        pairs = list(zip(predicted, true, strict=True))
+        self.region.append([region_similarity(own.mask, other.mask) for own, other in pairs])
+        self.contour.append([contour_accuracy(own, other) for own, other in pairs])
+
+    def statistics(self) -> dict[str, Float64[np.ndarray, " objects"]]:
+        """Return each metric in percent, for each object."""
+        metrics = {}
+        for letter, frames in (("j", self.region), ("f", self.contour)):
+            values = 100 * np.array(frames, np.float64)
+            metrics[f"{letter}_mean"] = values.mean(0)
+            metrics[f"{letter}_recall"] = 100 * (values > 100 * _RECALL_THRESHOLD).mean(0)
+            metrics[f"{letter}_decay"] = decay(values)
+        metrics["j_and_f"] = (metrics["j_mean"] + metrics["f_mean"]) / 2
+        return metrics
+
+
+def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, " objects"]:
+    """Return the mean of the first quarter of the frames minus the mean of the last quarter.
+
+    Adjacent quarters share a frame. The authors store frame numbers in 8 bits, so their quarters
+    are others if there are more than 256 frames.
+    """
+    ends = np.round(np.linspace(1, len(values), _QUARTERS + 1) + 1e-10).astype(int) - 1
+    return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
+
+
+def video_estimate(
+    values: Sequence[Float64[np.ndarray, " objects"]],
+) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
+    """Return the contribution of each video to the mean over all objects, and their estimate.
+
+    The contributions are linear: their mean is the mean over all objects, and their variance is
+    that of a ratio of sums over videos. With one object in each video, they are its scores.
+    """
+    counts = np.array([len(own) for own in values])
+    mean = float(np.concatenate(values).mean())
+    means = np.array([own.mean() for own in values])
+    contributions = mean + counts / counts.mean() * (means - mean)
+    return contributions, mean_estimate(contributions)
+
+
+def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
+    """Return the 95 % interval of a value that is not a percentage, or None if it has none."""
+    margin = estimate.margin
+    return None if math.isnan(margin) else (estimate.value - margin, estimate.value + margin)
+
+
+def outline_objects(
+    numbers: UInt8[np.ndarray, "height width"], objects: Iterable[int]
+) -> list[Outline]:
+    """Return the outline of each object. All other numbers are background."""
+    return [Outline.of_mask(numbers == number) for number in objects]

@@ -1,0 +1,279 @@
+"""Videos, stored as one folder of frames each: DAVIS, and your own frames with a first mask."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+
+from ssl_bench.composition.fields import Bounds, OptionalPath
+from ssl_bench.data.files.file_sets import Files, FileSet, LabelMap
+from ssl_bench.data.files.fingerprints import FilePart
+from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.samples import (
+    IGNORED,
+    Frames,
+    Layout,
+    Sample,
+    find_root,
+    name_of_images,
+    require_own_name,
+    resolve_folder,
+)
+from ssl_bench.data.splits import Split, read_list
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import natural_sort_key
+
+# A video needs a frame to track in, besides the first one.
+MaxFrames = Annotated[int, Bounds(2, 10**9)] | None
+
+
+@dataclass(frozen=True)
+class VideoSet(FileSet):
+    """Videos. A sample is the first frame of a video with its mask, and has all `frames`.
+
+    Attributes:
+        ids: Folder of each video, relative to the folder of `images` and of `masks`.
+        frame_names: Names of the frames of each video, without suffix, in their order.
+        masks: The mask files. The first frame of a video needs one. Masks of other frames may be
+            missing.
+        labels: Number of the object for each number that a mask stores.
+        advice: What to type if a first mask shows no object.
+    """
+
+    frame_names: Mapping[str, Sequence[str]] = field(kw_only=True)
+    masks: Files = field(kw_only=True)
+    labels: LabelMap = field(kw_only=True)
+    advice: tuple[str, ...] = ()
+
+    def __getitem__(self, index: int) -> Sample:
+        """Decode the first frame of a video. Other frames are decoded when they are accessed.
+
+        Raises:
+            DataError: A file is unreadable, the first mask shows no object, or a mask or a frame
+                has another size than the first frame.
+        """
+        video = self.ids[index]
+        first = self._read(f"{video}/{self.frame_names[video][0]}")
+        path = self.masks.path(first.image_id)
+        if first.mask is None or not np.isin(first.mask, (0, IGNORED), invert=True).any():
+            raise DataError(
+                f"{path} shows no object, expected the number of an object in some pixels",
+                hint=self.advice,
+            )
+
+        def read(number: int) -> Sample:
+            frame = self._read(f"{video}/{self.frame_names[video][number]}")
+            if frame.image.shape != first.image.shape:
+                raise self._size_error(self.images.path(frame.image_id), frame.image, first.image)
+            return frame
+
+        return replace(first, image_id=video, frames=Frames(len(self.frame_names[video]), read))
+
+    def _read(self, frame_id: str) -> Sample:
+        image = read_image(self.images.path(frame_id), self.options.bits)
+        path = self.masks.path(frame_id)
+        if not path.is_file():
+            return Sample(frame_id, image)
+        mask = self.labels.apply(read_indices(path), path)
+        if mask.shape != image.shape[:2]:
+            raise self._size_error(path, mask, image)
+        return Sample(frame_id, image, mask)
+
+    def _size_error(self, path: Path, own: np.ndarray, expected: np.ndarray) -> DataError:
+        return DataError(
+            f"{path} has {own.shape[1]} x {own.shape[0]} pixels, expected {expected.shape[1]} x "
+            f"{expected.shape[0]} as in the frames of its video. Resize it"
+        )
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of all frames and masks, their names and the meaning of numbers."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        frames = self.frame_ids
+        masked = [frame for frame in frames if self.masks.path(frame).is_file()]
+        paths = [*map(self.images.path, frames), *map(self.masks.path, masked)]
+        first = [self.ids, len(frames), sorted(self.labels.classes.items())]
+        with self.identify_parts(map(FilePart, paths), len(paths)) as found:
+            rows = zip(chain(frames, masked), found, strict=True)
+            return self.options.fingerprint_of(chain([first], rows))
+
+    @property
+    def frame_ids(self) -> list[str]:
+        return [f"{video}/{frame}" for video in self.ids for frame in self.frame_names[video]]
+
+    def validate(self) -> "VideoSet":
+        """Return this set, or raise `DataError` for short videos and missing first masks."""
+        self.require_ids("video")
+        for video in self.ids:
+            if len(self.frame_names[video]) < 2:
+                raise DataError(
+                    f"{self.folder / video} has {len(self.frame_names[video])} frames with the "
+                    f"suffix {self.images.suffix}, expected at least 2"
+                )
+        first = [f"{video}/{self.frame_names[video][0]}" for video in self.ids]
+        self.require_files(self.masks, first, "first masks")
+        return self
+
+
+@dataclass(frozen=True)
+class Davis(Layout):
+    """DAVIS 2016 or 2017, https://davischallenge.org, with frames of 480 rows.
+
+    Masks of DAVIS 2016 hold 255 for the object. Masks of DAVIS 2017 hold the numbers of several
+    objects, and 255 for pixels that belong to none of them.
+
+    Attributes:
+        root: The folder that contains JPEGImages, Annotations and ImageSets, or its parent folder.
+        year: Which masks and which list of videos are used.
+        val_split: `val`, `train`, or a share of one of them. Unless the split has the published
+            number of videos, the name in records ends in its number of videos.
+        max_frames: Number of frames at the beginning of each video that are used. If it is set,
+            the name in records states it.
+    """
+
+    supports = frozenset({"tracking"})
+
+    root: OptionalPath = None
+    year: Literal[2016, 2017] = 2017
+    val_split: str = "val"
+    max_frames: MaxFrames = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Split.parse(self.val_split)
+
+    @property
+    def name(self) -> str:
+        return f"davis{self.year}"
+
+    def val(self) -> VideoSet:
+        """Return the videos. Raise `DataError` for a missing file."""
+        root, split = self._root(), Split.parse(self.val_split)
+        images = Files(root / "JPEGImages/480p", ".jpg")
+        masks = Files(root / "Annotations/480p", ".png")
+        source = root / f"ImageSets/{self.year}/{split.name}.txt"
+        listed = read_list(source)
+        objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORED)}
+        ids = split.cut(listed)
+        videos = VideoSet(
+            name=_limited_name(name_of_images(self.name, {"val": listed}), self.max_frames),
+            split=self.val_split,
+            source=source,
+            ids=ids,
+            images=images,
+            frame_names=list_frames(ids, images, self.max_frames),
+            masks=masks,
+            # All numbers of 2017 are allowed, so only 2016 refuses any.
+            labels=LabelMap({0: 0, **objects}, "several objects need --dataset davis2017"),
+            advice=("--dataset", "davis2016") if self.year == 2017 else (),
+        ).validate()
+        # Lists without published masks, such as test-dev, only have the first mask of each video.
+        frames = videos.frame_ids
+        if len(masks.missing(frames)) != len(frames) - len(videos):
+            videos.require_files(masks, frames, "masks")
+        return videos
+
+    def _root(self) -> Path:
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=("DAVIS",),
+            landmarks=("JPEGImages/480p",),
+            tree=f"JPEGImages/480p/VIDEO/*.jpg, Annotations/480p/VIDEO/*.png and "
+            f"ImageSets/{self.year}/val.txt",
+        )
+
+
+@dataclass(frozen=True)
+class FrameFolders(Layout):
+    """Your own videos: a folder of frames for each video, with a mask beside the first frame.
+
+    The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
+    objects, and 255 for pixels that are neither. Frames are sorted by name, and 10 follows 9.
+
+    Attributes:
+        root: The folder of the videos, or the folder of one video.
+        name: Name in records and tables.
+        image_suffix: End of the names of frames.
+        mask_suffix: End of the names of masks. Files with this suffix are not frames.
+        white_is_object: Whether 255 in a mask is the only object, as in DAVIS 2016.
+        max_frames: Number of frames at the beginning of each video that are used. If it is set,
+            the name in records states it.
+    """
+
+    supports = frozenset({"tracking"})
+
+    root: OptionalPath = None
+    name: str = "frames"
+    image_suffix: str = ".jpg"
+    mask_suffix: str = ".png"
+    white_is_object: bool = False
+    max_frames: MaxFrames = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_own_name(self.name)
+
+    def val(self) -> VideoSet:
+        """Return the videos. Raise `DataError` if there are none, or if a first mask is missing."""
+        if self.root is None:
+            raise DataError("expected a folder of videos", hint=("--data-root", "{folder}"))
+        root = resolve_folder(self.root)
+        if not root.is_dir():
+            raise DataError(f"{root} is not a folder, expected a folder of videos")
+        images = Files(root, self.image_suffix, excluded_suffix=self.mask_suffix)
+        ids = sorted(
+            (path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."),
+            key=natural_sort_key,
+        )
+        if images.ids():
+            # The folder of one video.
+            root, ids = root.parent, [root.name]
+            images = replace(images, folder=root)
+        frame_names = list_frames(ids, images, self.max_frames)
+        videos = tuple(video for video in ids if frame_names[video])
+        if not videos:
+            raise DataError(
+                f"{root} has no frames, expected VIDEO/*{self.image_suffix}",
+                hint=("dataset.image_suffix=.png", "dataset.mask_suffix=_mask.png"),
+            )
+        objects = {255: 1} if self.white_is_object else {n: n for n in (*range(1, 255), IGNORED)}
+        return VideoSet(
+            name=_limited_name(self.name, self.max_frames),
+            split="all",
+            source=root,
+            ids=videos,
+            images=images,
+            frame_names=frame_names,
+            masks=Files(root, self.mask_suffix),
+            labels=LabelMap({0: 0, **objects}, "leave dataset.white_is_object=true out"),
+            advice=() if self.white_is_object else ("dataset.white_is_object=true",),
+        ).validate()
+
+
+def list_frames(
+    videos: Iterable[str], images: Files, max_frames: int | None
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the first `max_frames` frames in the folder of each video.
+
+    Raises:
+        DataError: A folder does not exist.
+    """
+    frames = {}
+    for video in videos:
+        folder = images.folder / video
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not a folder, expected the frames of a video")
+        names = replace(images, folder=folder).ids()
+        frames[video] = tuple(sorted(names, key=natural_sort_key)[:max_frames])
+    return frames
+
+
+def _limited_name(name: str, max_frames: int | None) -> str:
+    return name if max_frames is None else f"{name}-{max_frames}frames"
