@@ -5,7 +5,7 @@ https://github.com/davisvideochallenge/davis2017-evaluation/tree/ac7c43fc.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import cv2
@@ -110,7 +110,7 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 
 
 def video_estimate(
-    values: Sequence[Float64[np.ndarray, " objects"]],
+    values: Sequence[Float64[np.ndarray, " _objects"]],
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
     """Return the contribution of each video to the mean over all objects, and their estimate.
 
@@ -131,7 +131,7 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
 
 
 def outline_objects(
-    numbers: UInt8[np.ndarray, "height width"], objects: Iterable[int]
+    numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
 ) -> list[Outline]:
     """Return the outline of each object. All other numbers are background."""
     return [Outline.of_mask(numbers == number) for number in objects]

@@ -66,8 +66,9 @@ class Search:
     bystanders: frozenset[str] = frozenset()
 
 
+# A check of the type `Sequence[Sample]` at run time would decode a frame.
 @dataclass(frozen=True)
-class Frames(Sequence["Sample"]):
+class Frames(Sequence[Any]):
     """The frames of a video. Each frame is decoded whenever it is accessed.
 
     Attributes:

@@ -264,7 +264,7 @@ def test_void_pixels_are_background():
     truth[5:10], truth[10:15] = 2, 255
     predicted = np.where(truth == 255, 2, truth)
 
-    own, true = outline_objects(predicted, [2])[0], outline_objects(truth, [2])[0]
+    own, true = (outline_objects(mask, np.array([2], np.uint8))[0] for mask in (predicted, truth))
 
     assert region_similarity(own.mask, true.mask) == 0.5
 
@@ -381,7 +381,7 @@ def test_the_scores_of_toy_videos_are_those_of_the_full_affinity(toy, tmp_path, 
 def block(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
-        VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), area), 3)
+        VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), float(area)), 3)
         for values, area in videos
     ]
 
