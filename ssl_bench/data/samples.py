@@ -287,6 +287,8 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "ecssd": {"val": 1000},
         # The first number counts the pairs of the test split, the second the images of all splits.
         "spair71k": {"val": 12234, "images": 1800},
+        "nyu": {"train": 795, "val": 654},
+        "nyu40": {"train": 795, "val": 654},
     }
 )
 """Number of images in each split of the published datasets."""
