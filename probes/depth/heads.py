@@ -119,17 +119,21 @@ class HeadTraining:
         """
         state: dict[str, Any] = journal.entries[-1] if journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
-        read = features.patches.reader([*chain(*sources)], device)
+        layers = [*chain(*sources)]
+        read = features.patches.reader(layers, device)
+        all_cls = features.cls[[features.patches.layers.index(layer) for layer in layers]]
 
         def read_cls(some: Int64[Tensor, " batch"]) -> Float[Tensor, "layers batch 1 1 cls_dim"]:
-            return to_device(features.cls[:, some], device)[:, :, None, None]
+            return to_device(all_cls[:, some], device)[:, :, None, None]
 
         # Measure mean and deviation of all channels.
-        statistics = [RunningStatistics.start(device) for _ in ("patches", "cls")]
-        statistics[1].add(read_cls(entries))
+        statistics = [RunningStatistics.start(device)]
         some = entries.split(self.batch_size)
         for batch in progress(read(some), "mean and deviation", len(some)):
             statistics[0].add(batch.features)
+        if all_cls.shape[-1]:
+            statistics.append(RunningStatistics.start(device))
+            statistics[1].add(read_cls(entries))
         parts = [each.standardization(len(sources), device) for each in statistics]
         mean, scale = (torch.cat([getattr(p, k) for p in parts], 1) for k in ("mean", "scale"))
         constant_channels = (scale == 0).sum(1).tolist()
@@ -222,10 +226,8 @@ def decode_depth(
     https://github.com/facebookresearch/dinov2/tree/b8931f7b.
     """
     maps, rows, cols, _ = logits.shape
-    down, right = (
-        (torch.arange(-1, n + 1).clamp(0, n - 1)).to(logits.device) for n in (rows, cols)
-    )
-    padded = logits[:, down][:, :, right]
+    tall = torch.cat([logits[:, :1], logits, logits[:, -1:]], 1)
+    padded = torch.cat([tall[:, :, :1], tall, tall[:, :, -1:]], 2)
     # A cell lies between the centres of four patches, whose logits its pixels interpolate.
     corners = [padded[:, y : y + rows + 1, x : x + cols + 1] for y in (0, 1) for x in (0, 1)]
     by_cell = PositiveSums.apply(torch.stack(corners).flatten(1, 3), bins)

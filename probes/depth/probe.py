@@ -130,7 +130,7 @@ class Depth(Probe):
     norm: Literal["none", "final", "standardize"] = "standardize"
     min_depth: Positive = 0.001
     max_depth: Positive = 10.0
-    learning_rates: Sequence[Rate] = (1e-4, 1e-3, 1e-2)
+    learning_rates: Sequence[Rate] = (3e-4, 3e-3, 3e-2)
     epochs: Count = 20
     batch_size: Count = 8
     warmup: FractionBelowOne = 0.05
@@ -444,7 +444,7 @@ class DepthRun:
                 self.probe.scored_facet,
                 metric,
                 float(values.mean()),
-                mean_interval(values),
+                mean_interval(values, UNITS[column]),
                 len(values),
                 own,
                 per_image=values,
@@ -566,10 +566,10 @@ def image_metrics(
     return torch.stack([*deltas, rmse, abs_rel, log10, silog], 1)
 
 
-def mean_interval(values: Float64[np.ndarray, " images"]) -> Interval | None:
-    """Return the 95 % interval of the mean of non-negative values in any unit."""
-    # `mean_estimate` limits intervals to 100.
-    scale = max(1.0, float(values.max()) / 100)
+def mean_interval(values: Float64[np.ndarray, " images"], unit: str) -> Interval | None:
+    """Return the 95 % interval of the mean of values that are not negative."""
+    # `mean_estimate` limits intervals to 100, which only percentages have.
+    scale = 1.0 if unit == "%" else float(values.max()) or 1.0
     ci95 = mean_estimate(values / scale).ci95()
     return None if ci95 is None else (scale * ci95[0], scale * ci95[1])
 
