@@ -28,7 +28,6 @@ from probes.heads.sgd import (
     update_heads,
 )
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import to_device
 
 NUM_BINS = 256
 UPSAMPLING = 4
@@ -122,9 +121,8 @@ class HeadTraining:
         layers = [*chain(*sources)]
         read = features.patches.reader(layers, device)
         all_cls = features.cls[[features.patches.layers.index(layer) for layer in layers]]
-
-        def read_cls(some: Int64[Tensor, " batch"]) -> Float[Tensor, "layers batch 1 1 cls_dim"]:
-            return to_device(all_cls[:, some], device)[:, :, None, None]
+        cls_by_source = concatenate_layers(all_cls[:, :, None, None], len(sources))[:, :, 0, 0]
+        cls_by_source = cls_by_source.to(device)
 
         # Measure mean and deviation of all channels.
         statistics = [RunningStatistics.start(device)]
@@ -133,7 +131,7 @@ class HeadTraining:
             statistics[0].add(batch.features)
         if all_cls.shape[-1]:
             statistics.append(RunningStatistics.start(device))
-            statistics[1].add(read_cls(entries))
+            statistics[1].add(all_cls[:, entries, None, None])
         parts = [each.standardization(len(sources), device) for each in statistics]
         mean, scale = (torch.cat([getattr(p, k) for p in parts], 1) for k in ("mean", "scale"))
         constant_channels = (scale == 0).sum(1).tolist()
@@ -165,21 +163,18 @@ class HeadTraining:
         name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
         for step, batch in enumerate(progress(read(steps[done:]), name, len(steps) - done), done):
             patches = concatenate_layers(batch.features, len(sources))
-            cls = concatenate_layers(read_cls(steps[step]), len(sources))
+            dim, is_known = patches.shape[-1], self.is_known(batch.labels)
             rates = peak * schedule.factor(step, len(steps))
             only_mean = step < self.warmup * len(steps)
             # The logits of all sources would not fit into memory.
             for source in range(len(sources)):
-                own_mean, own_scale = mean[source], scale[source]
-                dim = patches.shape[-1]
-                x = (patches[source].float() - own_mean[:dim]) * own_scale[:dim]
-                c = (cls[source, :, 0, 0] - own_mean[dim:]) * own_scale[dim:]
+                x = (patches[source].float() - mean[source, :dim]) * scale[source, :dim]
+                cls = cls_by_source[source, steps[step]]
+                cls = (cls - mean[source, dim:]) * scale[source, dim:]
                 parameters = weight[source, None], bias[source, None]
                 leaves = [each[0].detach().requires_grad_() for each in parameters]
-                depth = predict_depth(*leaves, bins, x, c)
-                loss = scale_invariant_loss(
-                    depth, batch.labels, self.is_known(batch.labels), only_mean=only_mean
-                )
+                depth = predict_depth(leaves[0], leaves[1], bins, x, cls)
+                loss = scale_invariant_loss(depth, batch.labels, is_known, only_mean=only_mean)
                 gradients = [each[None] for each in torch.autograd.grad(loss.sum(), leaves)]
                 update_heads(optimizer, parameters, gradients, states[source], rates, step + 1)
             if journal.is_due():

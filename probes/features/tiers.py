@@ -548,8 +548,8 @@ def create_array_file(
             return torch.from_numpy(np.memmap(file, dtype, "w+", shape=shape))
     except OSError as error:
         raise MachineError(
-            f"cannot write {num_bytes / GIB:.1f} GiB to {folder}: {error.strerror or error}. Choose "
-            "another folder",
+            f"cannot write {num_bytes / GIB:.1f} GiB to {folder}: {error.strerror or error}. "
+            "Choose another folder",
             hint=("probe.cache={folder}",),
         ) from error
 

@@ -112,4 +112,24 @@ def test_check_counts_a_part_of_the_dataset(root, capsys):
 
     assert main([*words, "--subset"]) == 0
     assert main(words) == 3
-    assert "654" in capsys.readouterr().err
+    assert "795" in capsys.readouterr().err
+
+
+@pytest.mark.data
+def test_real_frames_are_read_in_metres(shared_data):
+    """The depth of these frames was stored in 8 bits, so it has steps of 39 mm."""
+    place = shared_data / "real/nyu_v2"
+    if not place.is_dir():
+        pytest.skip(f"no {place}")
+    listed = Nyu(place, lists="{split}_list.txt")
+
+    train, val = listed.train(), listed.val()
+
+    assert (train.name, len(train), len(val)) == ("nyu-208", 90, 118)
+    assert (train.ids, val.ids) == (Nyu(place).train().ids, Nyu(place).val().ids)
+    depth = val[0].depth
+    assert depth is not None
+    assert (depth > 0).sum() == 426 * 560
+    steps = np.diff(np.unique(depth[depth > 0]))
+    assert steps.min() == pytest.approx(0.039, abs=1e-5)
+    assert 0.3 < depth[depth > 0].min() < depth.max() < 10
