@@ -22,6 +22,7 @@ from probes.depth.heads import (
 from probes.depth.probe import UNITS, Depth, DepthRun, colour_depth, image_metrics, mean_interval
 from probes.features.journal import Journal
 from probes.features.tiers import StoredFeatures
+from probes.heads.losses import PIECE_BYTES
 from ssl_bench.data.layouts.depth_folders import DepthFolders
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
@@ -81,7 +82,7 @@ def test_pieces_of_the_upsampled_logits_do_not_change_depth(monkeypatch):
     logits, bins = random(2, 3, 4, 8), torch.linspace(1, 3, 8)
     expected = decode_depth(logits, bins)
 
-    monkeypatch.setitem(decode_depth.__globals__["PIECE_BYTES"], "cpu", 1)
+    monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
 
     torch.testing.assert_close(decode_depth(logits, bins), expected)
 
