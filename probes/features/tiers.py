@@ -25,7 +25,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64, Integer, UInt8
+from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from probes.features.stream import (
@@ -77,7 +77,7 @@ class FeatureBatch:
     """Features and labels of a batch of entries, on the device of the heads."""
 
     features: Float[Tensor, "layers batch rows cols dim"]
-    labels: Integer[Tensor, "batch height width"]
+    labels: Shaped[Tensor, "batch height width"]
 
 
 # Function that reads the batches of the given entries, in the given order.
@@ -102,7 +102,7 @@ class StoredFeatures:
 
     layers: tuple[int, ...]
     blocks: Blocks
-    labels: Integer[Tensor, "entries height width"]
+    labels: Shaped[Tensor, "entries height width"]
     present: Present = field(default_factory=lambda: torch.zeros(0, 256, dtype=torch.bool))
     scales: Float[Tensor, "layers entries"] | None = None
     tier: Tier = "memory"
@@ -270,7 +270,7 @@ class TrainingPass:
 
             self._fill(present, labels, put)
             return StoredFeatures(layers, blocks, labels, present, scales)
-        labels, stored = _create_label_file(folder, label_shape), load()
+        labels, stored = create_array_file(folder, label_shape, np.uint8), load()
         if stored is None:
             blocks, scales = file.write(lambda put: self._fill(present, labels, put))
             return StoredFeatures(layers, blocks, labels, present, scales, "disk")
@@ -531,23 +531,25 @@ class FeatureFile:
             return torch.from_numpy(array)
 
 
-def _create_label_file(
-    folder: Path, shape: tuple[int, int, int]
-) -> UInt8[Tensor, "entries height width"]:
-    """Return memory-mapped labels in a temporary file, which is deleted after its last use.
+def create_array_file(
+    folder: Path, shape: tuple[int, ...], dtype: type[np.generic]
+) -> Shaped[Tensor, "..."]:
+    """Return a memory-mapped array in a temporary file, which is deleted after its last use.
 
     Raises:
         MachineError: The folder cannot be written, or its disk is full.
     """
+    num_bytes = prod(shape) * np.dtype(dtype).itemsize
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             # If the disk were full when mapped memory is written, the process would be stopped.
-            _allocate(file, prod(shape))
-            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
+            _allocate(file, num_bytes)
+            return torch.from_numpy(np.memmap(file, dtype, "w+", shape=shape))
     except OSError as error:
         raise MachineError(
-            f"cannot write labels to {folder}: {error.strerror or error}. Choose another folder",
+            f"cannot write {num_bytes / GIB:.1f} GiB to {folder}: {error.strerror or error}. "
+            "Choose another folder",
             hint=("probe.cache={folder}",),
         ) from error
 

@@ -297,6 +297,8 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "copydays": {"val": 386, "images": 157},
         "davis2016": {"val": 20},
         "davis2017": {"val": 30},
+        "nyu": {"train": 795, "val": 654},
+        "nyu40": {"train": 795, "val": 654},
     }
 )
 """Number of images in each split of the published datasets, or of videos."""

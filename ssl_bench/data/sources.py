@@ -16,6 +16,10 @@ _DAVIS_TREE = (
     "Annotations/480p/VIDEO/*.png",
     "ImageSets/{2016,2017}/val.txt",
 )
+_NYU = (
+    "download nyu_depth_v2_labeled.mat (2.8 GB) from the homepage, and convert it with "
+    "utils/extract_official_train_test_set_from_mat.py of https://github.com/cleinc/bts"
+)
 _COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
 
 
@@ -313,6 +317,29 @@ _SOURCES = (
         "https://davischallenge.org and unpack it into DIR",
     ),
     Source(
+        name="nyu",
+        title="NYU Depth v2, the 1,449 labelled frames with depth",
+        homepage="https://cs.nyu.edu/~fergus/datasets/nyu_depth_v2.html",
+        licence="see its homepage",
+        tree=(
+            "official_splits/{train,test}/SCENE/rgb_*.jpg",
+            "official_splits/{train,test}/SCENE/sync_depth_*.png",
+        ),
+        instructions=_NYU,
+    ),
+    Source(
+        name="nyu40",
+        title="NYU Depth v2, the same frames with 40 classes",
+        homepage="https://cs.nyu.edu/~fergus/datasets/nyu_depth_v2.html",
+        licence="see its homepage",
+        tree=(
+            "official_splits/{train,test}/SCENE/rgb_*.jpg",
+            "official_splits/{train,test}/SCENE/label40_*.png",
+        ),
+        num_classes=40,
+        instructions=f"{_NYU}. Add the masks of 40 classes, with 0 for unlabelled pixels",
+    ),
+    Source(
         name="toy",
         title="generated scenes",
         licence="photographs of scikit-image and scikit-learn, see docs/data.md",
@@ -341,6 +368,12 @@ _SOURCES = (
         instructions="nothing to download: the videos are generated on first use",
     ),
     Source(
+        name="toy_depth",
+        title="generated rooms with exact depth",
+        licence="photographs of scikit-image and scikit-learn, see docs/data.md",
+        instructions="nothing to download: the rooms are generated on first use",
+    ),
+    Source(
         name="class_folders",
         title="your own labelled images, ImageNet, Tiny-ImageNet or CIFAR-10",
         tree=("{train,val}/CLASS/*.jpg",),
@@ -362,6 +395,14 @@ _SOURCES = (
         instructions="a mask has the name of its image. It stores the class number of each pixel, "
         "or 255 for an ignored pixel. classes.txt has one class name per line. For other files, "
         "set dataset.image_folder, mask_folder, lists, numbers or colours",
+    ),
+    Source(
+        name="depth_folders",
+        title="your own images and depth maps",
+        tree=("images/{train,val}/*.jpg", "depth/{train,val}/*.png"),
+        instructions="a depth map has the name of its image. It stores millimetres as 16-bit "
+        "numbers, or 0 for an unknown depth. For other units and folders, set "
+        "dataset.metres_per_unit, image_folder or depth_folder",
     ),
     Source(
         name="hf",

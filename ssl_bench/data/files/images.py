@@ -122,12 +122,13 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
 
 
 def read_indices(
-    path: Path, *, has_voc_palette: bool = False
+    path: Path, *, has_voc_palette: bool = False, content: str = "one class number per pixel"
 ) -> Integer[np.ndarray, "height width"]:
     """Read the numbers that a mask file stores. The palette of the file is not applied.
 
     Args:
         path: The mask file.
+        content: Expected content for error messages.
         has_voc_palette: Require the palette of VOC. If this is False, only palettes with the colour
             of VOC's object borders must be in VOC's order. No other dataset uses this colour.
 
@@ -135,19 +136,24 @@ def read_indices(
         DataError: The file cannot be read, was saved with a lossy compression, stores colours
             instead of numbers, or has VOC's palette in another order.
     """
-    return decode_indices(read_data_file(path), path, has_voc_palette=has_voc_palette)
+    data = read_data_file(path)
+    return decode_indices(data, path, has_voc_palette=has_voc_palette, content=content)
 
 
 def decode_indices(
-    data: bytes, name: str | Path, *, has_voc_palette: bool = False
+    data: bytes,
+    name: str | Path,
+    *,
+    has_voc_palette: bool = False,
+    content: str = "one class number per pixel",
 ) -> Integer[np.ndarray, "height width"]:
     """Decode the bytes of a mask file as `read_indices` does. Errors contain `name`."""
     with _errors_with_name(name):
         image = _open_mask(data, name)
         if image.mode not in _MASK_MODES:
             raise DataError(
-                f"{name} stores colours ({image.mode}), expected one class number per pixel. Use "
-                "the masks as published"
+                f"{name} stores colours ({image.mode}), expected {content}. Use the files as "
+                "published"
             )
         if image.mode == "P":
             _check_voc_palette(image, name, has_voc_palette=has_voc_palette)

@@ -1,0 +1,310 @@
+"""Linear heads that predict the depth of each pixel, and their training.
+
+A head maps a patch to the logits of 256 bins, whose depths are evenly spaced. The depth of a pixel
+is the mean depth of the bins, weighted by the positive logits. A *source* is one layer, or several
+layers whose channels are concatenated. Each source has one head for each learning rate.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from probes.features.journal import Journal
+from probes.features.tiers import StoredFeatures
+from probes.features.training_images import LayerGroup
+from probes.heads.losses import PIECE_BYTES, corner_weights
+from probes.heads.sgd import (
+    HeadAdamW,
+    RunningStatistics,
+    Schedule,
+    concatenate_layers,
+    shuffled_batches,
+    update_heads,
+)
+from ssl_bench.evaluation import Progress
+
+NUM_BINS = 256
+UPSAMPLING = 4
+"""Ratio of the resolution of predicted depth maps to that of the patches."""
+_ADDED_TO_LOGITS = 0.1
+_ADDED_TO_DEPTH = 1e-3
+_MEAN_WEIGHT = 0.15
+
+Patches = Float[Tensor, "batch rows cols dim"]
+Cls = Float[Tensor, "batch cls_dim"]
+DepthMaps = Float[Tensor, "rates batch height width"]
+
+
+@dataclass(frozen=True)
+class TrainingDepths:
+    """Features and depth maps of all training images.
+
+    Attributes:
+        patches: Features of the patches. The labels are depth maps in metres with `UPSAMPLING`
+            times the resolution of the patches, and 0 where the depth is unknown.
+        cls: [CLS] tokens. Their width is 0 if the heads do not receive them.
+    """
+
+    patches: StoredFeatures
+    cls: Float[Tensor, "layers images cls_dim"]
+
+
+@dataclass
+class DepthHeads:
+    """Linear heads of all sources and learning rates.
+
+    Attributes:
+        weight: Weights of the patch's channels, followed by those of the [CLS] token's channels.
+        bias: Biases.
+        bins: Depth of each bin in metres.
+        constant_channels: Number of channels of each source that do not vary.
+        seconds: Time that the training took, including interrupted runs.
+    """
+
+    weight: Float[Tensor, "sources rates bins dim"]
+    bias: Float[Tensor, "sources rates bins"]
+    bins: Float[Tensor, " bins"]
+    constant_channels: Sequence[int]
+    seconds: float = 0.0
+
+    def predict(self, source: int, patches: Patches, cls: Cls) -> DepthMaps:
+        """Return depth maps in metres, with `UPSAMPLING` times the resolution of the patches."""
+        return predict_depth(self.weight[source], self.bias[source], self.bins, patches, cls)
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """Training of heads with AdamW and a cosine schedule.
+
+    Attributes:
+        learning_rates: Peak learning rates. One head of each source is trained for each rate.
+        epochs: Number of passes over the training images.
+        batch_size: Number of images per step.
+        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss is
+            its mean term alone, which adjusts the scale of the depths first.
+        weight_decay: Weight decay of AdamW.
+        standardize: Whether each channel is standardised over the training images.
+        bounds: Depth of the first and of the last bin in metres. Other depths count as unknown.
+        seed: Seed of the initial weights and of the order of the images.
+    """
+
+    learning_rates: Sequence[float]
+    epochs: int
+    batch_size: int
+    warmup: float
+    weight_decay: float
+    standardize: bool
+    bounds: tuple[float, float]
+    seed: int
+
+    def train(
+        self,
+        features: TrainingDepths,
+        sources: Sequence[LayerGroup],
+        entries: Int64[Tensor, " chosen"],
+        device: torch.device,
+        progress: Progress,
+        journal: Journal,
+    ) -> DepthHeads:
+        """Train the heads on the chosen images. Continue from the last entry of `journal`.
+
+        The heads of a source do not depend on which other sources are trained.
+        """
+        state: dict[str, Any] = journal.entries[-1] if journal.entries else {}
+        start = time.monotonic() - state.get("seconds", 0.0)
+        layers = [*chain(*sources)]
+        read = features.patches.reader(layers, device)
+        all_cls = features.cls[[features.patches.layers.index(layer) for layer in layers]]
+        cls_by_source = concatenate_layers(all_cls[:, :, None, None], len(sources))[:, :, 0, 0]
+        cls_by_source = cls_by_source.to(device)
+
+        # Measure mean and deviation of all channels.
+        statistics = [RunningStatistics.start(device)]
+        some = entries.split(self.batch_size)
+        for batch in progress(read(some), "mean and deviation", len(some)):
+            statistics[0].add(batch.features)
+        if all_cls.shape[-1]:
+            statistics.append(RunningStatistics.start(device))
+            statistics[1].add(all_cls[:, entries, None, None])
+        parts = [each.standardization(len(sources), device) for each in statistics]
+        mean, scale = (torch.cat([getattr(p, k) for p in parts], 1) for k in ("mean", "scale"))
+        constant_channels = (scale == 0).sum(1).tolist()
+        if not self.standardize:
+            mean, scale = torch.zeros_like(mean), torch.ones_like(scale)
+
+        # Train all heads on the same shuffled batches.
+        generator = torch.Generator().manual_seed(self.seed)
+        weight = torch.randn(NUM_BINS, mean.shape[1], generator=generator).mul_(0.01).to(device)
+        weight = weight.repeat(len(sources), len(self.learning_rates), 1, 1)
+        bias = weight.new_zeros(weight.shape[:3])
+        states: list[list[dict[str, Tensor]]] = [[{}, {}] for _ in sources]
+        if state:
+            weight, bias = (part.to(device) for part in state["parameters"])
+            states = [[_to(each, device) for each in pair] for pair in state["optimizer"]]
+        bins = torch.linspace(*self.bounds, NUM_BINS, device=device)
+        optimizer, schedule = HeadAdamW(self.weight_decay), Schedule("cosine", self.warmup)
+        peak = torch.tensor(self.learning_rates, device=device)
+        by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=self.seed)
+        steps, done = [*chain(*by_epoch)], state.get("step", 0)
+
+        def state_after(step: int) -> dict[str, Any]:
+            seconds = time.monotonic() - start
+            parameters = [weight, bias]
+            return {
+                "seconds": seconds, "step": step, "parameters": parameters, "optimizer": states
+            }  # fmt: skip
+
+        name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
+        for step, batch in enumerate(progress(read(steps[done:]), name, len(steps) - done), done):
+            patches = concatenate_layers(batch.features, len(sources))
+            dim, is_known = patches.shape[-1], self.is_known(batch.labels)
+            rates = peak * schedule.factor(step, len(steps))
+            only_mean = step < self.warmup * len(steps)
+            # The logits of all sources would not fit into memory.
+            for source in range(len(sources)):
+                x = (patches[source].float() - mean[source, :dim]) * scale[source, :dim]
+                cls = cls_by_source[source, steps[step]]
+                cls = (cls - mean[source, dim:]) * scale[source, dim:]
+                parameters = weight[source, None], bias[source, None]
+                leaves = [each[0].detach().requires_grad_() for each in parameters]
+                depth = predict_depth(leaves[0], leaves[1], bins, x, cls)
+                loss = scale_invariant_loss(depth, batch.labels, is_known, only_mean=only_mean)
+                gradients = [each[None] for each in torch.autograd.grad(loss.sum(), leaves)]
+                update_heads(optimizer, parameters, gradients, states[source], rates, step + 1)
+            if journal.is_due():
+                journal.replace(state_after(step + 1))
+        if journal.is_due():
+            journal.replace(state_after(len(steps)))
+        # Fold the standardisation into the heads.
+        weight = weight * scale[:, None, None]
+        bias = bias - (weight * mean[:, None, None]).sum(-1)
+        return DepthHeads(weight, bias, bins, constant_channels, time.monotonic() - start)
+
+    def is_known(self, depth: Float[Tensor, "*some"]) -> Bool[Tensor, "*some"]:
+        """Return whether each depth is known and between the bounds."""
+        return (depth > self.bounds[0]) & (depth < self.bounds[1])
+
+
+def _to(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def predict_depth(
+    weight: Float[Tensor, "rates bins dim"],
+    bias: Float[Tensor, "rates bins"],
+    bins: Float[Tensor, " bins"],
+    patches: Patches,
+    cls: Cls,
+) -> DepthMaps:
+    """Return the depth maps of several heads, as `DepthHeads.predict` does."""
+    dim = patches.shape[-1]
+    by_patch = (patches.flatten(0, 2) @ weight[..., :dim].mT).unflatten(1, patches.shape[:3])
+    by_image = cls @ weight[..., dim:].mT + bias[:, None]
+    logits = by_patch + by_image[:, :, None, None]
+    return decode_depth(logits.flatten(0, 1), bins).unflatten(0, logits.shape[:2])
+
+
+def decode_depth(
+    logits: Float[Tensor, "maps rows cols bins"], bins: Float[Tensor, " bins"]
+) -> Float[Tensor, "maps height width"]:
+    """Upsample logits bilinearly, and return the mean depth of the bins at each pixel.
+
+    The weight of a bin is its logit plus 0.1, or 0.1 if the logit is negative.
+
+    Source: `BNHead` and `DepthBaseDecodeHead` in dinov2/eval/depth/models/decode_heads of
+    https://github.com/facebookresearch/dinov2/tree/b8931f7b.
+    """
+    maps, rows, cols, _ = logits.shape
+    tall = torch.cat([logits[:, :1], logits, logits[:, -1:]], 1)
+    padded = torch.cat([tall[:, :, :1], tall, tall[:, :, -1:]], 2)
+    # A cell lies between the centres of four patches, whose logits its pixels interpolate.
+    corners = [padded[:, y : y + rows + 1, x : x + cols + 1] for y in (0, 1) for x in (0, 1)]
+    by_cell = PositiveSums.apply(torch.stack(corners).flatten(1, 3), bins)
+    pixels = by_cell.view(2, UPSAMPLING, UPSAMPLING, maps, rows + 1, cols + 1)
+    pixels = pixels.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+    # The outer cells extend beyond the image by half a patch.
+    outside = UPSAMPLING // 2
+    weighted, total = pixels[:, :, outside:-outside, outside:-outside]
+    depths = weighted + _ADDED_TO_LOGITS * bins.sum()
+    return depths / (total + _ADDED_TO_LOGITS * len(bins))
+
+
+class PositiveSums(torch.autograd.Function):
+    """Sums over the positive logits of each pixel, weighted by depth and unweighted.
+
+    Upsampled logits are computed in pieces that fit the cache, and again in the backward pass. They
+    take 22 MB for one head and an image of 37 x 37 patches.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, corners: Float[Tensor, "4 cells bins"], bins: Float[Tensor, " bins"]
+    ) -> Float[Tensor, "2 pixels cells"]:
+        ctx.save_for_backward(corners, bins)
+        sums = corners.new_empty(2, UPSAMPLING**2, corners.shape[1])
+        for cells, positive in _upsample(corners):
+            sums[0, :, cells] = (positive @ bins).view(UPSAMPLING**2, -1)
+            sums[1, :, cells] = positive.sum(1).view(UPSAMPLING**2, -1)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Float[Tensor, "4 cells bins"], None]:
+        (gradient,), (corners, bins) = gradients, ctx.saved_tensors
+        by_bin, result = torch.stack([bins, torch.ones_like(bins)]), torch.empty_like(corners)
+        weights = corner_weights(UPSAMPLING, corners.device).to(corners)
+        for cells, positive in _upsample(corners):
+            of_logits = gradient[:, :, cells].flatten(1).T @ by_bin
+            of_logits = torch.ops.aten.threshold_backward(of_logits, positive, 0)
+            by_corner = weights.T @ of_logits.view(UPSAMPLING**2, -1)
+            result[:, cells] = by_corner.view(4, -1, len(bins))
+        return result, None
+
+
+def _upsample(
+    corners: Float[Tensor, "4 cells bins"],
+) -> Iterator[tuple[slice, Float[Tensor, "pixels_of_cells bins"]]]:
+    """Yield some cells, and the positive parts of the logits of all of their pixels."""
+    weights = corner_weights(UPSAMPLING, corners.device).to(corners)
+    _, cells, bins = corners.shape
+    size = max(1, PIECE_BYTES[corners.device.type] // (UPSAMPLING**2 * bins * 4))
+    for start in range(0, cells, size):
+        piece = slice(start, start + size)
+        yield piece, (weights @ corners[:, piece].flatten(1)).view(-1, bins).relu_()
+
+
+def scale_invariant_loss(
+    depth: DepthMaps,
+    target: Float[Tensor, "batch height width"],
+    is_known: Bool[Tensor, "batch height width"],
+    *,
+    only_mean: bool = False,
+) -> Float[Tensor, " rates"]:
+    """Return the loss of each head over the known pixels of a batch.
+
+    The loss is sqrt(var(g) + 0.15 mean(g)^2), where g is the difference of ln(depth + 0.001). It is
+    0 if no pixel is known.
+
+    Args:
+        depth: Predicted depth in metres.
+        target: True depth in metres.
+        is_known: Pixels that count.
+        only_mean: Leave out the variance.
+
+    Source: `SigLoss` in dinov2/eval/depth/models/losses/sigloss.py of
+    https://github.com/facebookresearch/dinov2/tree/b8931f7b.
+    """
+    g = (depth + _ADDED_TO_DEPTH).log() - (target + _ADDED_TO_DEPTH).log()
+    count = is_known.sum().clamp(min=2)
+    mean = (g * is_known).flatten(1).sum(1) / count
+    total = _MEAN_WEIGHT * mean.square()
+    if not only_mean:
+        squares = (g - mean[:, None, None, None]).square() * is_known
+        total = total + squares.flatten(1).sum(1) / (count - 1)
+    # The derivative of a square root is infinite at 0.
+    return total.clamp(min=1e-12).sqrt()

@@ -1,0 +1,179 @@
+"""Images with depth maps, in two folders with the same file names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32
+
+from ssl_bench.composition.fields import OptionalPath, Positive
+from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.fingerprints import Identities, extend_fingerprint
+from ssl_bench.data.files.images import read_indices
+from ssl_bench.data.layouts.image_mask_folders import NestedFiles
+from ssl_bench.data.samples import Layout, Sample, find_root, require_own_name
+from ssl_bench.data.splits import Split, require_disjoint
+from ssl_bench.errors import DataError
+
+_SPLIT = "{split}"
+
+
+@dataclass(frozen=True)
+class DepthMaps:
+    """Files that store the depth of each pixel as a whole number. 0 means that it is unknown.
+
+    Attributes:
+        files: The depth files.
+        metres_per_unit: Depth in metres of the number 1.
+        max_metres: Larger depths count as unknown. None for no limit.
+    """
+
+    files: Files
+    metres_per_unit: float
+    max_metres: float | None = None
+
+    def read(self, image_id: str) -> Float32[np.ndarray, "height width"]:
+        """Return the depth of each pixel in metres, or 0 if it is unknown.
+
+        Raises:
+            DataError: The file cannot be read, was saved with a lossy compression, or stores
+                colours.
+        """
+        numbers = read_indices(self.files.path(image_id), content="one depth per pixel")
+        metres = numbers * self.metres_per_unit
+        if self.max_metres is not None:
+            metres[metres > self.max_metres] = 0
+        return metres.astype(np.float32)
+
+    def meaning(self) -> Sequence[object]:
+        """Return JSON values that identify the depth of every number."""
+        return ["depth", self.metres_per_unit, self.max_metres]
+
+
+@dataclass(frozen=True)
+class DepthImageSet(FileImageSet):
+    """Images with depth maps.
+
+    Attributes:
+        depths: The depth maps.
+    """
+
+    depths: DepthMaps = field(kw_only=True)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Decode one image and its depth map.
+
+        Raises:
+            DataError: A file is unreadable, or the depth map and the image differ in size.
+        """
+        sample = super().__getitem__(index)
+        depth = self.depths.read(sample.image_id)
+        if depth.shape != sample.image.shape[:2]:
+            raise DataError(
+                f"{self.depths.files.path(sample.image_id)} has {depth.shape[1]} x "
+                f"{depth.shape[0]} pixels, but its image has {sample.image.shape[1]} x "
+                f"{sample.image.shape[0]}. Resize the depth map without interpolation"
+            )
+        return replace(sample, depth=depth)
+
+    def files(self, index: int) -> tuple[Path, ...]:
+        return (*super().files(index), self.depths.files.path(self.ids[index]))
+
+    @cached_property
+    def _identities(self) -> Identities:
+        identities = super()._identities
+        fingerprint = extend_fingerprint(identities.fingerprint, self.depths.meaning())
+        return identities._replace(fingerprint=fingerprint)
+
+    def validate(self) -> "DepthImageSet":
+        """Return this set if all of its files exist. Otherwise, raise `DataError`."""
+        super().validate()
+        self.require_files(self.depths.files, self.ids, "depth maps")
+        return self
+
+
+@dataclass(frozen=True)
+class DepthFolders(Layout):
+    """A folder of images and a folder of depth maps. An image and its map have the same name.
+
+    Attributes:
+        root: The folder that contains the folders of the images and of the depth maps.
+        name: Name in records and tables.
+        train_split: Name of the training split, or a share such as `train:0-75%`.
+        val_split: Name of the scored split, or a share of it.
+        image_folder: Folder of the images below the root. `{split}` stands for the name of the
+            split. Images and depth maps may be in subfolders with the same names.
+        depth_folder: Folder of the depth maps below the root, with `{split}` as for `image_folder`.
+        image_suffix: End of the file names of the images, after the name shared with the maps.
+        depth_suffix: End of the file names of the depth maps.
+        metres_per_unit: Depth in metres of the number 1 in a depth map. By default, numbers are
+            millimetres. The number 0 means that the depth is unknown.
+        max_metres: Larger depths count as unknown. None for no limit.
+    """
+
+    supports = frozenset({"depth", "images"})
+
+    root: OptionalPath = None
+    name: str = "depth_folders"
+    train_split: str = "train"
+    val_split: str = "val"
+    image_folder: str = f"images/{_SPLIT}"
+    depth_folder: str = f"depth/{_SPLIT}"
+    image_suffix: str = ".jpg"
+    depth_suffix: str = ".png"
+    metres_per_unit: Positive = 0.001
+    max_metres: Positive | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_own_name(self.name)
+        require_disjoint(self.train_split, self.val_split)
+
+    def train(self) -> DepthImageSet:
+        """Return the training images. Raise `DataError` for an image without a depth map."""
+        return self._with_depth(self.train_split)
+
+    def val(self) -> DepthImageSet:
+        """Return the scored images. Raise `DataError` for an image without a depth map."""
+        return self._with_depth(self.val_split)
+
+    def images(self) -> FileImageSet:
+        """Return the training images without depth maps."""
+        files = self._files(self.image_folder, self.image_suffix, self.train_split)
+        return FileImageSet(
+            name=self.name,
+            split=self.train_split,
+            source=files.folder,
+            ids=Split.parse(self.train_split).cut(files.ids()),
+            images=files,
+        ).validate()
+
+    def _with_depth(self, split: str) -> DepthImageSet:
+        images = self._files(self.image_folder, self.image_suffix, split)
+        depths = self._files(self.depth_folder, self.depth_suffix, split)
+        return DepthImageSet(
+            name=self.name,
+            split=split,
+            source=images.folder,
+            # The ids of depth maps are included, so that a missing image is reported.
+            ids=Split.parse(split).cut({*images.ids(), *depths.ids()}),
+            images=images,
+            depths=DepthMaps(depths, self.metres_per_unit, self.max_metres),
+        ).validate()
+
+    def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
+        names = {Split.parse(each).name for each in (self.train_split, self.val_split)}
+        tree = f"{self.image_folder}/*{self.image_suffix}, {self.depth_folder}/*{self.depth_suffix}"
+        root = find_root(
+            self.root,
+            name=self.name,
+            inside=(),
+            landmarks=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
+            tree=tree,
+        )
+        folder = root / pattern.replace(_SPLIT, Split.parse(split).name)
+        if not folder.is_dir():
+            raise DataError(f"{folder} does not exist, expected {tree} below {root}")
+        return NestedFiles(folder, suffix)

@@ -1,0 +1,485 @@
+"""Linear depth: bins, loss and metrics against numpy, training, and what a run leaves."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from probes.depth.heads import (
+    NUM_BINS,
+    HeadTraining,
+    TrainingDepths,
+    decode_depth,
+    predict_depth,
+    scale_invariant_loss,
+)
+from probes.depth.probe import UNITS, Depth, DepthRun, colour_depth, image_metrics, mean_interval
+from probes.features.journal import Journal
+from probes.features.tiers import StoredFeatures
+from probes.heads.losses import PIECE_BYTES
+from ssl_bench.data.layouts.depth_folders import DepthFolders
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from ssl_bench.results import ResultStore
+from ssl_bench.system.files import TILES
+from tests.support.faults import picture
+from tests.support.photographs import context_of, evaluated, silent
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
+SMALL = Depth(image_size=32, learning_rates=(1e-3, 1e-2), epochs=3, panels=1)
+BINS = torch.linspace(0.001, 10, NUM_BINS)
+CPU = torch.device("cpu")
+LEARNED: dict[str, Any] = {"learning_rates": (0.1,), "epochs": 25}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def upsampled(values: np.ndarray) -> np.ndarray:
+    """Enlarge the first two axes of an array four times, by bilinear interpolation."""
+    for _ in range(2):
+        size = len(values)
+        places = np.clip((np.arange(4 * size) + 0.5) / 4 - 0.5, 0, size - 1)
+        before = np.floor(places).astype(int)
+        after, share = np.minimum(before + 1, size - 1), (places - before)[:, None, None]
+        values = ((1 - share) * values[before] + share * values[after]).swapaxes(0, 1)
+    return values
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5, 4)])
+def test_depth_is_the_mean_of_bins_weighted_by_positive_logits(shape):
+    logits = random(2, *shape, NUM_BINS)
+
+    depths = decode_depth(logits, BINS)
+
+    for own, depth in zip(logits.double().numpy(), depths, strict=True):
+        weights = np.maximum(upsampled(own), 0) + 0.1
+        expected = (weights * np.linspace(0.001, 10, 256)).sum(-1) / weights.sum(-1)
+        np.testing.assert_allclose(depth.numpy(), expected, rtol=1e-5)
+
+
+def test_negative_logits_give_the_middle_of_the_range():
+    depths = decode_depth(-random(3, 2, 2, NUM_BINS).abs(), BINS)
+
+    np.testing.assert_allclose(depths.numpy(), 5.0005, rtol=1e-6)
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    bins = torch.linspace(1, 3, 4, dtype=torch.float64)
+    logits = random(2, 3, 2, 4).double().requires_grad_()
+
+    assert torch.autograd.gradcheck(lambda x: decode_depth(x, bins), [logits])
+
+
+def test_pieces_of_the_upsampled_logits_do_not_change_depth(monkeypatch):
+    logits, bins = random(2, 3, 4, 8), torch.linspace(1, 3, 8)
+    expected = decode_depth(logits, bins)
+
+    monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
+
+    torch.testing.assert_close(decode_depth(logits, bins), expected)
+
+
+def test_cls_is_joined_to_each_patch():
+    weight, bias = random(2, 8, 5), random(2, 8, seed=1)
+    patches, cls = random(3, 2, 4, 3, seed=2), random(3, 2, seed=3)
+    joined = torch.cat([patches, cls[:, None, None].expand(3, 2, 4, 2)], -1)
+    logits = torch.einsum("kbd,nyxd->knyxb", weight, joined) + bias[:, None, None, None]
+    bins = torch.linspace(1, 3, 8)
+
+    depths = predict_depth(weight, bias, bins, patches, cls)
+
+    expected = decode_depth(logits.flatten(0, 1), bins)
+    torch.testing.assert_close(depths.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("only_mean", [False, True])
+def test_the_loss_is_scale_invariant_up_to_its_mean_term(only_mean):
+    depth, target = random(3, 2, 4, 4).exp(), random(2, 4, 4, seed=1).exp()
+    is_known = random(2, 4, 4, seed=2) > 0
+
+    found = scale_invariant_loss(depth, target, is_known, only_mean=only_mean)
+
+    t = target.double().numpy()[is_known.numpy()]
+    for own, loss in zip(depth.double().numpy(), found, strict=True):
+        g = np.log(own[is_known.numpy()] + 0.001) - np.log(t + 0.001)
+        variance = 0 if only_mean else np.var(g, ddof=1)
+        assert float(loss) == pytest.approx(math.sqrt(variance + 0.15 * g.mean() ** 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_batch_that_is_unknown_or_right_has_no_gradient(equal):
+    target = random(2, 4, 4).exp()
+    depth = (target[None] if equal else 2 * target[None]).clone().requires_grad_()
+    is_known = torch.full((2, 4, 4), equal)
+
+    loss = scale_invariant_loss(depth, target, is_known)
+
+    assert float(loss.sum().detach()) == pytest.approx(0, abs=1e-5)
+    assert torch.autograd.grad(loss.sum(), depth)[0].abs().max() == 0
+
+
+def metrics_of(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
+    """Restate the metrics of one image, pixel by pixel."""
+    pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
+    ratios = [max(d / t, t / d) for d, t in pairs]
+    errors = [math.log(d) - math.log(t) for d, t in pairs]
+    n = len(pairs)
+    mean = sum(errors) / n
+    return [
+        *(100 * sum(ratio < 1.25**power for ratio in ratios) / n for power in (1, 2, 3)),
+        math.sqrt(sum((d - t) ** 2 for d, t in pairs) / n),
+        sum(abs(d - t) / t for d, t in pairs) / n,
+        sum(abs(math.log10(d) - math.log10(t)) for d, t in pairs) / n,
+        100 * math.sqrt(sum(e**2 for e in errors) / n - mean**2),
+    ]
+
+
+def test_metrics_are_those_of_single_pixels():
+    depth, predicted = 4 * random(6, 7).exp(), 4 * random(3, 6, 7, seed=1).exp()
+    depth[0] = 0
+
+    found = image_metrics(predicted, depth, (0.001, 10))
+
+    assert (depth > 10).any()
+    for own, row in zip(predicted.double().numpy(), found.tolist(), strict=True):
+        expected = metrics_of(own, depth.double().numpy(), 0.001, 10)
+        assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_constant_factor_is_counted_by_hand():
+    depth = 1 + random(5, 5).abs()
+
+    by_factor = image_metrics(torch.stack([depth, 1.2 * depth, 1.3 * depth]), depth, (0.001, 10))
+
+    names = [*UNITS]
+    exact, near, far = (dict(zip(names, row, strict=True)) for row in by_factor.tolist())
+    assert [exact[name] for name in names] == pytest.approx([100] * 3 + [0] * 4, abs=1e-6)
+    assert [near["delta1"], far["delta1"], far["delta2"]] == [100, 0, 100]
+    assert near["abs_rel"] == pytest.approx(0.2, abs=1e-6)
+    assert far["log10"] == pytest.approx(math.log10(1.3), abs=1e-6)
+    assert far["silog"] == pytest.approx(0, abs=1e-4)
+
+
+def test_ratios_do_not_change_if_all_depths_are_scaled():
+    depth, predicted = random(6, 7).exp(), random(2, 6, 7, seed=1).exp()
+
+    found = [
+        image_metrics(scale * predicted, scale * depth, (0, 100 * scale)) for scale in (1, 2.5)
+    ]
+
+    names = [*UNITS]
+    for name in ("delta1", "delta2", "delta3", "abs_rel", "log10", "silog"):
+        column = names.index(name)
+        torch.testing.assert_close(found[0][:, column], found[1][:, column], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(2.5 * found[0][:, 3], found[1][:, 3], rtol=1e-5, atol=0)
+
+
+def test_only_intervals_of_percentages_end_at_100():
+    values = np.array([50.0, 250.0, 300.0, 200.0])
+    margin = 3.182446 * values.std(ddof=1) / 2
+
+    assert mean_interval(values, "") == pytest.approx((200 - margin, 200 + margin), rel=1e-5)
+    assert mean_interval(np.array([90.0, 100.0]), "%") == (pytest.approx(31.5, abs=0.1), 100)
+    assert mean_interval(np.zeros(3), "m") is None
+
+
+# Training.
+
+
+def training(**changes: Any) -> HeadTraining:
+    options: dict[str, Any] = {
+        "learning_rates": (1e-3, 1e-2), "epochs": 6, "batch_size": 4, "warmup": 0.05,
+        "weight_decay": 1e-4, "standardize": True, "bounds": (0.001, 10.0), "seed": 0,
+    }  # fmt: skip
+    return HeadTraining(**{**options, **changes})
+
+
+def known_depths(*, in_cls: bool = False) -> TrainingDepths:
+    """Return two layers of 8 images of 3 x 3 patches. The first layer does not show the depth."""
+    generator = torch.Generator().manual_seed(0)
+    depth = 1 + 7 * torch.rand(8, *(1, 1) if in_cls else (3, 3), generator=generator)
+    depth = depth.expand(8, 3, 3)
+    shown, noise = torch.stack([depth, depth.log()], -1), random(8, 3, 3, 2)
+    patches = torch.stack([noise, noise if in_cls else shown])
+    cls = torch.zeros(2, 8, 2)
+    if in_cls:
+        cls[1] = shown[:, 0, 0]
+    labels = torch.nn.functional.interpolate(depth[None], scale_factor=4, mode="bilinear")[0]
+    return TrainingDepths(StoredFeatures((0, 1), patches.half(), labels), cls)
+
+
+def journal(folder: Path, minutes: float = 60, **header: Any) -> Journal:
+    return Journal(folder, "depth", header, say=lambda _: None, minutes=minutes)
+
+
+def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **changes: Any) -> Any:
+    own = changes.pop("journal", None) or journal(folder)
+    progress = changes.pop("progress", silent)
+    return training(**changes).train(features, sources, torch.arange(8), CPU, progress, own)
+
+
+def errors(heads: Any, features: TrainingDepths) -> list[float]:
+    """Return the mean relative error of the best head of each source."""
+    labels, found = features.patches.labels, []
+    for index in range(len(heads.weight)):
+        predicted = heads.predict(
+            index, features.patches.blocks[index].float(), features.cls[index]
+        )
+        found.append(float(((predicted - labels).abs() / labels).mean((1, 2, 3)).min()))
+    return found
+
+
+@pytest.mark.parametrize("in_cls", [False, True])
+def test_heads_learn_depth_from_patches_and_from_cls(tmp_path, in_cls):
+    features = known_depths(in_cls=in_cls)
+
+    noise, shown = errors(train(features, tmp_path, **LEARNED), features)
+
+    assert shown < 0.1 < 0.2 < noise
+
+
+def test_standardised_heads_do_not_depend_on_scale_and_offset(tmp_path):
+    features = known_depths()
+    moved = StoredFeatures(
+        (0, 1), (8 * features.patches.blocks.float() + 3).half(), features.patches.labels
+    )
+    first, second = (
+        train(TrainingDepths(patches, features.cls), tmp_path)
+        for patches in (features.patches, moved)
+    )
+
+    x = features.patches.blocks[1].float()
+    one = first.predict(1, x, features.cls[1])
+    torch.testing.assert_close(
+        second.predict(1, 8 * x + 3, features.cls[1]), one, rtol=0.02, atol=0.02
+    )
+    assert not torch.allclose(second.predict(1, x, features.cls[1]), one, rtol=0.02, atol=0.02)
+
+
+def test_heads_of_a_block_do_not_depend_on_other_blocks(tmp_path):
+    features = known_depths()
+
+    both, alone = train(features, tmp_path), train(features, tmp_path, sources=((1,),))
+
+    assert torch.equal(both.weight[1], alone.weight[0])
+    assert torch.equal(both.bias[1], alone.bias[0])
+
+
+def test_unknown_pixels_do_not_change_heads(tmp_path):
+    features = known_depths()
+    labels = features.patches.labels.clone()
+    labels[:, :3] = 0
+    beyond = labels.clone()
+    beyond[:, :3] = 70
+
+    heads = [
+        train(
+            TrainingDepths(StoredFeatures((0, 1), features.patches.blocks, own), features.cls),
+            tmp_path,
+        )
+        for own in (labels, beyond)
+    ]
+
+    assert torch.equal(heads[0].weight, heads[1].weight)
+
+
+def test_a_killed_training_continues_to_the_same_heads(tmp_path):
+    features = known_depths()
+    expected = train(features, tmp_path)
+
+    def stop(items: Any, name: str, total: int | None = None) -> Any:
+        for number, item in enumerate(items):
+            if name.startswith("heads") and number == 7:
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        train(features, tmp_path, journal=journal(tmp_path, 0), progress=stop)
+    again = journal(tmp_path, 0)
+    assert again.entries[-1]["step"] == 7
+
+    heads = train(features, tmp_path, journal=again)
+
+    assert torch.equal(heads.weight, expected.weight)
+    assert torch.equal(heads.bias, expected.bias)
+    assert heads.seconds > again.entries[-1]["seconds"]
+
+
+# Runs.
+
+
+def scene(root: Path, split: str, name: str, number: int, depth: np.ndarray | None = None) -> None:
+    for part in ("images", "depth"):
+        (root / part / split).mkdir(parents=True, exist_ok=True)
+    picture(number).save(root / f"images/{split}/{name}.jpg", quality=95)
+    if depth is None:
+        depth = np.full((32, 40), 1000 + 500 * number, np.uint16)
+        depth[8:24, 8:24], depth[0] = 800, 0
+    Image.fromarray(depth).save(root / f"depth/{split}/{name}.png")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("folders")
+    for number in range(6):
+        scene(root, "train", f"t{number}", number)
+    for number in range(4):
+        scene(root, "val", f"v{number}", 10 + number)
+    return root
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+
+
+def run(probe: Depth, root: Path, encoder: Encoder, out: Path, **changes: Any) -> list[Any]:
+    dataset = DepthFolders(root)
+    return evaluated(probe, dataset, ResultStore(out), encoder, (0, 1), **changes)
+
+
+def test_a_run_states_units_rates_and_the_mean_depth_of_training(folders, encoder, tmp_path):
+    records = {(r.layer, r.metric): r for r in run(SMALL, folders, encoder, tmp_path)}
+
+    units = {metric: record.unit for (_, metric), record in records.items()}
+    assert units == {
+        "delta1_holdout": "%", "delta1_oracle": "%", "delta2": "%", "delta3": "%", "rmse": "m",
+        "abs_rel": "", "log10": "", "silog": "",
+    }  # fmt: skip
+    oracle, held_out = records[1, "delta1_oracle"], records[1, "delta1_holdout"]
+    details = held_out.details
+    assert oracle.value == pytest.approx(max(details["delta1_by_rate"]))
+    choice = details["learning_rates"].index(details["learning_rate"])
+    assert choice == int(np.argmax(details["delta1_by_rate_held_out"]))
+    assert held_out.value == pytest.approx(details["delta1_by_rate"][choice])
+    assert (details["num_train_images"], details["num_held_out_images"]) == (5, 1)
+    assert (
+        records[0, "rmse"].details["learning_rate"] == records[0, "silog"].details["learning_rate"]
+    )
+
+    # The mean training depth, resized to the images of the test.
+    run_of_split = DepthRun(SMALL, context_of(encoder, DepthFolders(folders), (0, 1), tmp_path))
+    trained = [5 - number for number in range(6) if 5 - number not in run_of_split.split.held_out]
+    expected = np.mean([1.0 + 0.5 * number for number in trained])
+    dataset = DepthFolders(folders).val()
+    outside = np.zeros((32, 40), bool)
+    outside[12, 33] = True
+    for sample in dataset:
+        assert sample.depth is not None
+    rmse = []
+    mean = run_of_split.mean_depth(run_of_split.compute_features().patches.labels[trained])
+    assert float(mean[8, 14]) == pytest.approx(expected)
+    assert float(mean[0, 0]) == pytest.approx(float(mean[mean > 0].mean()), rel=0.2)
+    for sample in dataset:
+        depth = torch.from_numpy(sample.depth)
+        large = torch.nn.functional.interpolate(mean[None, None], depth.shape, mode="bilinear")[0]
+        rmse.append(float(image_metrics(large, depth, SMALL.bounds)[0, 3]))
+    baseline = records[0, "rmse"].details["baseline"]
+    assert baseline["value"] == pytest.approx(np.mean(rmse))
+
+
+def test_without_held_out_images_the_scored_images_choose_the_rate(folders, encoder, tmp_path):
+    probe = Depth(image_size=32, learning_rates=(1e-4, 1e-2), epochs=2, holdout=0.0, panels=0)
+
+    records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
+
+    assert (0, "delta1_holdout") not in records
+    details = records[0, "delta2"].details
+    best = int(np.argmax(details["delta1_by_rate"]))
+    assert details["learning_rate"] == (1e-4, 1e-2)[best]
+    assert details["delta1_by_rate_held_out"] is None
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_features_in_a_temporary_file_give_the_same_results(folders, encoder, tmp_path):
+    in_memory = run(SMALL, folders, encoder, tmp_path / "memory")
+    options = {"memory_gib": 0.0, "cache": str(tmp_path / "cache")}
+    probe = Depth(image_size=32, learning_rates=(1e-3, 1e-2), epochs=3, panels=1, **options)
+
+    on_disk = run(probe, folders, encoder, tmp_path / "disk")
+
+    assert [record.value for record in on_disk] == [record.value for record in in_memory]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"layers_mode": "last4"}, [[0, 1]]),
+        ({"facet": "key"}, [[0], [1]]),
+        ({"norm": "final"}, [[0], [1]]),
+        ({"norm": "none"}, [[0], [1]]),
+    ],
+)
+def test_heads_of_other_features_and_of_several_blocks(folders, encoder, tmp_path, options, blocks):
+    probe = Depth(image_size=32, learning_rates=(1e-3,), epochs=2, panels=0, **options)
+
+    records = run(probe, folders, encoder, tmp_path)
+
+    assert [r.details["layers"] for r in records if r.metric == "rmse"] == blocks
+    assert all(math.isfinite(record.value) for record in records)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 8, 8)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+
+    def forward(self, images):
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_encoder_without_cls_is_scored_by_its_patches(folders, tmp_path):
+    encoder = Encoder.from_module(
+        Convolutions(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
+    )
+
+    records = run(SMALL, folders, encoder, tmp_path)
+
+    assert {record.layer for record in records} == {0, 1}
+
+
+def test_a_figure_shows_photograph_depth_and_each_block(folders, encoder, tmp_path):
+    run(SMALL, folders, encoder, tmp_path)
+
+    (path,) = tmp_path.rglob("*.png")
+    assert len(json.loads(Image.open(path).info[TILES])) == 4
+    colours = colour_depth(np.array([[1, 3, np.nan]], np.float32), 1, 3)
+    assert colours.tolist() == [[[68, 1, 84], [253, 231, 37], [255, 255, 255]]]
+
+
+def test_depth_without_a_pixel_in_the_range_is_refused(folders, encoder, tmp_path):
+    scene(tmp_path, "train", "a", 1)
+    scene(tmp_path, "train", "b", 2)
+    scene(tmp_path, "val", "far", 3, np.full((32, 40), 20_000, np.uint16))
+    with pytest.raises(DataError, match="far has no pixel") as caught:
+        run(SMALL, tmp_path, encoder, tmp_path / "out")
+    assert caught.value.hint == ("probe.max_depth={number}",)
+    for name in "ab":
+        scene(tmp_path, "train", name, 1, np.full((32, 40), 50_000, np.uint16))
+    with pytest.raises(DataError, match="train has no pixel"):
+        run(SMALL, tmp_path, encoder, tmp_path / "out")
+
+
+def test_settings_that_exclude_each_other_are_refused():
+    for options in (
+        {"min_depth": 10.0},
+        {"learning_rates": ()},
+        {"facet": "blocks.1.mlp.fc1", "layers_mode": "last4"},
+        {"facet": "key", "norm": "final"},
+    ):
+        with pytest.raises(ConfigurationError):
+            Depth(**options)
