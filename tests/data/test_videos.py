@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_the_fingerprint_follows_frames_masks_and_numbers(tmp_path):
 
     assert found[0] == found[1]
     assert len(set(found)) == 5
-    by_time = Davis(root).val().with_read_options(ReadOptions("stat")).fingerprint()
+    by_time = replace(Davis(root).val(), options=ReadOptions("stat")).fingerprint()
     assert by_time.startswith("stat-")
 
 
