@@ -315,6 +315,10 @@ def test_copies_have_the_size_of_their_image():
 
     assert crop.shape == jpeg.shape == image.shape
     assert (crop == 200).all()
+    ramp = np.broadcast_to(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], image.shape)
+    ends = crop_copy(ramp, 0.16)[0, [0, -1], 0].astype(int)
+    # The part is 24 of 60 columns wide, each 4 brighter than the one before, around the middle.
+    assert ends.tolist() == pytest.approx([4 * 18, 4 * 41], abs=4)
     assert 3 < np.abs(jpeg.astype(float) - image).mean() < 80
 
 
