@@ -36,7 +36,7 @@ _ADDED_TO_LOGITS = 0.1
 _ADDED_TO_DEPTH = 1e-3
 _MEAN_WEIGHT = 0.15
 
-Patches = Float[Tensor, "batch rows cols dim"]
+Patches = Float[Tensor, "batch rows cols patch_dim"]
 Cls = Float[Tensor, "batch cls_dim"]
 DepthMaps = Float[Tensor, "rates batch height width"]
 

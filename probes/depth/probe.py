@@ -372,7 +372,7 @@ class DepthRun:
         images: ImageSet,
         indices: Sequence[int],
         mean_depth: Float[Tensor, "rows cols"] | None = None,
-    ) -> tuple[Metrics, Float64[np.ndarray, "images metrics"]]:
+    ) -> tuple[Metrics, Float64[np.ndarray, "_images metrics"]]:
         """Return the metrics of all heads for each image, and those of `mean_depth`.
 
         Raises:
@@ -393,7 +393,7 @@ class DepthRun:
                 if mean_depth is not None:
                     predicted = resize_depth(mean_depth[None], depth)
                     constant.append(image_metrics(predicted, depth, self.probe.bounds)[0].numpy())
-        return np.stack(metrics), np.array(constant)
+        return np.stack(metrics), np.reshape(constant, (-1, len(UNITS)))
 
     @torch.no_grad()
     def _predict(

@@ -49,7 +49,7 @@ def test_numbers_are_millimetres_and_0_is_unknown(folders):
 
 
 def test_another_unit_and_a_largest_depth(folders):
-    found = depth(DepthFolders(folders, metres_per_unit=0.01, max_metres=25))
+    found = depth(DepthFolders(folders, metres_per_unit=0.01, max_metres=25.0))
 
     assert found.ravel().tolist() == pytest.approx([0, 0.01, 12.34, 0, 25, 0.09])
 
@@ -67,7 +67,7 @@ def test_8_bit_maps_and_shares_of_a_split(folders):
 def test_the_fingerprint_follows_depth_unit_and_limit(folders):
     found = [
         DepthFolders(folders, **options).val().fingerprint()
-        for options in ({}, {}, {"metres_per_unit": 0.002}, {"max_metres": 5})
+        for options in ({}, {}, {"metres_per_unit": 0.002}, {"max_metres": 5.0})
     ]
     save(folders, "depth/val/y/c.png", np.array(NUMBERS) + (np.array(NUMBERS) == 9))
     found.append(DepthFolders(folders).val().fingerprint())
@@ -96,7 +96,7 @@ def test_wrong_files_are_named(folders):
 
 
 @pytest.mark.parametrize(
-    "options", [{"name": "nyu"}, {"val_split": "train:50-100%"}, {"metres_per_unit": 0}]
+    "options", [{"name": "nyu"}, {"val_split": "train:50-100%"}, {"metres_per_unit": 0.0}]
 )
 def test_settings_without_meaning_are_refused(options):
     with pytest.raises(ConfigurationError):

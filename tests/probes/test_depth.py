@@ -146,18 +146,18 @@ def test_metrics_are_those_of_single_pixels():
     depth, predicted = 4 * random(6, 7).exp(), 4 * random(3, 6, 7, seed=1).exp()
     depth[0] = 0
 
-    found = image_metrics(predicted, depth, (0.001, 10))
+    found = image_metrics(predicted, depth, (0.001, 10.0))
 
     assert (depth > 10).any()
     for own, row in zip(predicted.double().numpy(), found.tolist(), strict=True):
-        expected = metrics_of(own, depth.double().numpy(), 0.001, 10)
+        expected = metrics_of(own, depth.double().numpy(), 0.001, 10.0)
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_a_constant_factor_is_counted_by_hand():
     depth = 1 + random(5, 5).abs()
 
-    by_factor = image_metrics(torch.stack([depth, 1.2 * depth, 1.3 * depth]), depth, (0.001, 10))
+    by_factor = image_metrics(torch.stack([depth, 1.2 * depth, 1.3 * depth]), depth, (0.001, 10.0))
 
     names = [*UNITS]
     exact, near, far = (dict(zip(names, row, strict=True)) for row in by_factor.tolist())
@@ -172,7 +172,7 @@ def test_ratios_do_not_change_if_all_depths_are_scaled():
     depth, predicted = random(6, 7).exp(), random(2, 6, 7, seed=1).exp()
 
     found = [
-        image_metrics(scale * predicted, scale * depth, (0, 100 * scale)) for scale in (1, 2.5)
+        image_metrics(scale * predicted, scale * depth, (0.0, 100 * scale)) for scale in (1.0, 2.5)
     ]
 
     names = [*UNITS]
@@ -457,7 +457,7 @@ def test_a_figure_shows_photograph_depth_and_each_block(folders, encoder, tmp_pa
 
     (path,) = tmp_path.rglob("*.png")
     assert len(json.loads(Image.open(path).info[TILES])) == 4
-    colours = colour_depth(np.array([[1, 3, np.nan]], np.float32), 1, 3)
+    colours = colour_depth(np.array([[1, 3, np.nan]], np.float32), 1.0, 3.0)
     assert colours.tolist() == [[[68, 1, 84], [253, 231, 37], [255, 255, 255]]]
 
 
