@@ -130,7 +130,7 @@ class Depth(Probe):
     norm: Literal["none", "final", "standardize"] = "standardize"
     min_depth: Positive = 0.001
     max_depth: Positive = 10.0
-    learning_rates: Sequence[Rate] = (3e-4, 3e-3, 3e-2)
+    learning_rates: Sequence[Rate] = (3e-3, 1e-2, 3e-2)
     epochs: Count = 20
     batch_size: Count = 8
     warmup: FractionBelowOne = 0.05

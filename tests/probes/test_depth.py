@@ -386,6 +386,23 @@ def test_a_run_states_units_rates_and_the_mean_depth_of_training(folders, encode
     assert baseline["value"] == pytest.approx(np.mean(rmse))
 
 
+def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
+    def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
+        """The second rate is the best one on held-out images, and the first on scored ones."""
+        delta1 = [10, 90] if mean_depth is None else [80, 20]
+        metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))
+        metrics[..., 0] = delta1
+        return metrics, np.zeros((len(indices), len(UNITS)))
+
+    monkeypatch.setattr(DepthRun, "score", score)
+
+    records = {(r.layer, r.metric): r for r in run(SMALL, folders, encoder, tmp_path)}
+
+    for metric, value, rate in (("delta1_holdout", 20, 1e-2), ("delta1_oracle", 80, 1e-3)):
+        record = records[0, metric]
+        assert (record.value, record.details["learning_rate"]) == (value, rate)
+
+
 def test_without_held_out_images_the_scored_images_choose_the_rate(folders, encoder, tmp_path):
     probe = Depth(image_size=32, learning_rates=(1e-4, 1e-2), epochs=2, holdout=0.0, panels=0)
 
