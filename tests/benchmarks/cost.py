@@ -138,8 +138,8 @@ All 12 blocks of `demo:skip`, a ViT with {measured["encoder"]}, without start-up
 
 {_table(measured["tasks"], COLUMNS)}
 Tasks that photographs of VOC 2012 have no annotations for used generated images. An image of
-`tracking` is a video of 12 frames. The commands are on the pages of the probes. Processor time on {measured["hardware"]} at commit
-`{measured["commit"][:8]}`.
+`tracking` is a video of 12 frames. The commands are on the pages of the probes. Processor time
+on {measured["hardware"]} at commit `{measured["commit"][:8]}`.
 """
 
 
