@@ -103,7 +103,7 @@ class Depth(Probe):
         max_depth: Depth of the last bin in metres. Pixels with larger depths count as unknown.
         learning_rates: Peak learning rates, of which the held-out images select one.
         epochs: Number of passes over the training images.
-        batch_size: Number of images per step, and in a forward pass.
+        images_per_step: Number of images per step, and in a forward pass.
         warmup: Fraction of the steps in which the learning rate rises, and in which the loss only
             adjusts the mean depth.
         weight_decay: Weight decay of AdamW.
@@ -132,7 +132,7 @@ class Depth(Probe):
     max_depth: Positive = 10.0
     learning_rates: Sequence[Rate] = (3e-3, 1e-2, 3e-2)
     epochs: Count = 20
-    batch_size: Count = 8
+    images_per_step: Count = 8
     warmup: FractionBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
     holdout: FractionBelowOne = 0.1
@@ -242,7 +242,7 @@ class DepthRun:
         self.training = HeadTraining(
             learning_rates=probe.learning_rates,
             epochs=probe.epochs,
-            batch_size=probe.batch_size,
+            batch_size=probe.images_per_step,
             warmup=probe.warmup,
             weight_decay=probe.weight_decay,
             standardize=probe.norm == "standardize",
@@ -351,7 +351,7 @@ class DepthRun:
 
         items = read_ahead(images, indices, prepare, workers=probe.num_workers)
         shown = self.context.progress(items, label, len(indices))
-        num_images = images_per_pass(probe.batch_size, size, self.context.device)
+        num_images = images_per_pass(probe.images_per_step, size, self.context.device)
         for batch in batches(shown, num_images):
             samples = [sample for sample, _ in batch]
             ids = [sample.image_id for sample in samples]
