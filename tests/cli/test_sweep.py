@@ -83,8 +83,8 @@ def test_a_plan_holds_every_task_that_fits(workdir, capsys):
 
     plan = planned(capsys, *words)
 
-    # Those of labelled images do not fit.
-    unfit = {"classification", "knn"}
+    # These need labels, depth maps, queries or videos.
+    unfit = {"classification", "knn", "depth", "instances", "tracking"}
     assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - unfit
 
 

@@ -2,8 +2,8 @@
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -104,11 +104,31 @@ def test_both_images_of_a_pair_are_corrupted_by_their_own_id(tmp_path):
     assert np.array_equal(found.pair.target, clean.pair.target)
 
 
+@dataclass(frozen=True)
+class OneVideo:
+    """An `ImageSet` with a single video."""
+
+    video: Sample
+    name = "videos"
+    split = "val"
+    class_names: ClassVar[tuple[str, ...]] = ()
+    ids = ("dog",)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.video
+
+    def fingerprint(self) -> str:
+        return "0"
+
+
 def test_each_frame_of_a_video_is_corrupted_by_its_own_id():
     snow, clean = Corruption("snow", 2), picture()
     frames = Frames(3, lambda number: Sample(f"dog/{number}", clean, mask=clean[..., 0] // 200))
-    videos: Any = [replace(frames[0], image_id="dog", frames=frames)]
-    found = CorruptedImages(videos, snow)[0].frames
+    video = OneVideo(replace(frames[0], image_id="dog", frames=frames))
+    found = CorruptedImages(video, snow)[0].frames
     assert found is not None
 
     assert [frame.image_id for frame in found] == ["dog/0", "dog/1", "dog/2"]
