@@ -57,6 +57,14 @@ PRETRAIN = (
 )  # fmt: skip
 
 
+def fits(task: str, dataset: str) -> bool:
+    """Return whether a dataset has what a task needs, by a command with this task alone."""
+    words = ["probe", "--task", task, "--dataset", dataset, "--checkpoint", "demo:skip"]
+    code = main([*words, "--dry-run"])
+    assert code in (0, 3)
+    return code == 0
+
+
 def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path:
     save_encoder(path, build_vit(config, seed=seed), {})
     return path
