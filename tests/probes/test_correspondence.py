@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from probes.correspondence import Correspondence
+from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
@@ -172,6 +173,7 @@ def test_settings_contain_only_what_the_choice_uses():
     assert cells == {"image_size": None, "warp": "flip", "num_points": 256, "prediction": "cell"}
     pairs = composed("probe.protocol=spair")
     assert pairs.settings() == {"image_size": None, "prediction": "cell"}
+    assert composed("probe.sampling=patch").settings()["sampling"] == "patch"
     assert (pairs.role, pairs.metrics[-1]) == ("correspondence", "pck_0.2")
     assert (composed().role, composed().metrics[0]) == ("images", "pck_0.01")
 
@@ -184,3 +186,16 @@ def test_whole_numbers_identify_the_same_result():
 
     assert [repr(one.settings()[name]) for name in ("strength", "sigma")] == ["0.0", "2.0"]
     assert one.metrics == ("pck_1.0",)
+
+
+@pytest.mark.data
+def test_a_published_encoder_has_the_expected_pck(shared_data, published_encoder, tmp_path):
+    """Another program computed the values, with points half a pixel away from those here."""
+    words = ["probe", "--task", "correspondence", "--checkpoint", str(published_encoder)]
+    words += ["--dataset", f"pf_willow:{shared_data}/real/pf-willow", "--layer", "2,8"]
+    words += ["probe.protocol=spair", "probe.sampling=patch", "probe.image_size=224"]
+
+    assert main([*words, "--pictures", "0", "--out", str(tmp_path)]) == 0
+
+    records = {r.layer: r.value for r in ResultStore(tmp_path).records() if r.metric == "pck_0.1"}
+    assert records == pytest.approx({2: 15.31, 8: 39.49}, abs=0.3)

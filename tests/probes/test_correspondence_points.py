@@ -22,6 +22,7 @@ from probes.correspondence import (
     is_inside,
     make_warped_pair,
     order_by_category,
+    sample_features,
     sample_points,
     sample_warp,
     soft_argmax_places,
@@ -122,26 +123,40 @@ def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma, indices):
     assert found[0].numpy() == pytest.approx((np.array(indices) + 0.5) / (7, 5), abs=1e-5)
 
 
-def test_matches_are_those_of_a_plain_loop_in_float64():
+@pytest.mark.parametrize("sampling", ["bilinear", "patch"])
+def test_matches_are_those_of_a_plain_loop_in_float64(sampling):
     generator = np.random.default_rng(0)
     source, target = generator.standard_normal((2, 4, 5, 6))
     points = generator.random((12, 2))
 
-    given = (torch.from_numpy(x[None]).float() for x in (source, target, points))
-    found = argmax_places(cosine_similarities(*given))
+    source_map, target_map, places = (
+        torch.from_numpy(x[None]).float() for x in (source, target, points)
+    )
+    features = sample_features(source_map, places, sampling)
+    found = argmax_places(cosine_similarities(features, target_map))
 
     # The cosine does not depend on the lengths of features.
     for point, place in zip(points, found[0].numpy(), strict=True):
-        # Distance to the middles in patches, at most one patch away, none beyond the rim.
-        at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
-        wanted = sum(
-            source[r, c] * max(0, 1 - abs(at[0] - c)) * max(0, 1 - abs(at[1] - r))
-            for r in range(4)
-            for c in range(5)
-        )
+        if sampling == "patch":
+            wanted = source[int(point[1] * 4), int(point[0] * 5)]
+        else:
+            # Distance to the middles in patches, at most one patch away, none beyond the rim.
+            at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
+            wanted = sum(
+                source[r, c] * max(0, 1 - abs(at[0] - c)) * max(0, 1 - abs(at[1] - r))
+                for r in range(4)
+                for c in range(5)
+            )
         cosine = target @ wanted / np.linalg.norm(target, axis=-1)
         row, col = np.unravel_index(cosine.argmax(), cosine.shape)
         assert place == pytest.approx(((col + 0.5) / 5, (row + 0.5) / 4))
+
+
+def test_points_on_the_edges_of_the_image_belong_to_the_outermost_patches():
+    source = torch.arange(6.0).view(1, 2, 3, 1)
+    points = torch.tensor([[[0.0, 0.0], [1.0, 1.0], [1 / 3, 0.0], [0.0, 0.5]]])
+
+    assert sample_features(source, points, "patch").flatten().tolist() == [0, 5, 1, 3]
 
 
 def test_features_that_encode_the_position_find_every_point():
@@ -160,7 +175,8 @@ def test_features_that_encode_the_position_find_every_point():
         matrix = sample_warp("homography", size, 0.25, generator)
         target = transform_points(middles * size, np.linalg.inv(matrix)) / size
         points = torch.from_numpy(pair.source[None]).float()
-        found = argmax_places(cosine_similarities(encode(middles), encode(target), points))
+        features = sample_features(encode(middles), points, "bilinear")
+        found = argmax_places(cosine_similarities(features, encode(target)))
 
         # No further than from a corner of a patch to its middle, and what the sphere bends.
         right = pair.is_correct(

