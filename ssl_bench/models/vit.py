@@ -313,7 +313,10 @@ def resize_positions(
         )
         resized = by_row @ image @ by_col.T
     else:
-        resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
+        # Without a margin, the product of a scale factor and an old side can be just below the new
+        # side, and would be rounded down.
+        target: Any = {"scale_factor": scale} if margin else {"size": new_size}
+        resized = F.interpolate(image, **target, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
 
 

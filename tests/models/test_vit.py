@@ -112,12 +112,12 @@ def test_what_a_layer_cannot_compute_is_refused():
         build_vit(TINY, seed=0)(torch.zeros(1, 3, 32, 36))
 
 
-def cubic_weights(new: int, old: int) -> torch.Tensor:
-    """Rows of cubic convolution, a = -0.75, at the places of official DINO; edges repeat."""
+def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
+    """Return cubic convolution, a = -0.75, one row per new place. Edges are repeated."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):
-        place = (index + 0.5) * old / (new + 0.1) - 0.5
+        place = (index + 0.5) * old / (new + margin) - 0.5
         first = int(place // 1) - 1
         for tap in range(first, first + 4):
             x = abs(place - tap)
@@ -128,8 +128,10 @@ def cubic_weights(new: int, old: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28)])
-def test_positions_are_resized_as_in_official_dino(size, deterministic, monkeypatch):
+# In floating point, 14 * (61 / 14) is below 61.
+@pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28), (61, 15)])
+@pytest.mark.parametrize("margin", [0.1, 0.0])
+def test_positions_are_resized_as_in_official_dino(size, margin, deterministic, monkeypatch):
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     if deterministic:
         # Its gradient is not deterministic on a GPU.
@@ -137,9 +139,12 @@ def test_positions_are_resized_as_in_official_dino(size, deterministic, monkeypa
     positions = torch.randn(1, 1 + 14 * 14, 2)
     grid = positions[0, 1:].double().reshape(14, 14, 2)
     expected = torch.einsum(
-        "rh,hwd,cw->rcd", cubic_weights(size[0], 14), grid, cubic_weights(size[1], 14)
+        "rh,hwd,cw->rcd",
+        cubic_weights(size[0], 14, margin),
+        grid,
+        cubic_weights(size[1], 14, margin),
     )
-    resized = resize_positions(positions, old_size=(14, 14), new_size=size)
+    resized = resize_positions(positions, old_size=(14, 14), new_size=size, margin=margin)
     assert torch.equal(resized[:, :1], positions[:, :1])
     torch.testing.assert_close(
         resized[0, 1:].reshape(*size, 2), expected.float(), rtol=0, atol=1e-5
