@@ -223,9 +223,7 @@ def decode_depth(
     maps, rows, cols, _ = logits.shape
     tall = torch.cat([logits[:, :1], logits, logits[:, -1:]], 1)
     padded = torch.cat([tall[:, :, :1], tall, tall[:, :, -1:]], 2)
-    # A cell lies between the centres of four patches, whose logits its pixels interpolate.
-    corners = [padded[:, y : y + rows + 1, x : x + cols + 1] for y in (0, 1) for x in (0, 1)]
-    by_cell = PositiveSums.apply(torch.stack(corners).flatten(1, 3), bins)
+    by_cell = PositiveSums.apply(padded, bins)
     pixels = by_cell.view(2, UPSAMPLING, UPSAMPLING, maps, rows + 1, cols + 1)
     pixels = pixels.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
     # The outer cells extend beyond the image by half a patch.
@@ -238,44 +236,65 @@ def decode_depth(
 class PositiveSums(torch.autograd.Function):
     """Sums over the positive logits of each pixel, weighted by depth and unweighted.
 
-    Upsampled logits are computed in pieces that fit the cache, and again in the backward pass. They
-    take 22 MB for one head and an image of 37 x 37 patches.
+    A cell lies between the centres of four patches, whose logits its pixels interpolate. Upsampled
+    logits are computed in pieces that fit the cache, and again in the backward pass. They take
+    22 MB for one head and an image of 37 x 37 patches.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, corners: Float[Tensor, "4 cells bins"], bins: Float[Tensor, " bins"]
-    ) -> Float[Tensor, "2 pixels cells"]:
-        ctx.save_for_backward(corners, bins)
-        sums = corners.new_empty(2, UPSAMPLING**2, corners.shape[1])
-        for cells, positive in _upsample(corners):
-            sums[0, :, cells] = (positive @ bins).view(UPSAMPLING**2, -1)
-            sums[1, :, cells] = positive.sum(1).view(UPSAMPLING**2, -1)
+        ctx: Any, padded: Float[Tensor, "maps tall wide bins"], bins: Float[Tensor, " bins"]
+    ) -> Float[Tensor, "2 pixels maps cell_rows cell_cols"]:
+        ctx.save_for_backward(padded, bins)
+        maps, tall, wide, _ = padded.shape
+        sums = padded.new_empty(2, UPSAMPLING**2, maps, tall - 1, wide - 1)
+        for maps_and_rows, positive in _upsample(padded):
+            part = sums[:, :, *maps_and_rows]
+            part[0] = positive @ bins
+            torch.sum(positive, -1, out=part[1])
         return sums
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Float[Tensor, "4 cells bins"], None]:
-        (gradient,), (corners, bins) = gradients, ctx.saved_tensors
-        by_bin, result = torch.stack([bins, torch.ones_like(bins)]), torch.empty_like(corners)
-        weights = corner_weights(UPSAMPLING, corners.device).to(corners)
-        for cells, positive in _upsample(corners):
-            of_logits = gradient[:, :, cells].flatten(1).T @ by_bin
+    def backward(ctx: Any, *gradients: Any) -> tuple[Float[Tensor, "maps tall wide bins"], None]:
+        (gradient,), (padded, bins) = gradients, ctx.saved_tensors
+        by_bin, result = torch.stack([bins, torch.ones_like(bins)]), torch.zeros_like(padded)
+        weights = corner_weights(UPSAMPLING, padded.device).to(padded)
+        for (maps, rows), positive in _upsample(padded):
+            of_logits = gradient[:, :, maps, rows].flatten(1).T @ by_bin
+            of_logits = of_logits.view_as(positive)
             of_logits = torch.ops.aten.threshold_backward(of_logits, positive, 0)
-            by_corner = weights.T @ of_logits.view(UPSAMPLING**2, -1)
-            result[:, cells] = by_corner.view(4, -1, len(bins))
+            by_corner = (weights.T @ of_logits.flatten(1)).view(4, *positive.shape[1:])
+            for corner, values in zip(_corners(result, maps, rows), by_corner, strict=True):
+                corner += values
         return result, None
 
 
+def _corners(
+    padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
+) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
+    """Return the four patches around each cell of some maps and rows of cells, as views."""
+    above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
+    return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
+
+
 def _upsample(
-    corners: Float[Tensor, "4 cells bins"],
-) -> Iterator[tuple[slice, Float[Tensor, "pixels_of_cells bins"]]]:
-    """Yield some cells, and the positive parts of the logits of all of their pixels."""
-    weights = corner_weights(UPSAMPLING, corners.device).to(corners)
-    _, cells, bins = corners.shape
-    size = max(1, PIECE_BYTES[corners.device.type] // (UPSAMPLING**2 * bins * 4))
-    for start in range(0, cells, size):
-        piece = slice(start, start + size)
-        yield piece, (weights @ corners[:, piece].flatten(1)).view(-1, bins).relu_()
+    padded: Float[Tensor, "maps tall wide bins"],
+) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "pixels maps rows cell_cols bins"]]]:
+    """Yield some maps and rows of cells, and the positive parts of the logits of their pixels."""
+    weights = corner_weights(UPSAMPLING, padded.device).to(padded)
+    maps, tall, wide, bins = padded.shape
+    row_bytes = UPSAMPLING**2 * (wide - 1) * bins * padded.element_size()
+    num_rows = max(1, PIECE_BYTES[padded.device.type] // row_bytes)
+    num_maps = max(1, num_rows // (tall - 1))
+    for first_map in range(0, maps, num_maps):
+        for first_row in range(0, tall - 1, num_rows):
+            piece = (
+                slice(first_map, min(maps, first_map + num_maps)),
+                slice(first_row, min(tall - 1, first_row + num_rows)),
+            )
+            corners = torch.stack(_corners(padded, *piece))
+            logits = (weights @ corners.flatten(1)).view(-1, *corners.shape[1:])
+            yield piece, logits.relu_()
 
 
 def scale_invariant_loss(
