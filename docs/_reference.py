@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from ssl_bench.cli import parser as cli
-from ssl_bench.cli.keys import Key, list_described_keys
+from ssl_bench.cli.key_descriptions import Key, list_described_keys
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config
 from ssl_bench.request import BATCH_SIZES, probing_config

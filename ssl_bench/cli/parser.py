@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError
@@ -169,11 +169,13 @@ def command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.Argum
 def run(arguments: Sequence[str]) -> int:
     """Parse the arguments, run their command and return its exit code."""
     options, overrides = _parse(arguments)
-    # Imported only here, because importing torch takes seconds, and `--help` does not need torch.
-    command = import_module(f"ssl_bench.cli.{options.command}").command
-    if options.command in COMMANDS_WITH_OVERRIDES:
-        return command(options, overrides)
-    return command(options)
+    name, inputs = options.command, list[Any]()
+    # Misspelled names are reported before torch is imported, which takes seconds.
+    if name in ("probe", "sweep"):
+        inputs = [probe_request(options, overrides)]
+    elif name in COMMANDS_WITH_OVERRIDES:
+        inputs = [overrides]
+    return import_module(f"ssl_bench.cli.{name}").command(options, *inputs)
 
 
 def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ssl_bench.cli.parser import probe_request
 from ssl_bench.composition.compose import config_to_yaml
 from ssl_bench.errors import UnfitEncoder, escape_braces, with_hint
 from ssl_bench.evaluation import FeatureCache
@@ -22,9 +21,8 @@ from ssl_bench.system.process import require_single_process
 from ssl_bench.tables.depth import depth_tables, print_main_tables
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace, request: ProbeRequest) -> int:
     """Probe the requested blocks of each encoder, and print tables of the results."""
-    request = probe_request(options, overrides)
     if options.print_config:
         _print_configs(request)
         return 0

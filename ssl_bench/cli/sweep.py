@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.cli.parser import probe_request
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultStore
 from ssl_bench.slurm import array_settings, submit_array
 from ssl_bench.sweep import (
@@ -28,14 +28,14 @@ Outcomes = Mapping[tuple[str, ...], Outcome]
 """The outcome of each job, by its arguments."""
 
 
-def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def command(options: argparse.Namespace, request: ProbeRequest) -> int:
     """Print the plan, then run, print or submit the jobs that have missing results."""
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
             f"expected at least one job, got {options.jobs}", hint=("--jobs", "1")
         )
-    jobs = plan_sweep(probe_request(options, overrides), min_jobs=options.jobs)
+    jobs = plan_sweep(request, min_jobs=options.jobs)
     is_plan_the_output = options.dry_run and not (options.json or options.print)
     stream = sys.stdout if is_plan_the_output else sys.stderr
     print(format_plan(jobs), file=stream, flush=True)

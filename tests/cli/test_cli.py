@@ -74,8 +74,19 @@ def test_commands_that_read_records_do_not_import_torch(tmp_path):
         ["compare", "runs/skip_soap", "runs/skipless_soap"],
         ["report"],
         ["data", "list", "coco_stuff"],
+        ["keys"],
     ]
     said_without_torch(tmp_path, commands)
+
+
+@pytest.mark.parametrize("words", [["--task", "nope"], ["--task", "knn", "--dataset", "vocc"]])
+def test_misspelled_names_are_reported_before_torch_is_imported(words):
+    code = (
+        "import sys; from ssl_bench.cli.__main__ import main\n"
+        f"sys.exit(10 * ('torch' in sys.modules) + main(['probe', *{words}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == 2, done.stderr
 
 
 def test_the_newest_checkpoint_is_probed_by_default(workplace, capsys):

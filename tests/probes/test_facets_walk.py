@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.cli.keys import list_described_keys
+from ssl_bench.cli.key_descriptions import list_described_keys
 from ssl_bench.request import probing_config
 from ssl_bench.results import Record
 from tests.support.faults import SMALL, class_folders, expect_error, probing, records, voc
