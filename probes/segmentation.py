@@ -7,7 +7,7 @@ class of each pixel of the scored images. The scores are mean IoU and pixel accu
 The source of a head is the block, or the concatenated blocks, that the head receives.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -138,7 +138,7 @@ class Segmentation(Probe):
     """Segment images with linear heads on the patches of each block.
 
     The heads of all blocks and all learning rates are trained together, so each image passes the
-    encoder only once. Images in figures pass it once more.
+    encoder only once. Without held-out images, images in figures pass it once more.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -321,6 +321,8 @@ class SegmentationRun:
         )
         self.cache = cache_folder(probe.cache)
         self._unfinished_files: list[Path] = []
+        # Predictions of the images in figures, by id.
+        self._maps: dict[str, UInt8[Tensor, "sources _height _width"]] = {}
 
     def scores(self) -> Iterator[Score]:
         """Train the heads, score them, draw figures, and yield the scores of all sources.
@@ -334,12 +336,11 @@ class SegmentationRun:
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
             heads = self._train_on(features, self.split.all_entries(self.probe.views))
-        counts = self.count_scored(heads)
-
         # Held-out images select the learning rate or C of each source. If no images are held out,
         # the scored images select it.
-        selection = counts.total if held_out is None else held_out
-        chosen = [_best_index(mean_iou(by_value)) for by_value in selection]
+        chosen = None if held_out is None else _best_indices(held_out)
+        counts = self.count_scored(heads, chosen)
+        chosen = chosen or _best_indices(counts.total)
         shared = self._shared_details(heads, features)
         scores = list[Score]()
         for index, choice in enumerate(chosen):
@@ -422,10 +423,15 @@ class SegmentationRun:
                 total = total + self._predict(heads, by_layer, image)[1]
         return total.cpu().numpy()
 
-    def count_scored(self, heads: TrainedHeads) -> ImageCounts:
+    def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
         """Return the `class_counts` of each scored image.
 
-        Images whose counts a killed run saved do not pass the encoder again.
+        Images whose counts a killed run saved do not pass the encoder again. The predictions of
+        images in figures are kept.
+
+        Args:
+            heads: Heads from `train`.
+            chosen: Index of the learning rate or C of each source whose predictions are kept.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -441,9 +447,12 @@ class SegmentationRun:
         for entry in journal.entries:
             counts.extend(entry)
         num_written = len(counts)
+        kept = set(sample_ids(images.ids, self.probe.panels)) if chosen else set[str]()
         items = self._read_scored(range(len(images))[num_written:], "scored images")
         for batch in batches(items, self.probe.training.batch_size):
-            counts.add(self._predict_batch(heads, batch)[0])
+            counted, maps = self._predict_batch(heads, batch, kept)
+            counts.add(counted)
+            self._maps |= {name: _choose(by_head, chosen or ()) for name, by_head in maps.items()}
             if journal.is_due():
                 journal.append(counts.entry(num_written))
                 num_written = len(counts)
@@ -462,7 +471,8 @@ class SegmentationRun:
         """
         predicted = []
         for batch in batches(images, self.probe.training.batch_size):
-            predicted += self._predict_batch(heads, batch, with_maps=True)[1]
+            maps = self._predict_batch(heads, batch, {image.image_id for image in batch})[1]
+            predicted += [maps[image.image_id] for image in batch]
         return predicted
 
     def prepare(self, sample: Sample) -> ScoredImage:
@@ -476,26 +486,26 @@ class SegmentationRun:
         return self.context.progress(items, label, len(indices))
 
     def _predict_batch(
-        self, heads: TrainedHeads, batch: Sequence[ScoredImage], *, with_maps: bool = False
+        self, heads: TrainedHeads, batch: Sequence[ScoredImage], kept: Container[str]
     ) -> tuple[
         Int64[Tensor, "images sources values 3 classes"],
-        list[UInt8[Tensor, "sources values _height _width"]],
+        dict[str, UInt8[Tensor, "sources values _height _width"]],
     ]:
-        """Return the counts of each image and, if `with_maps`, its classes, in CPU memory."""
+        """Return the counts of each image, and the classes of the `kept` images, in CPU memory."""
         extractor = self.training_pass.extractor
         windows = torch.cat([image.windows for image in batch])
         ids = [image.image_id for image in batch for _ in image.windows]
         blocks, sums = extract(extractor, windows, ids)
-        counts, maps, first = [], [], 0
+        counts, maps, first = [], dict[str, Tensor](), 0
         for image in batch:
             own = slice(first, first := first + len(image.windows))
             by_layer = {layer: features[own] for layer, features in blocks.items()}
             predicted, counted = self._predict(heads, by_layer, image)
             counts.append(counted)
-            if with_maps:
-                maps.append(predicted)
-        stacked, *maps = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps])
-        return stacked, maps
+            if image.image_id in kept:
+                maps[image.image_id] = predicted
+        fetched = fetch_finite(extractor, sums, ids, [torch.stack(counts), *maps.values()])
+        return fetched[0], dict(zip(maps, fetched[1:], strict=True))
 
     def _predict(
         self,
@@ -585,18 +595,20 @@ class SegmentationRun:
     def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
         """Draw images with their ground truth, the prediction of each source, and a legend.
 
-        The images pass the encoder again, because a killed run may have saved only their counts.
+        Images whose predictions were not kept pass the encoder again. They were scored by a run
+        that was killed, or before the learning rate or C was known.
         """
-        indices = sample_indices(self.scored_images.ids, self.probe.panels)
-        if not indices:
-            return
-        predictions = self.predict(heads, self._read_scored(indices, "images to draw"))
-        for index, predicted in zip(indices, predictions, strict=True):
+        ids = self.scored_images.ids
+        indices = sample_indices(ids, self.probe.panels)
+        if new := [index for index in indices if ids[index] not in self._maps]:
+            predicted = self.predict(heads, self._read_scored(new, "images to draw"))
+            for index, by_head in zip(new, predicted, strict=True):
+                self._maps[ids[index]] = _choose(by_head, chosen)
+        for index in indices:
             sample = self.scored_images[index]
             masks = {"ground truth": self.prepare(sample).mask}
-            for source, value, by_value in zip(self.sources, chosen, predicted, strict=True):
-                title = f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
-                masks[title] = by_value[value]
+            for source, mask in zip(self.sources, self._maps[ids[index]], strict=True):
+                masks[f"block{'s' * (len(source) > 1)} {', '.join(map(str, source))}"] = mask
             size = sample.image.shape[:2]
             full = {title: resize_mask(mask, *size).numpy() for title, mask in masks.items()}
             tiles = [draw_tile(sample.image, "photograph")]
@@ -631,6 +643,18 @@ class SegmentationRun:
         )
         self._unfinished_files.append(journal.path)
         return journal
+
+
+def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list[int]:
+    """Return the index of the learning rate or C with the highest mean IoU for each source."""
+    return [_best_index(mean_iou(by_value)) for by_value in counts]
+
+
+def _choose(
+    predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
+) -> UInt8[Tensor, "sources height width"]:
+    """Return the predictions of the chosen learning rate or C of each source."""
+    return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:

@@ -29,11 +29,27 @@ from tests.support.colours import (
 def test_colours_are_segmented_almost_without_error_from_one_pass_of_every_view(tmp_path):
     encoder = tiny_encoder()
     counter = Counter(encoder)
-    scores = score_values(quick_probe(epochs=20, views=2).run(probe_context(tmp_path, encoder)))
+    probe = quick_probe(epochs=20, views=2, panels=3)
+    scores = score_values(probe.run(probe_context(tmp_path, encoder)))
     assert scores[3, "miou_holdout"] > 80
     assert scores[3, "pixel_accuracy"] > 85
     assert counter.images == 2 * 18 + 7
     assert set(counter.passes.values()) == {1}
+
+
+def test_figures_of_a_resumed_run_show_the_same_predictions(tmp_path, monkeypatch):
+    probe, figures = quick_probe(panels=3), []
+    for folder in (tmp_path / "kept", tmp_path / "resumed"):
+        list(probe.run(probe_context(folder)))
+        figures.append({path.name: path.read_bytes() for path in folder.rglob("*.png")})
+        # A resumed run has only the counts.
+        count = SegmentationRun.count_scored
+        monkeypatch.setattr(
+            SegmentationRun, "count_scored", lambda run, heads, _: count(run, heads)
+        )
+
+    assert len(figures[0]) == 3
+    assert figures[0] == figures[1]
 
 
 @pytest.mark.parametrize(
