@@ -204,11 +204,9 @@ def test_an_image_of_masks_or_classes_passes_once_for_each_task(workdir, monkeyp
     for dataset in ("toy", "toy_objects"):
         assert main(["probe", *PROBED, "--dataset", dataset, *FEW]) == 0
         if dataset == "toy":
-            # Those that are drawn pass once more.
-            assert shown.times("segmentation") == [1] * 6 + [2] * 4
+            assert len(shown.times("segmentation")) == 10
             assert len(shown.times("discovery")) == 10
             assert not shown.times("tokencut") + shown.times("tokencut, adaptive")
-            del shown.by_task["segmentation"]
     assert not shown.times("knn")
     assert {times for task in shown.by_task for times in shown.times(task)} == {1}
 
