@@ -94,7 +94,7 @@ def run_pytest(tree: Path, tests: Sequence[str], answer: Connection) -> None:
     for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
     first = FirstFailure()
-    words = ["-x", "-m", FAST, f"--basetemp={tree}-tmp", "--hypothesis-seed=0", *tests]
+    words = ["-x", "-m", FAST, f"--basetemp={tree}-tmp-{os.getpid()}", "--hypothesis-seed=0", *tests]
     answer.send((int(pytest.main(words, plugins=[first])), first.test))
 
 
@@ -117,7 +117,7 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str:
         except ProcessLookupError:
             process.kill()
         process.join()
-        shutil.rmtree(f"{tree}-tmp", ignore_errors=True)
+        shutil.rmtree(f"{tree}-tmp-{process.pid}", ignore_errors=True)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         raise SystemExit(f"error: pytest ended with {code} for {' '.join(tests)}")
     return test
