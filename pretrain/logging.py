@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any, TextIO
 
 import torch
@@ -26,6 +27,11 @@ _FIRST_KEYS = ("step", "epoch", "loss")
 _SECONDS_BETWEEN_LINES = 20.0
 # After this number of steps, the remaining time can be estimated.
 _STEPS_BEFORE_ESTIMATE = 3
+# The last half of this number of steps shows how long steps wait for data. Before, workers start.
+_STEPS_BEFORE_WAITING = 50
+# The user is told what shortens waits for data if they take more than this percentage of the time,
+# and if the run needs more than this number of seconds.
+_MUCH_WAITING, _FEW_MINUTES = 10.0, 300.0
 _HOUR = 3600.0
 # The user is told how to shorten a run if it takes more seconds than this.
 _LONG = 3 * _HOUR
@@ -225,6 +231,7 @@ class ProgressBar:
         self._total, self._done_before, self._stop_time = total, done, stop_time
         self._start = self._last_line = time.monotonic()
         self._first_step_end: float | None = None
+        self._waits: list[float] = []
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Show the loss, the speed and the remaining time after a step.
@@ -254,6 +261,16 @@ class ProgressBar:
                 "smaller train.epochs, data.limit, data.image_size or model=, such as "
                 "vit_tiny_skip, takes less time"
             )
+        if _STEPS_BEFORE_WAITING // 2 < done <= _STEPS_BEFORE_WAITING:
+            self._waits.append(row["data_wait"])
+        if done == _STEPS_BEFORE_WAITING and left > _FEW_MINUTES:
+            waiting = mean(self._waits)
+            if waiting > _MUCH_WAITING:
+                self.say(
+                    f"{waiting:.0f} % of the time is spent waiting for data. A larger "
+                    "train.num_workers, copies of the images with a shorter side of 256 to 384 "
+                    "pixels, data.in_memory=true or train.repeats=2 shortens it"
+                )
         is_early = done == _STEPS_BEFORE_ESTIMATE and left > _SECONDS_BETWEEN_LINES
         is_due = is_early or step == self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES
         if self._bar.disable and not self._quiet and is_due:

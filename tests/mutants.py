@@ -94,7 +94,14 @@ def run_pytest(tree: Path, tests: Sequence[str], answer: Connection) -> None:
     for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
     first = FirstFailure()
-    words = ["-x", "-m", FAST, f"--basetemp={tree}-tmp-{os.getpid()}", "--hypothesis-seed=0", *tests]
+    words = [
+        "-x",
+        "-m",
+        FAST,
+        f"--basetemp={tree}-tmp-{os.getpid()}",
+        "--hypothesis-seed=0",
+        *tests,
+    ]
     answer.send((int(pytest.main(words, plugins=[first])), first.test))
 
 

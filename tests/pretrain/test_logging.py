@@ -1,5 +1,7 @@
 """The log of a run, whatever its file contains, and the same rows for TensorBoard and W&B."""
 
+import itertools
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,7 +11,7 @@ import pytest
 
 from pretrain import logging
 from pretrain.checkpoints import BOARD, WANDB
-from pretrain.logging import LogFile
+from pretrain.logging import LogFile, ProgressBar
 from pretrain.trackers import TensorBoardLog, WandbLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
@@ -58,6 +60,20 @@ def test_each_step_counts_its_own_waiting_for_data(monkeypatch):
         steps.append(clock.end_step())
 
     assert steps == [(5.0, 2.0), (4.0, 0.5)]
+
+
+@pytest.mark.parametrize(("late", "total", "is_warned"), [(20, 900, 1), (5, 900, 0), (20, 99, 0)])
+def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total, is_warned):
+    seconds = itertools.count()
+    monkeypatch.setattr("pretrain.logging.time.monotonic", lambda: float(next(seconds)))
+    bar = ProgressBar(total=total, done=0, quiet=False, stop_time=math.inf)
+    for step in range(1, 99):
+        # Workers start in the first steps.
+        row = {"step": step, "epoch": 0, "loss": 1.0, "images_per_second": 9.0, "mfu": 1.0}
+        bar.show(row | {"data_wait": 99.0 if step < 20 else late})
+    bar.close()
+
+    assert capsys.readouterr().err.count("train.num_workers") == is_warned
 
 
 @pytest.fixture

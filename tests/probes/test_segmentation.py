@@ -39,11 +39,11 @@ def test_colours_are_segmented_almost_without_error_from_one_pass_of_every_view(
 
 def test_figures_of_a_resumed_run_show_the_same_predictions(tmp_path, monkeypatch):
     probe, figures = quick_probe(panels=3), []
+    count = SegmentationRun.count_scored
     for folder in (tmp_path / "kept", tmp_path / "resumed"):
         list(probe.run(probe_context(folder)))
         figures.append({path.name: path.read_bytes() for path in folder.rglob("*.png")})
         # A resumed run has only the counts.
-        count = SegmentationRun.count_scored
         monkeypatch.setattr(
             SegmentationRun, "count_scored", lambda run, heads, _: count(run, heads)
         )
