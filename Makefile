@@ -32,9 +32,10 @@ test-device: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1)
 
-# Measure the suite on a GPU in nine minutes and write results/devices.
+# Measure the suite on a GPU in nine minutes and write results/devices. `make gpu-report
+# ONLY=training` measures only this section.
 gpu-report: $(READY)
-	$(BIN)/python -m tests.benchmarks.gpu_report
+	$(BIN)/python -m tests.benchmarks.gpu_report $(if $(ONLY),--only '$(ONLY)')
 
 # Tests with coverage take 1.4 times as long, so no other target measures it.
 coverage: $(READY)
