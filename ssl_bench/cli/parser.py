@@ -24,7 +24,7 @@ from ssl_bench.system.endings import (
     report_interruption,
 )
 from ssl_bench.system.files import expand_path
-from ssl_bench.system.process import use_passive_openmp_waiting
+from ssl_bench.system.process import keep_freed_memory, use_passive_openmp_waiting
 
 if TYPE_CHECKING:
     from ssl_bench.request import ProbeRequest
@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
     use_passive_openmp_waiting()
+    keep_freed_memory()
     try:
         with handle_signals(STOP_SIGNALS, raise_stop_signal):
             code = run(arguments)

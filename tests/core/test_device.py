@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ssl_bench.system.device import (
     describe_device,
     free_gpu_memory,
 )
-from ssl_bench.system.process import free_host_memory, source_commit
+from ssl_bench.system.process import free_host_memory, keep_freed_memory, source_commit
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -82,6 +83,34 @@ def test_the_wait_policy_is_set_before_torch_is_imported():
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
 
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize("configured", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_freed_memory_is_kept_unless_the_user_configures_it(monkeypatch, configured):
+    library = SimpleNamespace(calls=[])
+    library.mallopt = lambda *arguments: library.calls.append(arguments)
+    monkeypatch.setattr("ssl_bench.system.process.ctypes.CDLL", lambda _: library)
+    monkeypatch.setattr("os.environ", configured)
+
+    keep_freed_memory()
+
+    assert library.calls == ([] if configured else [(-3, 2**28), (-1, 2**29)])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the page faults that Linux counts")
+def test_large_tensors_reuse_memory():
+    script = (
+        "import resource, torch; from ssl_bench.system.process import keep_freed_memory;"
+        "keep_freed_memory(); torch.ones(2**22); faults = lambda:"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_minflt;"
+        "before = faults(); [torch.ones(2**22) for _ in range(20)]; print(faults() - before)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True
+    )
+    # A tensor has 4,096 pages.
+    assert int(done.stdout) < 4096
 
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
