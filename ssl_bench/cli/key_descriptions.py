@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ssl_bench.cli.keys import GROUPS, PROBING_GROUPS, RUN_GROUPS, list_names
 from ssl_bench.composition.choices import (
     MAX_NAME_LENGTH,
+    PROBING_GROUPS,
+    RUN_GROUPS,
     choices,
     config_folder,
     config_names,
@@ -102,8 +103,6 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
     if group in RUN_GROUPS and name in choices(group):
         config = compose_config("pretraining", [f"{group}={name}", *overrides])
         return _describe_keys_below(config, () if group == "experiment" else (key,))
-    if target == "experiment":
-        return list_names("experiment.NAME", choices(target))
     if group == "experiment":
         hint = ("ssl-bench", "keys", "experiment.{near}")
         require_choice(group, name, choices(group), hint=hint)
@@ -123,7 +122,11 @@ def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list
         return lines
     name = parents[0]
     message = f"unknown key {name!r}"
-    if targets := [f"{group}.{name}" for group in sorted(GROUPS) if name in choices(group)]:
+    if targets := [
+        f"{group}.{name}"
+        for group in sorted((*PROBING_GROUPS, *RUN_GROUPS))
+        if name in choices(group)
+    ]:
         ways = [("ssl-bench", "keys", target) for target in targets]
         raise ConfigurationError(message, hint=join_alternatives(*ways))
     known = {key.rsplit(".", depth)[0] for key in list_keys(config) for depth in (0, 1)}

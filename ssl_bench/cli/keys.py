@@ -7,12 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from ssl_bench.composition.choices import choices
+from ssl_bench.composition.choices import PROBING_GROUPS, RUN_GROUPS, choices
 from ssl_bench.system.output import say
 
-RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
-PROBING_GROUPS = ("probe", "dataset")
-GROUPS = (*PROBING_GROUPS, *RUN_GROUPS)
 _MAX_LISTED = 50
 _COMMANDS = {
     "probe": "`ssl-bench probe` and `sweep`",
@@ -24,6 +21,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print one line for each key of a target. Without a target, list the possible targets."""
     if options.target is None:
         print("\n".join(_list_targets()))
+        return 0
+    if options.target == "experiment":
+        print("\n".join(_list_names("experiment.NAME", choices("experiment"))))
         return 0
     # Imported here, because describing the keys of a class imports torch, which takes seconds.
     from ssl_bench.cli.key_descriptions import describe_target
@@ -48,14 +48,14 @@ def _wrap_lines(lines: Sequence[str]) -> list[str]:
 
 def _list_targets() -> list[str]:
     lines = ["pretrain         all keys of a run (train, data, monitor: only keys of this group)"]
-    for group in GROUPS:
+    for group in (*PROBING_GROUPS, *RUN_GROUPS):
         names = choices(group)
         count = f"{len(names)} names, run `ssl-bench keys {group}` to list them"
-        lines += list_names(f"{group}.NAME", count if len(names) > _MAX_LISTED else names)
+        lines += _list_names(f"{group}.NAME", count if len(names) > _MAX_LISTED else names)
     return [*lines, "Run `ssl-bench keys probe.tokencut` to list the keys of one target."]
 
 
-def list_names(label: str, names: str | Sequence[str]) -> list[str]:
+def _list_names(label: str, names: str | Sequence[str]) -> list[str]:
     text = names if isinstance(names, str) else ", ".join(names)
     wrapped = textwrap.wrap(text, 100, break_on_hyphens=False)
     return [f"{start:<16} {line}" for start, line in zip_longest([label], wrapped, fillvalue="")]

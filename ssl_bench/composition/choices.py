@@ -28,6 +28,9 @@ from ssl_bench.system.files import PACKAGE
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
 """Groups of classes that installed packages extend with entry points, such as `ssl_bench.probe`."""
+PROBING_GROUPS = ("probe", "dataset")
+RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
+"""Groups of the files that `probe` and `pretrain` select with NAME=VALUE."""
 _MAX_LISTED = 24
 _FILE_GROUPS = ("model", "objective", "optimizer")
 _RUN_KEYS = ("recipe", "images", "after", "set", "arms")

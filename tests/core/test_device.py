@@ -103,14 +103,15 @@ def test_large_tensors_reuse_memory():
         "import resource, torch; from ssl_bench.system.process import keep_freed_memory;"
         "keep_freed_memory(); torch.ones(2**22); faults = lambda:"
         " resource.getrusage(resource.RUSAGE_SELF).ru_minflt;"
-        "before = faults(); [torch.ones(2**22) for _ in range(20)]; print(faults() - before)"
+        "before = faults(); [float(torch.ones(2**22)[0]) for _ in range(20)];"
+        "print(faults() - before)"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True
     )
     # A tensor has 4,096 pages.
-    assert int(done.stdout) < 4096
+    assert int(done.stdout) < 3 * 4096
 
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
