@@ -28,8 +28,30 @@ QUESTIONS = {
     "knn": "Are images of one class close to each other?",
     "classification": "Can a linear head separate the classes?",
     "pca": "How much variance do three principal components explain?",
+    "attention": "Does the [CLS] token attend to the object?",
+    "tracking": "Do the patches find an object again in later frames?",
+    "instances": "Are photographs of the same place close to each other?",
+    "correspondence": "Do the patches find the same point of another object?",
 }
 """The question that each figure answers."""
+COMMANDS = {
+    "attention": "--task attention --dataset ecssd",
+    "tracking": "--task tracking --dataset davis2016 dataset.max_frames=30",
+    "instances": "--task instances --dataset holidays",
+    "correspondence": "--task correspondence --dataset pf_willow \\\n"
+    "    probe.protocol=spair probe.image_size=224",
+}
+"""Arguments of `ssl-bench probe`, in addition to the checkpoint and the folder of the dataset."""
+CAVEATS = {
+    "attention": "The encoder was fine-tuned on objects such as those of ECSSD, of which half the "
+    "images are used.",
+    "tracking": "Ten of the 20 sequences are used, with their first 30 frames.",
+    "instances": "421 small photographs are used. Their white borders reveal the aspect ratio, "
+    "which helps every block.",
+    "correspondence": "The 100 images come from 70 photographs. `probe.sampling=patch` takes the "
+    "features of the patch that contains a point, as published tables do.",
+}
+"""What a reader should know before quoting the values of a task."""
 FEWEST_IMAGES = 8
 """Minimum number of images of a panel. Fewer images say little about the encoder."""
 
@@ -51,8 +73,8 @@ confidence intervals. [All tables](../results/tables/real_probes.md) are one cli
 - `vit_s_focus (random)` is the same ViT with random weights.
 - `colours` are the raw colours of patches, without an encoder.
 
-The datasets are subsets of about a hundred photographs. Compare blocks, but do not compare these
-values with published ones. `python docs/_gallery.py` makes this page.
+The datasets are small or incomplete. Compare blocks, but do not compare these values with
+published ones. `python docs/_gallery.py` makes this page.
 
 ## What does it look like?
 
@@ -66,6 +88,37 @@ The next figure shows the same for `demo:skip`, a small ViT in the package
 
 `ssl-bench report` draws such figures for your images ([TokenCut](probes/tokencut.md),
 [PCA](probes/pca.md)).
+
+Each of the following pictures was drawn by one command for blocks 2, 5, 8 and 11 of `vit_s_focus`.
+The first row of the [attention](probes/attention.md) maps is the mean of the heads, the others are
+the six heads:
+
+![Attention of the CLS token to the patches of a photograph of a cat](examples/attention.jpg)
+
+[Tracking](probes/tracking.md) propagates the mask of the first frame (block 8):
+
+![A rabbit in six frames of a film, covered by its mask](examples/tracking.jpg)
+
+[Depth](probes/depth.md) heads were trained on photographs of rooms (208 frames of NYU Depth v2):
+
+![A motorcycle, its depth, and the depth predicted from four blocks](examples/depth.jpg)
+
+[Instances](probes/instances.md) searches the originals of compressed and cropped photographs
+(block 8):
+
+![Copies of four photographs, each with its most similar photographs](examples/instances.jpg)
+
+```text
+ssl-bench probe --task attention --dataset folder --data-root photos ...
+ssl-bench probe --task tracking --dataset frames:video ...
+ssl-bench probe --task depth --dataset depth_folders:rooms probe.image_size=224 ...
+ssl-bench probe --task instances --dataset folder --data-root photos \\
+    probe.protocol=copies ...
+```
+
+The cat is by Stéfan van der Walt (CC0). The film is *Big Buck Bunny*, © Blender Foundation (CC BY
+3.0). The motorcycle is from the Middlebury stereo benchmark of 2014. The other photographs are free
+and come with scikit-image and scikit-learn.
 """
 
 
@@ -109,15 +162,16 @@ def _section(task: str, panels: Sequence[Panel]) -> str:
     notes = "\n".join(f"- {panel.split_name}: {panel.footnote}" for panel in panels)
     names = " and ".join(f"`{metric}`" for metric in metrics)
     caption = f"{' and '.join(metrics)} of {task} over the blocks"
-    return f"""\
-## {QUESTIONS[task]}
-
-![{caption}](gallery/{task}.png)
-
-[{task}](probes/{task}.md), {names}:
-
-{notes}
-"""
+    parts = [
+        f"## {QUESTIONS[task]}",
+        f"![{caption}](gallery/{task}.png)",
+        f"[{task}](probes/{task}.md), {names}:",
+        notes,
+    ]
+    if task in COMMANDS:
+        command = f"ssl-bench probe {COMMANDS[task]} \\\n    --checkpoint FILE --data-root DIR"
+        parts += [CAVEATS[task], f"```\n{command}\n```"]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

