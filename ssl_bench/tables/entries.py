@@ -470,8 +470,9 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
         return ", ".join(sorted({str(value) for value in values}))
 
     commits = [(record.git_commit or "wheel")[:10] for record in records]
+    numbers = distinct([record.num_images for record in records])
     return (
-        f"{distinct([r.num_images for r in records])} images{image_size_note(records, stated)}"
+        f"{numbers} image{'s' if numbers != '1' else ''}{image_size_note(records, stated)}"
         f"{_unreadable_note(records)}{trusted_note(records)}{_corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "

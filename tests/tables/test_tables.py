@@ -285,12 +285,12 @@ def test_metric_names_are_explained(store, printed):
 @pytest.mark.parametrize(
     ("by_block", "notes"),
     [
-        ([["few images"], ["few images"]], ["few images", "1 images"]),
+        ([["few images"], ["few images"]], ["few images", "1 image"]),
         (
             [[], ["an edge\n", "few images"]],
-            ["block 1: an edge\\n", "block 1: few images", "1 images"],
+            ["block 1: an edge\\n", "block 1: few images", "1 image"],
         ),
-        ([[], "not a list"], ["1 images"]),
+        ([[], "not a list"], ["1 image"]),
     ],
 )
 def test_warnings_of_records_are_printed_below_a_table(store, printed, by_block, notes):
