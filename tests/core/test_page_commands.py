@@ -3,9 +3,10 @@
 import argparse
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,19 +40,19 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the command line makes of its words."""
+    """What the command line makes of its words: `overrides` is a request of `probe` and `sweep`."""
 
     command: str
     options: argparse.Namespace
-    overrides: list[str]
+    overrides: Any
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
     """Parse and check words as the command line does, without carrying them out."""
     seen: list[Parsed] = []
 
-    def keep(options: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
-        seen.append(Parsed(options.command, options, list(overrides)))
+    def keep(options: argparse.Namespace, overrides: Any = ()) -> int:
+        seen.append(Parsed(options.command, options, overrides))
         return 0
 
     with monkeypatch.context() as changed:
@@ -61,11 +62,10 @@ def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
 
 
 def check_probe(parsed: Parsed) -> None:
-    parsed.options.task = getattr(parsed.options, "task", "all")
     with pytest.MonkeyPatch.context() as changed:
         # The roles of a dataset of Hugging Face are only known when it is opened.
         changed.setattr(HuggingFace, "supports", HuggingFace().supports)
-        assert plan_request(cli.probe_request(parsed.options, parsed.overrides))
+        assert plan_request(parsed.overrides)
 
 
 def check_pretrain(parsed: Parsed) -> None:

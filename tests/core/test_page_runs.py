@@ -37,7 +37,17 @@ from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 NOT_RUN = (
     *("ssl-bench data download", "hf-hub:", "--dataset hf:", "data check hf:"),
     *("torchhub:", "dinov2_vits14_reg4_pretrain.pth", "vit_s_focus.onnx", "{000..099}.tar"),
-    *("ade20k", "coco20k", "ecssd", "spair71k", "davis2017", "frames:my_videos"),
+    *(
+        "ade20k",
+        "coco20k",
+        "ecssd",
+        "spair71k",
+        "davis2016",
+        "davis2017",
+        "pf_willow",
+        "holidays",
+        "frames:my_videos",
+    ),
     "data check paired_folders",
     *("data.root=...", "experiment=NAME", "probe.protocol=NAME"),
     *("pretrain ", "reproduce ", "data verify DIR"),

@@ -5,6 +5,7 @@ import re
 import runpy
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,8 @@ def test_a_flag_sets_its_key(command, flag, key, monkeypatch):
     value = "skip" if flag == "on_bad_image" else "3"
     seen: list[str] = []
 
-    def keep(_: argparse.Namespace, overrides: list[str]) -> int:
-        seen.extend(overrides)
+    def keep(_: argparse.Namespace, inputs: Any) -> int:
+        seen.extend(getattr(inputs, "overrides", inputs))
         return 0
 
     monkeypatch.setattr(cli, "import_module", lambda _: SimpleNamespace(command=keep))
