@@ -37,6 +37,25 @@ def test_colours_are_segmented_almost_without_error_from_one_pass_of_every_view(
     assert set(counter.passes.values()) == {1}
 
 
+def test_figures_show_the_predictions_that_are_scored(tmp_path, monkeypatch):
+    masks: list[np.ndarray] = []
+    monkeypatch.setattr(
+        "probes.segmentation.overlay_classes", lambda image, mask: masks.append(mask) or image
+    )
+    probe = quick_probe(learning_rates=[1e-7, 1e-2], holdout=0.3, panels=7)
+
+    *_, score = probe.run(probe_context(tmp_path, layers=(3,)))
+
+    assert score.metric == "pixel_accuracy"
+    assert score.details["learning_rate"] == 1e-2
+    # Each figure has the true mask and one prediction.
+    correct = [
+        int(((truth == predicted) & (truth != 255)).sum())
+        for truth, predicted in zip(masks[::2], masks[1::2], strict=True)
+    ]
+    assert correct == np.asarray(score.per_image)[:, 0].sum(1).tolist()
+
+
 def test_figures_of_a_resumed_run_show_the_same_predictions(tmp_path, monkeypatch):
     probe, figures = quick_probe(panels=3), []
     count = SegmentationRun.count_scored
