@@ -46,10 +46,9 @@ CAVEATS = {
     "attention": "The encoder was fine-tuned on objects such as those of ECSSD, of which half the "
     "images are used.",
     "tracking": "Ten of the 20 sequences are used, with their first 30 frames.",
-    "instances": "421 small photographs are used. Their white borders reveal the aspect ratio, "
-    "which helps every block.",
-    "correspondence": "The 100 images come from 70 photographs. `probe.sampling=patch` takes the "
-    "features of the patch that contains a point, as published tables do.",
+    "instances": "421 small photographs are used. Their white borders reveal the aspect ratio.",
+    "correspondence": "The 100 images come from 70 photographs. With `probe.sampling=patch`, "
+    "features are not interpolated, and scores are lower.",
 }
 """What a reader should know before quoting the values of a task."""
 FEWEST_IMAGES = 8

@@ -131,9 +131,8 @@ def use_passive_openmp_waiting() -> None:
 def keep_freed_memory() -> None:
     """Let the C library reuse the memory of freed tensors, unless the user has configured it.
 
-    By default, glibc returns large blocks to the system. The kernel then clears every page of the
-    next tensor, which takes up to a fifth of the CPU time of an encoder. Up to 512 MiB of freed
-    memory are kept, in addition to gaps between used blocks.
+    By default, glibc returns large blocks to the system, and the kernel clears every page of the
+    next tensor. Up to 512 MiB of freed memory are kept, in addition to gaps between used blocks.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
