@@ -9,6 +9,7 @@ logits of all heads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -21,11 +22,10 @@ from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
 
-# Size of a piece in bytes. A piece fits the L2 cache of a CPU core. A GPU is fastest with few large
-# kernels.
-PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28, "mps": 2**28}
-# Matrix products with fewer columns are slow.
-_MIN_COLUMNS = 64
+# Size of a piece in bytes. A piece fits the cache of a CPU. A GPU is fastest with few kernels.
+PIECE_BYTES = {"cpu": 2**21, "cuda": 2**28, "mps": 2**28}
+# The exponential of a much lower logit is 0 in float32, and its multiples are 0 as well.
+_LOWEST_LOGIT = -80
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 
@@ -173,18 +173,20 @@ class UpsampledLoss(PixelLoss):
             for w in corner_weights(side, labels.device).T
         ]
         by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
-        label_weights = _add_corners(by_corner).float().to(labels.device)
+        padded = by_corner.new_zeros(*by_corner.shape[1:3], cells.shape[2] + 1, cells.shape[3] + 1)
+        _add_to_corners(padded, by_corner)
+        label_weights = _fold_edges(padded).float().to(labels.device)
         return PixelTargets(label_weights, (cells != IGNORED).float())
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        label_weights = targets.label_weights.to(logits)
-        corners = _take_corners(logits)
-        counted = targets.counted.flatten(1).to(logits)
-        normaliser, by_corner = summed_logsumexp(corners.flatten(3), counted)
+        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+        # The loss stays the same if all logits of a patch change by the same value.
+        logits = logits - logits.amax(1, keepdim=True)
+        normaliser, gradient = summed_logsumexp(logits, counted)
         loss = normaliser - (logits * label_weights).flatten(1).sum(1)
-        return loss, _add_corners(by_corner.view(corners.shape)).sub_(label_weights)
+        return loss, gradient.sub_(label_weights)
 
 
 @dataclass(frozen=True)
@@ -262,69 +264,102 @@ def label_histograms(
     return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
 
 
-def _take_corners(
-    patches: Float[Tensor, "*some rows cols"],
-) -> Float[Tensor, "4 *some cell_rows cell_cols"]:
-    """Return the four patches around each cell. Beyond the grid, its edge patches are repeated."""
-    shape = patches.shape
-    padded = F.pad(patches.flatten(0, -3)[None], (1, 1, 1, 1), mode="replicate")[0]
-    padded = padded.view(*shape[:-2], shape[-2] + 2, shape[-1] + 2)
-    rows = (padded[..., :-1, :], padded[..., 1:, :])
-    return torch.stack([side for row in rows for side in (row[..., :-1], row[..., 1:])])
-
-
-def _add_corners(
-    corners: Float[Tensor, "4 *some cell_rows cell_cols"],
-) -> Float[Tensor, "*some rows cols"]:
-    """Sum the values of each patch over the cells around it (transpose of `_take_corners`)."""
-    cell_rows, cell_cols = corners.shape[-2:]
-    grid = corners.new_zeros(*corners.shape[1:-2], cell_rows + 1, cell_cols + 1)
-    for number, corner in enumerate(corners):
-        down, right = divmod(number, 2)
-        grid[..., down : down + cell_rows, right : right + cell_cols] += corner
-    # Add the values of the repeated patches beyond the grid to the edge patches.
-    for axis in (-2, -1):
-        grid.select(axis, 1).add_(grid.select(axis, 0))
-        grid.select(axis, -2).add_(grid.select(axis, -1))
-        grid = grid.narrow(axis, 1, grid.shape[axis] - 2)
-    return grid.contiguous()
-
-
 def summed_logsumexp(
-    corners: Float[Tensor, "4 heads classes cells"], counted: Float[Tensor, "pixels cells"]
-) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes cells"]]:
+    logits: Logits, counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
+) -> tuple[Float[Tensor, " heads"], Logits]:
     """Return the sum of the log-normalisers of all pixels, and the gradient of this sum.
 
-    The logits of pixels are the matrix product of bilinear weights and `corners`. They are computed
-    in pieces that fit the cache.
+    A CUDA device with Triton uses one kernel. Other devices compute pieces that fit the cache.
 
     Args:
-        corners: Logits of the four patches around each cell: upper left, upper right, lower left,
-            lower right.
+        logits: Logits of the patches. The largest logit of each patch must be 0.
         counted: Weight of each pixel of a cell. The pixels of a cell are in row-major order.
     """
-    weights = corner_weights(round(len(counted) ** 0.5), corners.device).to(corners)
-    total, gradient = corners.new_zeros(corners.shape[1]), torch.zeros_like(corners)
-    # A softmax on a GPU is up to four times as fast if classes are adjacent in memory.
-    axis = 2 if corners.device.type == "cpu" else 3
-    for heads, cells, pixels in product(*_pieces(corners, len(counted))):
-        part = corners[:, heads, :, cells].movedim(2, axis)
-        shape = part.shape[1:]
-        logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
-        weight = counted[pixels, None, cells]
-        if corners.device.type == "cpu":
-            # This takes 0.6 to 0.8 of the time of `softmax` along this axis.
-            largest = logits.amax(axis)
-            probabilities = logits.sub_(largest.unsqueeze(axis)).exp_()
-            sums = probabilities.sum(axis)
-            normaliser, scale = sums.log() + largest, weight / sums
-        else:
-            probabilities = logits.softmax(axis)
-            normaliser, scale = logsumexp(logits, probabilities, axis), weight
-        total[heads] += (normaliser * weight).sum((0, 2))
-        back = weights[pixels].T @ probabilities.mul_(scale.unsqueeze(axis)).flatten(1)
-        gradient[:, heads, :, cells] += back.view(4, *shape).movedim(axis, 2)
-    return total, gradient
+    weights = corner_weights(round(len(counted) ** 0.5), logits.device)
+    padded = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
+    padded = padded.view(*logits.shape[:3], *padded.shape[2:])
+    total, gradient = logits.new_zeros(len(logits)), torch.zeros_like(padded)
+    compute, values_per_cell = _sum_piece, len(counted)
+    if logits.device.type == "cuda" and logits.dtype == torch.float32 and find_spec("triton"):
+        from probes.heads.pixel_kernel import sum_with_kernel
+
+        compute, values_per_cell = sum_with_kernel, 4
+    for heads, images, rows in product(*_pieces(padded, values_per_cell)):
+        piece = (heads, slice(None), images, slice(rows.start, rows.stop + 1))
+        sums, by_corner = compute(padded[piece], counted[:, images, rows], weights)
+        total[heads] += sums
+        _add_to_corners(gradient[piece], by_corner)
+    return total, _fold_edges(gradient)
+
+
+def _sum_piece(
+    padded: Float[Tensor, "heads classes batch tall wide"],
+    counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
+    weights: Float[Tensor, "pixels 4"],
+) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
+    """Return the log-normalisers, summed over all pixels, and the gradient of each corner."""
+    corners, weight = torch.stack(_corners(padded)), counted[:, None]
+    matrix = weights.to(padded)
+    if padded.device.type == "cpu" and len(weights) > 1 and padded.amin() > _LOWEST_LOGIT:
+        exponentials = _exponentials(corners.flatten(1), weights).view(-1, *corners.shape[1:])
+        sums = exponentials.sum(2)
+        normaliser, probabilities = sums.log(), exponentials.mul_((weight / sums)[:, :, None])
+    else:
+        upsampled = (matrix @ corners.flatten(1)).view(-1, *corners.shape[1:])
+        probabilities = upsampled.softmax(2)
+        normaliser = logsumexp(upsampled, probabilities, 2)
+        probabilities *= weight[:, :, None]
+    by_corner = (matrix.T @ probabilities.flatten(1)).view(corners.shape)
+    return (normaliser * weight).transpose(0, 1).flatten(1).sum(1), by_corner
+
+
+def _exponentials(
+    corners: Float[Tensor, "4 values"], weights: Float[Tensor, "pixels 4"]
+) -> Float[Tensor, "pixels values"]:
+    """Return the exponentials of bilinearly upsampled logits.
+
+    In a cell, a logit is a + bx + cy + dxy. Each exponential is therefore the product of an
+    exponential of an adjacent pixel and a ratio, which takes less time than an exponential.
+    """
+    side = round(len(weights) ** 0.5)
+    grid = weights.view(side, side, 4)
+    first, right, down = grid[0, 0], grid[0, 1] - grid[0, 0], grid[1, 0] - grid[0, 0]
+    diagonal = grid[1, 1] - grid[1, 0] - right
+    steps = torch.stack([first, right, down, diagonal]).to(corners)
+    first, right, down, diagonal = (steps @ corners).exp_()
+    result, ratio = corners.new_empty(side, side, len(first)), corners.new_empty(side, len(first))
+    result[0, 0], ratio[0] = first, down
+    for x in range(1, side):
+        torch.mul(result[0, x - 1], right, out=result[0, x])
+        torch.mul(ratio[x - 1], diagonal, out=ratio[x])
+    for y in range(1, side):
+        torch.mul(result[y - 1], ratio, out=result[y])
+    return result.flatten(0, 1)
+
+
+def _corners(
+    padded: Float[Tensor, "*some tall wide"],
+) -> list[Float[Tensor, "*some cell_rows cell_cols"]]:
+    """Return the four patches around each cell as views."""
+    rows = (padded[..., :-1, :], padded[..., 1:, :])
+    return [side for row in rows for side in (row[..., :-1], row[..., 1:])]
+
+
+def _add_to_corners(
+    padded: Float[Tensor, "*some tall wide"],
+    values: Float[Tensor, "4 *some cell_rows cell_cols"],
+) -> None:
+    for corner, each in zip(_corners(padded), values, strict=True):
+        corner += each
+
+
+def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
+    """Add the values of the repeated patches beyond the grid to the patches at its edge."""
+    for axis in (-2, -1):
+        padded.select(axis, 1).add_(padded.select(axis, 0))
+        padded.select(axis, -2).add_(padded.select(axis, -1))
+        padded = padded.narrow(axis, 1, padded.shape[axis] - 2)
+    return padded.contiguous()
 
 
 def corner_weights(side: int, device: torch.device | None = None) -> Float[Tensor, "pixels 4"]:
@@ -347,14 +382,15 @@ def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
     return logits.amax(axis) - probabilities.amax(axis).log_()
 
 
-def _pieces(corners: Tensor, pixels: int) -> tuple[list[slice], ...]:
-    """Split heads, cells and pixels into pieces whose upsampled logits fit the cache."""
-    _, heads, classes, cells = corners.shape
-    budget = PIECE_BYTES[corners.device.type] // (classes * corners.element_size())
-    num_cells = min(cells, max(_MIN_COLUMNS, budget // pixels))
-    num_pixels = min(pixels, max(1, budget // num_cells))
-    num_heads = min(heads, max(1, budget // (num_cells * num_pixels)))
-    sizes = ((heads, num_heads), (cells, num_cells), (pixels, num_pixels))
-    return tuple(
-        [slice(start, start + size) for start in range(0, count, size)] for count, size in sizes
-    )
+def _pieces(
+    padded: Float[Tensor, "heads classes batch tall wide"], values_per_cell: int
+) -> list[list[slice]]:
+    """Split heads, images and rows of cells into pieces of limited size."""
+    heads, classes, images, tall, wide = padded.shape
+    budget, pieces = PIECE_BYTES[padded.device.type], []
+    size = values_per_cell * classes * (wide - 1) * padded.element_size()
+    for count in (tall - 1, images, heads):
+        length = min(count, max(1, budget // size))
+        pieces.insert(0, [slice(i, min(count, i + length)) for i in range(0, count, length)])
+        size *= length
+    return pieces

@@ -10,7 +10,6 @@ from probes.heads.losses import (
     MajorityLoss,
     ResampledLoss,
     UpsampledLoss,
-    corner_weights,
     summed_logsumexp,
 )
 
@@ -90,44 +89,60 @@ def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
         assert found.isfinite().all()
 
 
-def cells(side: int, dtype: torch.dtype = torch.float64, number: int = 7):
+def patches(side, dtype=torch.float64, scale=3.0):
     generator = torch.Generator().manual_seed(side)
-    corners = 3 * torch.randn(4, HEADS, CLASSES, number, generator=generator, dtype=dtype)
-    counted = torch.randint(0, 2, (side**2, number), generator=generator).to(dtype)
-    return corners, counted
+    shape = (HEADS, CLASSES, BATCH, ROWS, COLS)
+    logits = scale * torch.randn(shape, generator=generator, dtype=dtype)
+    counted = torch.randint(0, 2, (side**2, BATCH, ROWS + 1, COLS + 1), generator=generator)
+    return logits - logits.amax(1, keepdim=True), counted.to(dtype)
 
 
-def plain(corners, counted):
+def plain(logits, counted):
     """Return the sum and its gradient from all upsampled logits by autograd."""
-    corners = corners.double().requires_grad_()
-    weights = corner_weights(math.isqrt(len(counted)))
-    logits = torch.einsum("pk,khcn->phcn", weights, corners)
-    total = (logits.logsumexp(2) * counted.double()[:, None]).sum((0, 2))
-    (gradient,) = torch.autograd.grad(total.sum(), corners)
+    logits = logits.double().requires_grad_()
+    side = math.isqrt(len(counted))
+    flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
+    size = (side * flat.shape[-2], side * flat.shape[-1])
+    upsampled = F.interpolate(flat, size, mode="bilinear")
+    # A cell begins at the centre of a patch. The first one is outside the image.
+    start, ends = side // 2, [n - (side - side // 2) for n in size]
+    upsampled = upsampled[..., start : ends[0], start : ends[1]]
+    by_pixel = upsampled.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))
+    by_pixel = by_pixel.unflatten(0, logits.shape[:2]).permute(4, 6, 0, 1, 2, 3, 5)
+    normaliser = by_pixel.flatten(0, 1).logsumexp(2)
+    total = (normaliser * counted.double()[:, None]).transpose(0, 1).flatten(1).sum(1)
+    (gradient,) = torch.autograd.grad(total.sum(), logits)
     return total.detach(), gradient
 
 
-@pytest.mark.parametrize("side", [4, 5])
-def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side):
-    # One head and 64 cells a piece, the fewest there are.
-    corners, counted = cells(side, number=150)
-    monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
-
-    found, expected = summed_logsumexp(corners, counted), plain(corners, counted)
-
+@pytest.mark.parametrize("piece_bytes", [1, 3000, 2**21])
+@pytest.mark.parametrize("side", [1, 2, 4, 5, 16])
+def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side, piece_bytes):
+    monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
+    logits, counted = patches(side)
+    found, expected = summed_logsumexp(logits, counted), plain(logits, counted)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("scale", [3, 20, 30, 1000])
+@pytest.mark.parametrize("side", [4, 14, 16])
+def test_normalisers_in_float32_lose_no_digits(side, scale):
+    logits, counted = patches(side, torch.float32, scale)
+    total, gradient = summed_logsumexp(logits, counted)
+    expected, expected_gradient = plain(logits, counted)
+    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=2e-6)
+    worst = expected_gradient.abs().max().item()
+    torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6 * worst, rtol=0)
+
+
 def test_large_or_nan_logits_do_not_change_other_heads():
-    corners, counted = cells(8, dtype=torch.float32)
-    corners[:, 1] *= 1e3
-    corners[0, 2, 3, 4] = math.nan
+    logits, counted = patches(8, torch.float32)
+    logits[1] *= 1e3
+    logits[2, 3, 1, 2, 0] = math.nan
 
-    total, gradient = summed_logsumexp(corners, counted)
+    total, gradient = summed_logsumexp(logits, counted)
 
-    expected, expected_gradient = plain(corners, counted)
-    torch.testing.assert_close(total[:2].double(), expected[:2], rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        gradient[:, :2].double(), expected_gradient[:, :2], atol=1e-4, rtol=0
-    )
+    expected, expected_gradient = plain(logits, counted)
+    torch.testing.assert_close(total[:2].double(), expected[:2], rtol=2e-6, atol=0)
+    torch.testing.assert_close(gradient[:2].double(), expected_gradient[:2], atol=1e-4, rtol=0)
     assert total[2].isnan()

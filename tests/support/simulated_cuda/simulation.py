@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 
 from pretrain.crops import augmentation
+from probes.heads import losses
 from tests.support.simulated_cuda.device import (
     CURRENT,
     KIND,
@@ -171,6 +172,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch._C, group, grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", lambda *_, **__: None
     yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
+    # Without Triton, pixel losses use the same operators as on a CPU.
+    yield losses, "find_spec", lambda _: None
     yield threading.Thread, "run", running(threading.Thread.run)
 
 

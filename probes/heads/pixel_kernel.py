@@ -1,0 +1,96 @@
+"""Log-normalisers of bilinearly upsampled logits and their gradients, in one GPU kernel.
+
+The kernel upsamples the logits of a cell in registers, once for the normalisers and once for the
+gradients. It never writes them to memory.
+"""
+
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+# Pixels of one program. They and their running sums fit the registers.
+_PIXELS_OF_PROGRAM = 1024
+
+
+def sum_with_kernel(
+    padded: Float[Tensor, "heads classes batch tall wide"],
+    counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
+    weights: Float[Tensor, "pixels 4"],
+) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
+    """Return the log-normalisers, summed over all pixels, and the gradient of each corner.
+
+    Args:
+        padded: Logits of the patches in float32. Beyond the grid, its edge patches are repeated.
+        counted: Weight of each pixel of a cell.
+        weights: Bilinear weights of the four patches around a cell for each of its pixels.
+    """
+    heads, classes, images, tall, wide = padded.shape
+    padded, counted, weights = padded.contiguous(), counted.contiguous(), weights.to(padded)
+    cells = images * (tall - 1) * (wide - 1)
+    sums = padded.new_empty(heads, cells)
+    by_corner = padded.new_empty(4, heads, classes, images, tall - 1, wide - 1)
+    # A range in Triton must have a power of two as its length.
+    pixels_in_registers = triton.next_power_of_2(len(weights))
+    cells_of_program = max(1, _PIXELS_OF_PROGRAM // pixels_in_registers)
+    _kernel[(triton.cdiv(cells, cells_of_program), heads)](
+        padded, counted, weights, sums, by_corner, len(weights), classes, images, tall, wide,
+        cells_of_program, pixels_in_registers,
+    )  # fmt: skip
+    return sums.sum(1), by_corner
+
+
+@triton.jit
+def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
+    """Return the logits of all pixels (columns) of some cells (rows) for one class."""
+    upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
+    upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]
+    lower_left = tl.load(logits + corners + wide, is_cell, 0.0)[:, None]
+    lower_right = tl.load(logits + corners + wide + 1, is_cell, 0.0)[:, None]
+    return upper_left * w0 + upper_right * w1 + lower_left * w2 + lower_right * w3
+
+
+@triton.jit
+def _kernel(
+    padded, counted, weights, sums, by_corner,
+    pixels, classes, images, tall, wide,
+    cells_of_program: tl.constexpr, pixels_in_registers: tl.constexpr,
+):  # fmt: skip
+    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    cells_of_image = (tall - 1) * (wide - 1)
+    cells = images * cells_of_image
+    cell = tl.program_id(0) * cells_of_program + tl.arange(0, cells_of_program)
+    is_cell = cell < cells
+    image, row = cell // cells_of_image, cell % cells_of_image // (wide - 1)
+    corners = (image * tall + row) * wide + cell % (wide - 1)
+    pixel = tl.arange(0, pixels_in_registers)
+    is_pixel = pixel < pixels
+    w0 = tl.load(weights + 4 * pixel, is_pixel, 0.0)[None]
+    w1 = tl.load(weights + 4 * pixel + 1, is_pixel, 0.0)[None]
+    w2 = tl.load(weights + 4 * pixel + 2, is_pixel, 0.0)[None]
+    w3 = tl.load(weights + 4 * pixel + 3, is_pixel, 0.0)[None]
+    exists = is_cell[:, None] & is_pixel[None]
+    weight = tl.load(counted + pixel[None] * cells + cell[:, None], exists, 0.0)
+
+    # The sum of exponentials is relative to the largest logit so far.
+    first = padded + head * classes * images * tall * wide
+    stride = images * tall * wide
+    largest = tl.full((cells_of_program, pixels_in_registers), float("-inf"), tl.float32)
+    total = tl.zeros((cells_of_program, pixels_in_registers), tl.float32)
+    for number in range(classes):
+        logits = _upsample(first + number * stride, corners, wide, is_cell, w0, w1, w2, w3)
+        larger = tl.maximum(largest, logits)
+        total = total * tl.exp(largest - larger) + tl.exp(logits - larger)
+        largest = larger
+    normaliser = largest + tl.log(total)
+    tl.store(sums + head * cells + cell, tl.sum(normaliser * weight, 1), is_cell)
+
+    next_corner = heads * classes * cells
+    for number in range(classes):
+        logits = _upsample(first + number * stride, corners, wide, is_cell, w0, w1, w2, w3)
+        gradient = tl.exp(logits - normaliser) * weight
+        out = by_corner + (head * classes + number) * cells + cell
+        tl.store(out, tl.sum(gradient * w0, 1), is_cell)
+        tl.store(out + next_corner, tl.sum(gradient * w1, 1), is_cell)
+        tl.store(out + 2 * next_corner, tl.sum(gradient * w2, 1), is_cell)
+        tl.store(out + 3 * next_corner, tl.sum(gradient * w3, 1), is_cell)
