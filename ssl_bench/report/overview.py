@@ -97,8 +97,8 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
 
 def list_winners(panel: Panel) -> set[Checkpoint]:
     """Return the checkpoints with the highest score if it exceeds all baselines."""
-    best = list_best(panel)
-    return {one for one in best if not panel.describe_unbeaten(panel.find_headline_entry(one))}
+    entries = {one: panel.find_headline_entry(one) for one in list_best(panel)}
+    return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
 def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
@@ -115,16 +115,21 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
             won.items(), key=lambda item: (-len(item[1]), item[0].number)
         )[:3]
     ]
+    with_baseline = [panel for panel in panels if panel.is_ranked and panel.baselines]
     unbeaten = [
-        _name_column(panel)
-        for panel in panels
-        if panel.is_ranked
-        and all(panel.describe_unbeaten(line.best_entry) for line in panel.lines if line.best_entry)
-        and panel.baselines
+        panel
+        for panel in with_baseline
+        if all(panel.describe_unbeaten(line.best_entry) for line in panel.lines if line.best_entry)
     ]
     if unbeaten:
-        names = join_names(dict.fromkeys(unbeaten))
-        sentences.append(f"No encoder is significantly above the baseline in {names}.")
+        # Under other settings, an encoder may be above the baseline of the same task and dataset.
+        beaten = {_name_column(panel) for panel in with_baseline if panel not in unbeaten}
+        names = [
+            f"{name} ({panel.variant})" if (name := _name_column(panel)) in beaten else name
+            for panel in unbeaten
+        ]
+        listed = join_names(dict.fromkeys(names))
+        sentences.append(f"No encoder is significantly above the baseline in {listed}.")
     return sentences
 
 

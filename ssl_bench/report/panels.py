@@ -311,13 +311,11 @@ class Panel:
         """Creation date of the newest record."""
         return max(record.created for record in self.records)
 
-    def describe_unbeaten(self, entry: Entry | None) -> str:
+    def describe_unbeaten(self, entry: Entry) -> str:
         """Return "not significantly above centre box 43.0", for example.
 
         The result is "" if all baselines lie below the 95 % interval of the score.
         """
-        if entry is None:
-            return ""
         low = entry.value if entry.low is None else entry.low
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""

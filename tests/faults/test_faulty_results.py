@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.results.record import text_with_digest
+from ssl_bench.system.files import TILES
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.entries import model_names
 from tests.core.test_results import RECORD
@@ -497,6 +500,12 @@ def make_huge(path: Path) -> None:
         file.truncate(2**33)
 
 
+def make_faulty_tiles(path: Path) -> None:
+    tiles = PngInfo()
+    tiles.add_text(TILES, "not JSON")
+    Image.new("L", (8, 8)).save(path, pnginfo=tiles)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "why"),
     [
@@ -505,6 +514,7 @@ def make_huge(path: Path) -> None:
         ("folder", lambda path: path.symlink_to(path.parents[5]), "a link"),
         ("evil.png", os.mkfifo, "a folder, pipe or device"),
         ("evil.png", lambda path: path.write_text("the secret"), "not a PNG"),
+        ("evil.png", make_faulty_tiles, "not a PNG"),
         ("evil.png", make_huge, "8,589,934,592 bytes"),
         ("evil.svg", lambda path: path.write_text("<svg/>"), "SVG"),
     ],

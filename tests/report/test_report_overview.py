@@ -18,6 +18,7 @@ from ssl_bench.report.overview import (
     list_best,
     list_indistinguishable,
     summarize_checkpoints,
+    summarize_leaderboard,
 )
 from ssl_bench.report.pages import build_report
 from ssl_bench.report.panels import (
@@ -171,6 +172,16 @@ def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
     assert "centre box 55.0" in better
     assert "not above baseline" not in better
     assert "significantly above" not in better
+
+
+def test_the_leaderboard_names_the_settings_that_do_not_exceed_a_baseline():
+    details = Baseline("centre box", 55.0).as_details()
+    low = replace(cell(protocol="reference", value=40.0, ci95=(30.0, 50.0)), details=details)
+    high = replace(cell(protocol="adaptive", value=60.0, ci95=(58.0, 62.0)), details=details)
+
+    (sentence,) = summarize_leaderboard(panels(low, high))
+
+    assert sentence.endswith(" in tokencut on toy (key, protocol reference).")
 
 
 def test_a_score_whose_interval_includes_the_baseline_wins_nothing(tmp_path):
