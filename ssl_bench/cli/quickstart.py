@@ -39,8 +39,8 @@ PRETRAINING = (
     "train.max_steps=20",
 )
 PROBES = (
-    ("--task", "all", "--limit", "30", "probe.protocol=fast", "probe.training.epochs=10",
-     "probe.memory_patches=5000", "probe.image_size=128", "probe.view_images=10",
+    ("--task", "all", "--limit", "16", "probe.protocol=fast", "probe.training.epochs=6",
+     "probe.memory_patches=5000", "probe.image_size=128", "probe.view_images=6",
      "probe.num_images=4"),
     ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",
      "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),

@@ -176,7 +176,7 @@ NOT_HINTS = (
     "--data-root --out",
     "--facet probe.facet",
     "--layer --checkpoint",
-    "--task all --limit 30 probe.protocol=fast",
+    "--task all --limit 16 probe.protocol=fast",
 )
 """Beginnings of other tuples in the source code that look like a hint."""
 

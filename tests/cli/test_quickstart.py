@@ -15,7 +15,7 @@ def small(monkeypatch):
     few = [o for o in quickstart.PRETRAINING if not o.startswith(("train.", "model.image"))]
     short = ["train.batch_size=4", "train.max_steps=1", "model.image_size=32", "model.depth=4"]
     monkeypatch.setattr(quickstart, "PRETRAINING", (*few, *short))
-    swapped = {"30": "8", "200": "60", "probe.image_size=128": "probe.image_size=32"}
+    swapped = {"16": "8", "200": "60", "probe.image_size=128": "probe.image_size=32"}
     fewer = [tuple(swapped.get(word, word) for word in words) for words in quickstart.PROBES]
     monkeypatch.setattr(quickstart, "PROBES", [(*words, "--layer", "3") for words in fewer])
 
