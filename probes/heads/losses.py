@@ -7,8 +7,9 @@ returns its value and its gradient. It splits the work into pieces that fit the 
 logits of all heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -21,11 +22,17 @@ from torch import Tensor
 from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
+from ssl_bench.system.output import say
 
-# Size of a piece in bytes. A piece fits the cache of a CPU. A GPU is fastest with few kernels.
+# Size of a piece in bytes, if a row of cells fits. A piece fits the cache of a CPU, and a GPU is
+# fastest with few kernel launches.
 PIECE_BYTES = {"cpu": 2**21, "cuda": 2**28, "mps": 2**28}
-# The exponential of a much lower logit is 0 in float32, and its multiples are 0 as well.
+# Below about -87, exponentials underflow in float32, and products of them are wrong.
 _LOWEST_LOGIT = -80
+# More factors would cost a digit.
+_MAX_PRODUCTS = 16**2
+# The kernel keeps the pixels of a cell in registers.
+_MAX_KERNEL_PIXELS = 32**2
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 
@@ -269,7 +276,7 @@ def summed_logsumexp(
 ) -> tuple[Float[Tensor, " heads"], Logits]:
     """Return the sum of the log-normalisers of all pixels, and the gradient of this sum.
 
-    A CUDA device with Triton uses one kernel. Other devices compute pieces that fit the cache.
+    On CUDA, one Triton kernel computes each piece in float32. Otherwise, pieces fit the cache.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
@@ -280,10 +287,9 @@ def summed_logsumexp(
     padded = padded.view(*logits.shape[:3], *padded.shape[2:])
     total, gradient = logits.new_zeros(len(logits)), torch.zeros_like(padded)
     compute, values_per_cell = _sum_piece, len(counted)
-    if logits.device.type == "cuda" and logits.dtype == torch.float32 and find_spec("triton"):
-        from probes.heads.pixel_kernel import sum_with_kernel
-
-        compute, values_per_cell = sum_with_kernel, 4
+    fits_kernel = logits.dtype == torch.float32 and len(counted) <= _MAX_KERNEL_PIXELS
+    if fits_kernel and (kernel := _find_kernel(logits.device)):
+        compute, values_per_cell = kernel, 4
     for heads, images, rows in product(*_pieces(padded, values_per_cell)):
         piece = (heads, slice(None), images, slice(rows.start, rows.stop + 1))
         sums, by_corner = compute(padded[piece], counted[:, images, rows], weights)
@@ -292,24 +298,51 @@ def summed_logsumexp(
     return total, _fold_edges(gradient)
 
 
+@cache
+def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return `sum_with_kernel`, or None if the device has no CUDA or Triton cannot use it."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from probes.heads.pixel_kernel import sum_with_kernel
+
+    patches, pixel = torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 1)
+    try:
+        sum_with_kernel(patches.to(device), pixel.to(device), corner_weights(1))
+    # Triton raises errors of many types, for example if there is no C compiler.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        say(f"Triton cannot compile the pixel loss ({reason}), so training the heads is slower")
+        return None
+    return sum_with_kernel
+
+
 def _sum_piece(
     padded: Float[Tensor, "heads classes batch tall wide"],
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the log-normalisers, summed over all pixels, and the gradient of each corner."""
-    corners, weight = torch.stack(_corners(padded)), counted[:, None]
-    matrix = weights.to(padded)
-    if padded.device.type == "cpu" and len(weights) > 1 and padded.amin() > _LOWEST_LOGIT:
+    """Return the sum of the log-normalisers, and its gradient with respect to each corner."""
+    corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
+    is_product = torch.zeros(len(padded), dtype=torch.bool)
+    if padded.device.type == "cpu" and 1 < len(weights) <= _MAX_PRODUCTS:
+        is_product = padded.flatten(1).amin(1) > _LOWEST_LOGIT
+    if is_product.all():
         exponentials = _exponentials(corners.flatten(1), weights).view(-1, *corners.shape[1:])
         sums = exponentials.sum(2)
         normaliser, probabilities = sums.log(), exponentials.mul_((weight / sums)[:, :, None])
+        by_corner = (matrix.T @ probabilities.flatten(1)).view(corners.shape)
+    elif is_product.any():
+        # The result of a head must not depend on the other heads of its piece.
+        parts = [_sum_piece(head[None], counted, weights) for head in padded]
+        return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts], 1)
     else:
+        # A softmax on a GPU is up to four times as fast if classes are adjacent in memory.
+        corners = corners.movedim(2, -1)
         upsampled = (matrix @ corners.flatten(1)).view(-1, *corners.shape[1:])
-        probabilities = upsampled.softmax(2)
-        normaliser = logsumexp(upsampled, probabilities, 2)
-        probabilities *= weight[:, :, None]
-    by_corner = (matrix.T @ probabilities.flatten(1)).view(corners.shape)
+        probabilities = upsampled.softmax(-1)
+        normaliser = logsumexp(upsampled, probabilities, -1)
+        probabilities *= weight[..., None]
+        by_corner = (matrix.T @ probabilities.flatten(1)).view(corners.shape).movedim(-1, 2)
     return (normaliser * weight).transpose(0, 1).flatten(1).sum(1), by_corner
 
 
@@ -318,8 +351,8 @@ def _exponentials(
 ) -> Float[Tensor, "pixels values"]:
     """Return the exponentials of bilinearly upsampled logits.
 
-    In a cell, a logit is a + bx + cy + dxy. Each exponential is therefore the product of an
-    exponential of an adjacent pixel and a ratio, which takes less time than an exponential.
+    In a cell, a logit is a + bx + cy + dxy. The exponential of a pixel is therefore that of its
+    neighbour times a ratio. A product takes less time than an exponential.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)

@@ -1,15 +1,16 @@
-"""Log-normalisers of bilinearly upsampled logits and their gradients, in one GPU kernel.
+"""Sum the log-normalisers of bilinearly upsampled logits in one CUDA kernel, with the gradient.
 
 The kernel upsamples the logits of a cell in registers, once for the normalisers and once for the
-gradients. It never writes them to memory.
+gradient. It never writes them to memory.
 """
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-# Pixels of one program. They and their running sums fit the registers.
+# Pixels per program. They and their running sums fit in registers.
 _PIXELS_OF_PROGRAM = 1024
 
 
@@ -18,7 +19,7 @@ def sum_with_kernel(
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the log-normalisers, summed over all pixels, and the gradient of each corner.
+    """Return the sum of the log-normalisers, and its gradient with respect to each corner.
 
     Args:
         padded: Logits of the patches in float32. Beyond the grid, its edge patches are repeated.
@@ -30,13 +31,15 @@ def sum_with_kernel(
     cells = images * (tall - 1) * (wide - 1)
     sums = padded.new_empty(heads, cells)
     by_corner = padded.new_empty(4, heads, classes, images, tall - 1, wide - 1)
-    # A range in Triton must have a power of two as its length.
+    # The length of a range in Triton must be a power of two.
     pixels_in_registers = triton.next_power_of_2(len(weights))
     cells_of_program = max(1, _PIXELS_OF_PROGRAM // pixels_in_registers)
-    _kernel[(triton.cdiv(cells, cells_of_program), heads)](
-        padded, counted, weights, sums, by_corner, len(weights), classes, images, tall, wide,
-        cells_of_program, pixels_in_registers,
-    )  # fmt: skip
+    # Triton starts kernels on the current device.
+    with torch.cuda.device_of(padded):
+        _kernel[(triton.cdiv(cells, cells_of_program), heads)](
+            padded, counted, weights, sums, by_corner, len(weights), classes, images, tall, wide,
+            cells_of_program, pixels_in_registers,
+        )  # fmt: skip
     return sums.sum(1), by_corner
 
 
@@ -50,7 +53,8 @@ def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
     return upper_left * w0 + upper_right * w1 + lower_left * w2 + lower_right * w3
 
 
-@triton.jit
+# Otherwise, Triton compiles again for numbers that are 1 or multiples of 16.
+@triton.jit(do_not_specialize=["pixels", "classes", "images", "tall", "wide"])
 def _kernel(
     padded, counted, weights, sums, by_corner,
     pixels, classes, images, tall, wide,

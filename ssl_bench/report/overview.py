@@ -125,7 +125,7 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
         # Under other settings, an encoder may be above the baseline of the same task and dataset.
         beaten = {_name_column(panel) for panel in with_baseline if panel not in unbeaten}
         names = [
-            f"{name} ({panel.variant})" if (name := _name_column(panel)) in beaten else name
+            f"{name} ({panel.title})" if (name := _name_column(panel)) in beaten else name
             for panel in unbeaten
         ]
         listed = join_names(dict.fromkeys(names))

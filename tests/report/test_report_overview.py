@@ -181,7 +181,7 @@ def test_the_leaderboard_names_the_settings_that_do_not_exceed_a_baseline():
 
     (sentence,) = summarize_leaderboard(panels(low, high))
 
-    assert sentence.endswith(" in tokencut on toy (key, protocol reference).")
+    assert sentence.endswith(" in tokencut on toy (corloc, key, protocol reference).")
 
 
 def test_a_score_whose_interval_includes_the_baseline_wins_nothing(tmp_path):
