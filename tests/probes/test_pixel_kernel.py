@@ -80,6 +80,7 @@ def test_without_a_compiler_one_line_is_printed_and_the_plain_loss_is_used(monke
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("side", [4, 14])
 def test_a_gpu_gives_the_loss_of_the_cpu(side):
     from probes.heads.losses import summed_logsumexp
