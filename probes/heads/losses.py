@@ -29,7 +29,7 @@ from ssl_bench.system.output import say
 PIECE_BYTES = {"cpu": 2**21, "cuda": 2**28, "mps": 2**28}
 # Below about -87, exponentials underflow in float32, and products of them are wrong.
 _LOWEST_LOGIT = -80
-# More factors would cost a digit.
+# Rounding errors grow with the number of factors.
 _MAX_PRODUCTS = 16**2
 # The kernel keeps the pixels of a cell in registers.
 _MAX_KERNEL_PIXELS = 32**2
@@ -300,7 +300,7 @@ def summed_logsumexp(
 
 @cache
 def _find_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return `sum_with_kernel`, or None if the device has no CUDA or Triton cannot use it."""
+    """Return `sum_with_kernel`, or None if Triton cannot compile it for the device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from probes.heads.pixel_kernel import sum_with_kernel
