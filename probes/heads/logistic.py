@@ -1,11 +1,11 @@
 """Train logistic regressions to convergence by L-BFGS, for many layers and values of C at once.
 
 All heads share each pass over the features, but each head has its own curvature and step length.
-`minimise` works for any smooth convex functions.
+Heads that have ended are not computed any more. `minimise` works for any smooth convex functions.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from probes.features.journal import Journal
+from probes.features.moments import Moments
 from probes.features.tiers import TrainingFeatures
 from probes.features.training_images import LayerGroup
 from probes.heads.sgd import (
@@ -31,16 +32,27 @@ from ssl_bench.system.device import to_float64
 
 _Values = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
+_Indices = Int64[Tensor, " problems"]
 # A step, the change of the gradient, and the inverse of their dot product (0 if not positive).
 _Pair = tuple[_Values, _Values, _Losses]
 
 # A step is accepted if it gives at least this fraction of the decrease that the slope predicts.
 _SUFFICIENT_DECREASE = 1e-4
-_MAX_HALVINGS = 20
+# In float32, the rounding error of a loss may be this large. A step that changes the loss less is
+# accepted if the slope falls to this fraction.
+_LOSS_NOISE, _SUFFICIENT_FLATTENING = 1e-7, 0.5
+# Number of lengths that are tried for a step.
+_MAX_TRIALS = 10
 # Number of past steps that approximate the curvature.
 _MEMORY = 5
-# A problem stalls if a step lowers its loss by at most this fraction.
+# A step is progress if it lowers the loss by more than this fraction, or the largest gradient.
 _LOSS_TOLERANCE = 1e-10
+# A problem stalls after this number of steps without progress.
+_PATIENCE = 10
+# Limits for rare classes, whose logarithm and curvature would be infinite and 0.
+_LEAST_FREQUENCY, _LEAST_CURVATURE = 1e-7, 1e-4
+# Added to the variances of the features, because the probabilities of a trained head vary.
+_ADDED_VARIANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class LogisticRegression(Training):
 
     def settings(self) -> dict[str, Any]:
         return {
-            "optimizer": "lbfgs",
+            "optimizer": "preconditioned_lbfgs",
             "c_values": list(self.c_values),
             "max_iterations": self.max_iterations,
         }
@@ -92,13 +104,18 @@ class LogisticRegression(Training):
 
         # Measure the channels and count the labelled patches of each batch in one pass.
         statistics, labelled = RunningStatistics.start(spec.device), []
-        for batch in progress(read(batches), "mean and deviation", len(batches)):
+        moments = [Moments() for _ in sources]
+        for batch in progress(read(batches), "mean and covariance", len(batches)):
             statistics.add(batch.features)
-            labelled.append(spec.targets(batch).counted.sum())
+            x = concatenate_layers(batch.features, len(sources))
+            for source, own in enumerate(moments):
+                own.add(x[source].flatten(0, 2))
+            labelled.append(spec.targets(batch).label_weights.flatten(1).sum(1))
         standardization = statistics.standardization(len(sources), spec.device)
-        counts = to_float64(torch.stack(labelled))
+        counts = to_float64(torch.stack(labelled))  # batches classes
         total = counts.sum().clamp(min=1)
-        shares = (counts / total).tolist()
+        shares = (counts.sum(1) / total).tolist()
+        frequencies = (counts.sum(0) / total).clamp(min=_LEAST_FREQUENCY)
 
         # For two classes, scikit-learn penalises one weight vector, the difference of our two
         # vectors. At the minimum, our vectors are opposite, and the sum of their squared norms is
@@ -107,53 +124,95 @@ class LogisticRegression(Training):
         c_values = torch.tensor(self.values, dtype=torch.float64, device=counts.device)
         penalty = squares / (c_values.repeat(len(sources)) * total)
         scale = standardization if spec.standardize else standardization.identity()
-        shape = (len(sources), len(self.values), spec.classes, scale.mean.shape[1])
-        weight = scale.mean.new_zeros(shape)
-        bank = LinearHeads(scale, weight, weight[..., 0].clone())
+        num_values, dim = len(self.values), scale.mean.shape[1]
+        num_weights = spec.classes * dim
 
-        def to_rows(weight: Tensor, bias: Tensor) -> _Values:
-            return to_float64(torch.cat([weight.flatten(2), bias], 2).flatten(0, 1))
+        def bank_of(source: int, values: _Values) -> LinearHeads:
+            """Return some heads of a source, whose parameters are the rows of `values`."""
+            weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
+            return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
 
-        def set_parameters(values: _Values) -> None:
-            rows = values.to(bank.weight).view(*shape[:2], -1)
-            bank.weight = rows[..., : -spec.classes].reshape(shape)
-            bank.bias = rows[..., -spec.classes :].contiguous()
-
-        def objective(values: _Values) -> tuple[_Losses, _Values]:
-            """Return the mean patch loss of each head plus its penalty, and the gradients."""
-            set_parameters(values)
+        def objective(chosen: _Indices, values: _Values) -> tuple[_Losses, _Values]:
+            """Return the mean patch loss of the chosen heads plus their penalty, and gradients."""
+            banks = []
+            for source in range(len(sources)):
+                own = (chosen // num_values == source).nonzero()[:, 0]
+                if len(own):
+                    banks.append((source, own, bank_of(source, values[own])))
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
-                x = concatenate_layers(batch.features, len(sources))
-                losses, gradients = bank.loss_and_gradients(x, spec.loss, spec.targets(batch))
-                loss += share * to_float64(losses.flatten())
-                gradient += share * to_rows(*gradients)
-            weights = values[:, : -spec.classes]
-            gradient[:, : -spec.classes] += penalty[:, None] * weights
-            return loss + penalty * weights.square().sum(1) / 2, gradient
+                x, targets = concatenate_layers(batch.features, len(sources)), spec.targets(batch)
+                for source, own, bank in banks:
+                    losses, gradients = bank.loss_and_gradients(x[source, None], spec.loss, targets)
+                    loss[own] += share * to_float64(losses[0])
+                    flat = torch.cat([gradients[0][0].flatten(1), gradients[1][0]], 1)
+                    gradient[own] += share * to_float64(flat)
+            weights, penalties = values[:, :num_weights], penalty[chosen]
+            gradient[:, :num_weights] += penalties[:, None] * weights
+            return loss + penalties * weights.square().sum(1) / 2, gradient
 
-        # The number of iterations is unknown, so the progress bar has a single item.
-        name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
-        (minimum,) = (
-            minimise(
-                objective,
-                to_rows(bank.weight, bank.bias),
-                max_iterations=self.max_iterations,
-                gradient_tolerance=self.gradient_tolerance,
-            )
-            for _ in progress(range(1), name, 1)
+        covariances = torch.stack([own.covariance for own in moments])
+        precondition = hessian_inverse(covariances, to_float64(scale.scale), penalty, frequencies)
+        # Without weights, these biases are the minimum.
+        start_bias = frequencies.log().expand(len(penalty), -1)
+        name = (
+            f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}, fewer steps if it converges"
         )
-        set_parameters(minimum.values)
+        minimum = minimise(
+            objective,
+            torch.cat([penalty.new_zeros(len(penalty), num_weights), start_bias], 1),
+            precondition=precondition,
+            iterations=progress(range(self.max_iterations), name, self.max_iterations),
+            gradient_tolerance=self.gradient_tolerance,
+        )
+        parts = [
+            bank_of(source, values).fold_standardization()
+            for source, values in enumerate(minimum.values.split(num_values))
+        ]
         flags = torch.stack([~minimum.converged, minimum.stalled])
-        unconverged, stalled = flags.view(2, *shape[:2]).sum(2).tolist()
+        unconverged, stalled = flags.view(2, len(sources), num_values).sum(2).tolist()
         return TrainedHeads(
             tuple(sources),
-            *bank.fold_standardization(),
+            *map(torch.cat, zip(*parts, strict=True)),
             constant_channels=standardization.constant_channels(),
             seconds=time.monotonic() - start,
             unconverged=tuple(unconverged),
             stalled=tuple(stalled),
         )
+
+
+def hessian_inverse(
+    covariances: Float64[Tensor, "sources dim dim"],
+    scale: Float64[Tensor, "sources dim"],
+    penalty: _Losses,
+    frequencies: Float64[Tensor, " classes"],
+) -> Callable[[_Values], _Values]:
+    """Return a function that multiplies gradients by an approximate inverse Hessian.
+
+    The Hessian of class k is approximately f(1 - f) times the covariance of the features, where f
+    is the frequency of the class. The penalty is added to it.
+
+    Args:
+        covariances: Covariance of the features of each source.
+        scale: Factor of each channel.
+        penalty: Penalty of each head.
+        frequencies: Frequency of each class.
+    """
+    classes, dim = len(frequencies), scale.shape[1]
+    variances, axes = torch.linalg.eigh(covariances * scale[:, :, None] * scale[:, None])
+    variances = variances.clamp(min=0) + _ADDED_VARIANCE * variances.mean(1, keepdim=True)
+    by_class = (frequencies * (1 - frequencies)).clamp(min=_LEAST_CURVATURE)
+    by_source = (variances[:, None] * by_class[:, None])[:, None]  # sources 1 classes dim
+    by_head = penalty.view(len(scale), -1, 1, 1)
+
+    def multiply(gradient: _Values) -> _Values:
+        weights, bias = gradient.split([classes * dim, classes], 1)
+        rotated = weights.reshape(len(axes), -1, dim) @ axes
+        rotated = rotated.view(*by_head.shape[:2], classes, dim) / (by_source + by_head)
+        product = rotated.flatten(1, 2) @ axes.mT
+        return torch.cat([product.reshape(weights.shape), bias / by_class], 1)
+
+    return multiply
 
 
 @dataclass(frozen=True)
@@ -162,8 +221,8 @@ class Minimum:
 
     Attributes:
         converged: Whether no entry of the gradient exceeds the tolerance.
-        stalled: Whether a problem ended unconverged because a step hardly lowered its loss. All
-            other unconverged problems reached the maximum number of iterations.
+        stalled: Whether a problem ended unconverged because several steps lowered neither its loss
+            nor its gradient. All other unconverged problems reached the maximum number of steps.
     """
 
     values: Float64[Tensor, "problems parameters"]
@@ -173,74 +232,91 @@ class Minimum:
 
 
 def minimise(
-    objective: Callable[[_Values], tuple[_Losses, _Values]],
+    objective: Callable[[_Indices, _Values], tuple[_Losses, _Values]],
     start: Float64[Tensor, "problems parameters"],
     *,
-    max_iterations: int,
+    precondition: Callable[[_Values], _Values],
+    iterations: Iterable[int],
     gradient_tolerance: float,
 ) -> Minimum:
     """Minimise several smooth convex functions at once by L-BFGS, one for each row of `start`.
 
     Args:
-        objective: Function that returns the loss and the gradient of each problem.
+        objective: Function of the indices of some problems and of their parameters. It returns
+            their losses and gradients.
         start: Initial parameters of each problem.
-        max_iterations: Maximum number of steps.
+        precondition: Function that multiplies the gradients of all problems by an approximate
+            inverse Hessian.
+        iterations: As many items as there may be steps.
         gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
 
-    Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking is
-    sufficient, because a convex function has positive curvature along every step.
+    Sources: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Hager and Zhang, "A
+    New Conjugate Gradient Method with Guaranteed Descent and an Efficient Line Search" (2005),
+    for steps whose change of the loss is a rounding error.
     """
-    values, (loss, gradient), pairs, iteration = start, objective(start), list[_Pair](), 0
-    converged = gradient.abs().amax(1) <= gradient_tolerance
-    stalled = torch.zeros_like(converged)
-    is_over = bool((converged | stalled).all())
-    while iteration < max_iterations and not is_over:
-        old_values, old_loss, old_gradient, old_stalled = values, loss, gradient, stalled
-        direction = _direction(gradient, pairs)
-        # Halve each step until the loss of its problem decreases enough. Finished problems stay.
-        slope = _dot(gradient, direction)
-        length = torch.where(converged | stalled, 0.0, 1.0).to(loss)
-        for _ in range(_MAX_HALVINGS):
-            new_values = old_values + length[:, None] * direction
-            new_loss, new_gradient = objective(new_values)
-            predicted = _SUFFICIENT_DECREASE * length * slope
-            accepted = (new_loss <= old_loss + predicted) | (length == 0)
-            values = torch.where(accepted[:, None], new_values, old_values)
-            loss = torch.where(accepted, new_loss, old_loss)
-            gradient = torch.where(accepted[:, None], new_gradient, old_gradient)
-            converged = gradient.abs().amax(1) <= gradient_tolerance
-            stalled = old_stalled | (old_loss - loss <= _LOSS_TOLERANCE * old_loss.abs())
-            # Copy both flags together, because the CPU waits for each copy from a GPU.
-            flags = torch.stack([accepted.all(), (converged | stalled).all()])
-            all_accepted, is_over = flags.tolist()
-            if all_accepted:
+    values, pairs, num_steps = start.clone(), list[_Pair](), 0
+    loss, gradient = objective(torch.arange(len(start), device=start.device), start)
+    largest = gradient.abs().amax(1)
+    without_progress = torch.zeros_like(largest)
+    for _ in iterations:
+        converged = largest <= gradient_tolerance
+        active = (~converged & (without_progress < _PATIENCE)).nonzero()[:, 0]
+        if not len(active):
+            break
+        direction = _direction(gradient, pairs, precondition)
+        slope, length = _dot(gradient, direction), torch.ones_like(loss)
+        old_values, old_loss, old_gradient = values.clone(), loss.clone(), gradient.clone()
+        # Shorten each step until the loss of its problem decreases enough.
+        pending = active
+        for _ in range(_MAX_TRIALS):
+            step = length[pending, None] * direction[pending]
+            new_values = old_values[pending] + step
+            new_loss, new_gradient = objective(pending, new_values)
+            before, predicted = old_loss[pending], slope[pending]
+            new_slope = _dot(new_gradient, direction[pending])
+            falls = new_loss <= before + _SUFFICIENT_DECREASE * length[pending] * predicted
+            flattens = new_slope <= -_SUFFICIENT_FLATTENING * predicted
+            flattens &= new_loss <= before + _LOSS_NOISE * (1 + before.abs())
+            is_accepted = falls | flattens
+            accepted, pending = pending[is_accepted], pending[~is_accepted]
+            values[accepted], loss[accepted] = new_values[is_accepted], new_loss[is_accepted]
+            gradient[accepted] = new_gradient[is_accepted]
+            # If the slope changes linearly, it is 0 here.
+            zero = predicted / (predicted - new_slope)
+            length[pending] *= zero[~is_accepted].clamp(0.1, 0.5)
+            if not len(pending):
                 break
-            length = torch.where(accepted, length, length / 2)
         step, change = values - old_values, gradient - old_gradient
         curvature = _dot(step, change)
         is_positive = curvature > 1e-12 * _dot(step, step)
         weight = torch.where(is_positive, 1 / curvature.where(is_positive, 1.0), 0.0)
         pairs = [*pairs, (step, change, weight)][-_MEMORY:]
-        iteration += 1
-    return Minimum(values, converged, stalled & ~converged, iteration)
+        new_largest = gradient.abs().amax(1)
+        is_progress = (old_loss - loss > _LOSS_TOLERANCE * old_loss.abs()) | (new_largest < largest)
+        without_progress = torch.where(is_progress, 0, without_progress + 1)
+        # A problem without an acceptable step cannot continue.
+        without_progress[pending] = _PATIENCE
+        largest, num_steps = torch.minimum(largest, new_largest), num_steps + 1
+    converged = gradient.abs().amax(1) <= gradient_tolerance
+    stalled = ~converged & (without_progress >= _PATIENCE)
+    return Minimum(values, converged, stalled, num_steps)
 
 
-def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
+def _direction(
+    gradient: _Values, pairs: Sequence[_Pair], precondition: Callable[[_Values], _Values]
+) -> _Values:
     """Return the negative gradient times the approximate inverse Hessian (two-loop recursion)."""
-    if not pairs:
-        # The first step has a length of at most 1.
-        return -gradient / gradient.abs().sum(1, keepdim=True).clamp(min=1)
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(pairs):
         share = weight * _dot(step, direction)
         direction -= share[:, None] * change
         shares.append(share)
-    # The scale comes from the last used pair of each problem.
-    scale = torch.ones_like(pairs[0][2])
-    for step, change, weight in pairs:
-        ratio = _dot(step, change) / _dot(change, change).clamp(min=1e-300)
-        scale = torch.where(weight > 0, ratio, scale)
-    direction *= scale[:, None]
+    direction = precondition(direction)
+    if pairs:
+        # The last step corrects the scale of the approximation.
+        step, change, weight = pairs[-1]
+        ratio = _dot(step, change) / _dot(change, precondition(change)).clamp(min=1e-300)
+        direction *= torch.where(weight > 0, ratio, 1.0)[:, None]
     for (step, change, weight), share in zip(pairs, reversed(shares), strict=True):
         direction += (share - weight * _dot(change, direction))[:, None] * step
     return -direction

@@ -254,6 +254,10 @@ class Standardization:
         """Return mean 0 and scale 1 for each channel, which leave features unchanged."""
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
+    def select(self, source: int) -> "Standardization":
+        """Return the mean and scale of a single source."""
+        return Standardization(self.mean[source, None], self.scale[source, None])
+
     def constant_channels(self) -> tuple[int, ...]:
         """Return the number of channels of each source that do not vary."""
         return tuple((self.scale == 0).sum(1).tolist())

@@ -49,7 +49,7 @@ def test_values_of_a_part_are_keys_of_their_own_wherever_they_stand():
 
     assert first.settings()["c_values"] == [1.0]
     assert first == last
-    assert changed_settings(first) == {"optimizer": "lbfgs", "c_values": [1.0]}
+    assert changed_settings(first) == {"optimizer": "preconditioned_lbfgs", "c_values": [1.0]}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from probes.features.tiers import StoredFeatures
+from probes.heads import logistic
 from probes.heads.logistic import LogisticRegression as Regression
-from probes.heads.logistic import minimise
+from probes.heads.logistic import hessian_inverse, minimise
 from probes.heads.losses import HistogramLoss
 from probes.heads.sgd import HeadSpec
 from tests.support.photographs import silent
@@ -94,24 +95,66 @@ def test_each_convex_problem_ends_by_itself():
     scales = torch.tensor([1e-3, 1e4, 1.0], dtype=torch.float64)
     centers = torch.tensor([[3.0, -1.0], [1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     curvature = torch.tensor([1.0, 30.0], dtype=torch.float64)
-    evaluations = 0
+    computed: list[list[int]] = []
 
-    def objective(values):
+    def objective(chosen, values):
         """Return two parabolas, one that starts at its minimum, and one with a wrong gradient."""
-        nonlocal evaluations
-        evaluations += 1
-        away = values[:3] - centers
-        bowls = scales * (curvature * away**2).sum(1) / 2
-        flat = torch.full_like(values[3:], 1e-3)
-        gradients = torch.cat([scales[:, None] * curvature * away, flat])
-        return torch.cat([bowls, values.new_full((1,), 1000.0)]), gradients
+        computed.append(chosen.tolist())
+        away = values - torch.cat([centers, torch.zeros(1, 2)])[chosen]
+        factors = torch.cat([scales, torch.zeros(1)])[chosen]
+        loss, gradient = (
+            factors * (curvature * away**2).sum(1) / 2,
+            factors[:, None] * curvature * away,
+        )
+        is_wrong = chosen == 3
+        return torch.where(is_wrong, 1000.0, loss), gradient + 1e-3 * is_wrong[:, None]
 
     start = torch.zeros(4, 2, dtype=torch.float64)
-    found = minimise(objective, start, max_iterations=60, gradient_tolerance=1e-6)
+    found = minimise(
+        objective,
+        start,
+        precondition=lambda gradient: gradient.clone(),
+        iterations=range(60),
+        gradient_tolerance=1e-6,
+    )
 
     assert found.converged.tolist() == [True, True, True, False]
     assert found.stalled.tolist() == [False, False, False, True]
     torch.testing.assert_close(found.values[:2], centers[:2], rtol=0, atol=2e-3)
     assert torch.equal(found.values[2], start[2])
     assert 5 < found.iterations < 50
-    assert evaluations < 20 + 3 * found.iterations
+    # Only problems that have not ended are computed.
+    assert computed[0] == [0, 1, 2, 3]
+    assert all(2 not in chosen for chosen in computed[1:])
+    assert [3] in computed
+    assert sum(map(len, computed)) < 4 * found.iterations
+
+
+def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
+    monkeypatch.setattr(logistic, "_ADDED_VARIANCE", 0.0)
+    generator = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(50, 3, generator=generator).double()
+        @ torch.tensor([[1.0, 0.5, 0.0], [0.0, 2.0, 0.3], [0.0, 0.0, 0.1]]).double()
+    )
+    x -= x.mean(0)
+    scale, penalty = torch.tensor([2.0, 0.5, 1.0]).double(), torch.tensor([0.01, 3.0]).double()
+    frequencies = torch.tensor([0.7, 0.2, 0.1]).double()
+    gradient = torch.randn(2, 12, generator=generator).double()
+
+    product = hessian_inverse((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
+
+    def loss(parameters, head):
+        """Return the loss of a head as a function of its weights and biases."""
+        weights, bias = parameters[:9].view(3, 3), parameters[9:]
+        logits = (x * scale) @ weights.T + bias
+        return logits.logsumexp(1).mean() + penalty[head] * weights.square().sum() / 2
+
+    # At the best biases of heads without weights, without products of different classes.
+    at = torch.cat([torch.zeros(9).double(), frequencies.log()])
+    for head in range(2):
+        hessian = torch.autograd.functional.hessian(lambda p, h=head: loss(p, h), at)
+        for number in range(3):
+            own = [*range(3 * number, 3 * number + 3), 9 + number]
+            block = hessian[own][:, own]
+            torch.testing.assert_close(block @ product[head, own], gradient[head, own])
