@@ -264,7 +264,12 @@ PROTOCOLS = {
     "cutting_the_skip": {"loss": "full_resolution", "holdout": 0.0, "train_images": 3000},
     "dinov2": {"loss": "full_resolution", "crops": "scaled", "scoring": "slide"},
     "neco": {"loss": "100", "optimizer": "sgd", "score_size": 100, "norm": "final"},
-    "capi": {"loss": "majority", "optimizer": "lbfgs", "score_size": 224, "refit": True},
+    "capi": {
+        "loss": "majority",
+        "optimizer": "preconditioned_lbfgs",
+        "score_size": 224,
+        "refit": True,
+    },
 }
 
 
