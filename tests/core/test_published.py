@@ -94,6 +94,7 @@ def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data(
         {"task": "retrieval"},
         {"dataset": "voc20"},
         {"dataset": "toy"},
+        {"dataset": "voc2012+snow-3"},
         {"task": "knn", "metric": "top1_k20"},
     ):
         assert find_published_values(replace(HEADS, **change)) == ()

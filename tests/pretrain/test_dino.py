@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from pretrain.crops.multi import MultiCrop
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives import dino
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
+from pretrain.options import TrainOptions
 from pretrain.schedules import Timeline
+from pretrain.step import Trainer
 from tests.benchmarks import pretrain as bench
 from tests.pretrain.plans import CPU, TINY
 
@@ -171,6 +174,17 @@ def test_the_last_layer_waits_for_the_end_of_the_first_epoch():
     assert trained(39) == everything - last
     assert trained(40) == everything
     assert learner.values(78)["teacher_temperature"] < learner.values(79)["teacher_temperature"]
+
+
+def test_a_frozen_last_layer_takes_part_in_the_norm_of_the_gradients():
+    norms = []
+    for epochs in (0.0, 4.0):
+        learner = learner_of(freeze_last_layer_epochs=epochs)
+        options, ranks = TrainOptions(batch_size=3), TrainingRanks(CPU)
+        trainer = Trainer(learner, AdamW(), options, Timeline(100, 10), ranks)
+        norms.append(trainer.take_step(0, [views_of()])["gradient_norm"])
+
+    assert torch.equal(*norms)
 
 
 def test_schedules_run_from_the_official_start_to_the_official_end():

@@ -66,9 +66,11 @@ def test_a_run_states_its_scale_for_probes_and_for_runs_that_start_from_it(root,
         assert identify_encoder(str(tmp_path / name)).identity() == encoder.identity()
     assert not {"mean", "std"} & read_metadata(tmp_path / "plain/last.safetensors").keys()
     start = str(tmp_path / "unit")
-    with pytest.raises(ConfigurationError) as caught:
-        replace(scaled(root), init_from=start).run(tmp_path / "other", device="cpu")
-    assert caught.value.hint == ("data.mean=[0.0,0.0,0.0]", "data.std=[1.0,1.0,1.0]")
+    for name in (None, "mean", "std"):
+        part = {} if name is None else {name: UNIT[name]}
+        with pytest.raises(ConfigurationError) as caught:
+            replace(scaled(root, **part), init_from=start).run(tmp_path / "other", device="cpu")
+        assert caught.value.hint == ("data.mean=[0.0,0.0,0.0]", "data.std=[1.0,1.0,1.0]")
     replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 

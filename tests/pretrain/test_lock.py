@@ -133,9 +133,13 @@ def test_workers_that_outlive_a_killed_run_do_not_lock_its_folder(workdir):
     try:
         assert len(workers) >= 2
         assert all(Path(f"/proc/{worker}").exists() for worker in workers)
-        assert str(child) in Path("run/.lock").read_text()
+        text = Path("run/.lock").read_text()
+        assert f"process {child} " in text
+        Path("run/.lock").write_text(3 * text)
         with lock_folder(Path("run")):
-            assert str(os.getpid()) in Path("run/.lock").read_text()
+            text = Path("run/.lock").read_text()
+            assert f"process {os.getpid()} " in text
+            assert f"process {child} " not in text
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)

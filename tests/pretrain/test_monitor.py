@@ -53,8 +53,8 @@ def root(tmp_path_factory):
     return labelled(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
 
 
-def labelled(root, num_train, num_val, *, num_classes):
-    folders = [f"class{number}" for number in range(num_classes)]
+def labelled(root, num_train, num_val, *, num_classes, noun="class"):
+    folders = [f"{noun}{number}" for number in range(num_classes)]
     album(root / "train", num_train, folders=folders)
     album(root / "val", num_val, folders=folders, seed=1)
     return root
@@ -167,8 +167,9 @@ def test_what_cannot_be_measured_is_refused_before_training(root, tmp_path, moni
     assert not (tmp_path / LOG).exists()
 
 
-def test_a_head_for_other_classes_is_not_validated(root, tmp_path):
-    other = labelled(tmp_path / "other", 2, 2, num_classes=2)
+@pytest.mark.parametrize(("num_classes", "noun"), [(2, "class"), (3, "kind")])
+def test_a_head_for_other_classes_is_not_validated(root, tmp_path, num_classes, noun):
+    other = labelled(tmp_path / "other", 3, 3, num_classes=num_classes, noun=noun)
     monitor = Monitor(accuracy_epochs=1, root=str(other))
 
     with pytest.raises(ConfigurationError, match=r"the 3 classes of the run in monitor\.root"):

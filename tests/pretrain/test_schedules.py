@@ -67,6 +67,13 @@ def test_the_triangle_of_a_run_takes_no_warmup():
     assert caught.value.hint == ("train.warmup_epochs=null",)
 
 
+@pytest.mark.parametrize(("max_steps", "steps"), [(None, 12), (5, 5), (12, 12), (13, 12)])
+def test_max_steps_only_shorten_a_run(max_steps, steps):
+    options = TrainOptions(epochs=2, batch_size=2, max_steps=max_steps)
+
+    assert options.timeline(13) == Timeline(steps, 6)
+
+
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ConfigurationError, match="at least one step"):
         Timeline(total_steps=0, steps_per_epoch=5)

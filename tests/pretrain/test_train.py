@@ -139,18 +139,27 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
     assert not (tmp_path / LOG).exists()
 
 
-def test_a_second_interrupt_ends_the_step_too(root, tmp_path, monkeypatch):
-    def interrupt_twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("went on with the step")
+@pytest.mark.parametrize(
+    ("numbers", "error", "steps"),
+    [
+        ((signal.SIGINT, signal.SIGINT), KeyboardInterrupt, 2),
+        ((signal.SIGTERM, signal.SIGINT), KeyboardInterrupt, 3),
+        ((signal.SIGINT, signal.SIGTERM), Preempted, 3),
+    ],
+)
+def test_only_a_second_interrupt_ends_the_step_too(
+    root, tmp_path, monkeypatch, numbers, error, steps
+):
+    def send_signals():
+        for number in numbers:
+            os.kill(os.getpid(), number)
 
-    do_at(monkeypatch, 3, interrupt_twice)
+    do_at(monkeypatch, 3, send_signals)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         plan_of(root).run(tmp_path, device="cpu")
 
-    assert len(log_rows(tmp_path)) == 2
+    assert len(log_rows(tmp_path)) == steps
 
 
 def test_a_signal_in_the_last_step_changes_nothing(root, tmp_path, monkeypatch):

@@ -176,13 +176,17 @@ def test_the_provenance_of_a_packed_record_names_the_file_that_holds_it(tmp_path
     assert first_record(report_on(tmp_path))["record"] == f"records.parquet: {path}"
 
 
-def test_published_values_are_shown_with_their_differences(tmp_path):
-    record = cell(task="segmentation", dataset="voc2012", metric="miou_oracle", facet="token")
+@pytest.mark.parametrize(("dataset", "is_whole"), [("voc2012", True), ("voc2012-limit64", False)])
+def test_published_values_are_shown_with_their_differences(tmp_path, dataset, is_whole):
+    segmentation = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
+    record = cell(dataset=dataset, value=62.0, **segmentation)
 
-    text = Elements((report_on(tmp_path, record) / "index.html").read_text()).text
+    page = Elements((report_on(tmp_path, record) / "index.html").read_text())
 
-    assert "62.3 published" in text
-    assert "not the same experiment: published: ViT-Small" in text
+    assert "62.3 published" in page.text
+    assert "not the same experiment: published: ViT-Small" in page.text
+    # A chart has dashes at the published values unless its images are a subset.
+    assert any(given.get("class") == "level" for _, given in page.elements) == is_whole
 
 
 def test_only_requested_tasks_are_in_the_report(tmp_path):

@@ -321,6 +321,20 @@ def test_checkpoints_are_sorted_by_mean_rank_and_only_the_best_have_colours(tmp_
     assert len(coloured) == len(PALETTE)
 
 
+def test_datasets_count_equally_however_many_checkpoints_they_have():
+    order = {"large": "bcade", "small": "ab"}
+    records = [
+        cell(model=name, checkpoint_sha256=name * 64, value=50.0 - rank, dataset=dataset)
+        for dataset, names in order.items()
+        for rank, name in enumerate(names)
+    ]
+
+    names = [checkpoint.name for checkpoint in leaderboard(*records).checkpoints]
+
+    # Mean ranks of a: (2/5 + 0/2) / 2 = 0.2, of b: (0/5 + 1/2) / 2 = 0.25, of c: 1/5.
+    assert names == list("acbde")
+
+
 def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Gallery:
     prefixes = {layer: f"pictures/{task}/block{layer}/" for layer in layers}
     files = {image: f"{image}.png" for image in images}

@@ -110,9 +110,12 @@ def test_compare_marks_both_sides_and_no_difference(printed, as_json):
     assert blocks["2"].count("*") == 2
     assert "*" not in blocks["1"]
     assert "held-out choice (0)" in alone
-    (row,) = (row for row in as_json("compare", "skip")[0]["rows"] if row["block"] == "1")
+    rows = {row["block"]: row for row in as_json("compare", "skip")[0]["rows"]}
+    row, tested = rows["1"], rows["2"]
     assert (row["interval_leaves_out_0"], row["significant_after_holm"]) == (True, False)
     assert (row["first_degenerate_percent"], row["second_degenerate_percent"]) == (60.0, 10.0)
+    # Block 2 is the only one that is tested, so its p-value needs no correction.
+    assert (row["p_holm"], tested["p_holm"]) == (None, tested["p"])
 
 
 def test_figures_draw_degenerate_values_hollow():

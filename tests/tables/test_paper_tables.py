@@ -172,12 +172,14 @@ def test_a_column_has_the_block_of_its_paper(store):
     assert [one["layer_selection"] for one in choices] == ["oracle", "holdout"]
 
 
-def test_the_command_maps_rows_to_checkpoints(store, printed):
+def test_the_command_maps_rows_to_checkpoints(store, printed, as_json):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     command = ["table", "--paper", "cutting_the_skip:figure3"]
 
     out = printed(*command, "--as", "skip, soap=aaaa", "--format", "markdown").out
     assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in out
+    for words, choice in (([], "oracle"), (["--best-layer", "holdout"], "holdout")):
+        assert as_json(*command, *words)[0]["layer_selection"] == choice
     for words, code, hint in (
         (["--as", "skp, soap=skip"], 2, "`--as 'skip, soap=CHECKPOINT'`"),
         (["--as", "skip, soap"], 2, "`--as ROW=CHECKPOINT`"),

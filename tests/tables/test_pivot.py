@@ -146,6 +146,9 @@ def test_seeds_choose_for_themselves_and_are_averaged(store):
     text = render_tables([encoder_table(records, store, "holdout")], "text")
     assert "91.7 @0,1" in text
     assert "each seed chooses its own block" in text
+    # A mean needs the choices of all seeds.
+    records += [save(store, "a", layer, good, seed=2, keep=False) for layer in (0, 1)]
+    assert choose_block(records, store, "holdout") is None
 
 
 def test_ties_as_printed_share_their_rank(store):
@@ -228,6 +231,8 @@ def test_no_block_and_no_encoder_is_best_when_higher_is_not_better(store, metric
     assert f"\n‡ of {metric}: " in render_tables([several], "text")
     assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
     assert render_tables([alone], "text").startswith(title)
+    mixed = encoder_table([*records, RECORD], store, "oracle")
+    assert mixed.title.split(":")[0] == title.split(":")[0]
 
 
 @pytest.mark.parametrize(

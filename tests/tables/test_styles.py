@@ -63,6 +63,17 @@ def test_a_figure_has_the_colours_and_dashes_of_the_report():
         assert f"c{PALETTE.index(line.get_color())} " in checkpoint.style
 
 
+def test_a_legend_has_the_order_of_the_names():
+    both = records("vit2", "vit10")
+    # The first panel has only the encoder with the last name.
+    alone = [replace(record, dataset="first") for record in both if record.model == "vit10"]
+
+    figure = curves_figure(depth_tables([*alone, *both]))
+
+    assert [len(axis.get_lines()) for axis in figure.axes] == [2, 3]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["vit2", "vit10"]
+
+
 def test_ticks_are_probed_blocks_and_baselines_have_their_number():
     (axis,) = curves_figure(depth_tables(records("vit"))).axes
 
