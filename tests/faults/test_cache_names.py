@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from probes.depth.probe import Depth
 from probes.knn import KNN
 from probes.segmentation import SegmentationRun
 from probes.tokencut.probe import TokenCut
@@ -42,6 +43,7 @@ class Pictures:
     prefix: str = ""
     class_names: tuple[str, ...] = ("dark", "bright")
     labels: tuple[int, ...] = (0, 1, 0, 1)
+    has_depth: bool = False
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -55,7 +57,8 @@ class Pictures:
         noise = np.random.default_rng(index).integers(0, 90, (16, 16, 3), dtype=np.uint8)
         image = (noise + 100 * mask[..., None]).astype(np.uint8)
         boxes = np.array([[0.0, 0.0, 8.0, 8.0]])
-        return Sample(self.ids[index], image, mask, boxes=boxes, label=index % 2)
+        depth = (1 + mask).astype(np.float32) if self.has_depth else None
+        return Sample(self.ids[index], image, mask, boxes=boxes, label=index % 2, depth=depth)
 
     def fingerprint(self) -> str:
         return self.stamp
@@ -134,6 +137,15 @@ def after_heads(beginning: str) -> Callable[[Path, Facts], str]:
         return path.name
 
     return name
+
+
+def depth_heads(folder: Path, facts: Facts) -> str:
+    usual = {"cache": str(folder), "image_size": 16, "holdout": 0.25, "epochs": 1, "panels": 0}
+    options = probe_options(facts, **usual, learning_rates=[1e-3], keep_minutes=0.0)
+    scenes = context(folder, {**facts, "train_has_depth": True, "val_has_depth": True})
+    next(Depth(**options).run(scenes))
+    (path,) = (folder / "heads").glob("depth_*.jsonl")
+    return path.name
 
 
 def passed_images(folder: Path, facts: Facts) -> str:
@@ -231,6 +243,20 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
                 {"probe.refit": True},
                 {"probe.training": "lbfgs", "probe.c_values": [1.0], "probe.max_iterations": 2},
             ),
+        },
+    ),
+    "heads of depth": (
+        depth_heads,
+        {
+            **SHORT,
+            "dtype": torch.bfloat16,
+            "layers": (0, 1),
+            "train_stamp": "beef",
+            "seed": 1,
+            "probe.facet": "key",
+            "probe.holdout": 0.5,
+            "probe.image_size": 24,
+            "probe.max_depth": 9.0,
         },
     ),
     "images passed": (

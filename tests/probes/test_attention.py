@@ -423,7 +423,7 @@ def test_sides_are_reduced_to_multiples_of_the_patch(options, size):
 def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
     root = paired_folders(tmp_path / "folders", {"train": ["a"], "val": ["b"]})
     more = [f"class {number}" for number in range(1, 21)]
-    stuff = ImageMaskFolders(root, class_names=["wall", *more])
+    stuff = ImageMaskFolders(root, class_names=["wall", *more[1:], "background"])
     objects = ImageMaskFolders(root, class_names=["background", *more])
 
     assert Attention().adapt_to_images(stuff, ()).truth == "none"

@@ -11,10 +11,16 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from probes.classification import LinearClassification, Momentum, score_selected_heads
+from probes.classification import (
+    FixedPooling,
+    LinearClassification,
+    Momentum,
+    score_selected_heads,
+)
 from probes.features.image import ImagePass
 from probes.features.tiers import StoredFeatures
 from probes.features.training_images import TrainingSplit
+from probes.heads.attentive import AttentivePooling
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import HeadSpec
 from ssl_bench.cli.__main__ import main
@@ -149,9 +155,10 @@ def test_constant_features_are_flagged(root):
 
 
 def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
-    with pytest.raises(DataError, match="class1") as error:
-        scores(of_images(root, [5, 6, 7, 8, 9]))
-    assert error.value.hint == ("probe.train_images={larger}",)
+    for pool in (FixedPooling(), AttentivePooling(queries=4)):
+        with pytest.raises(DataError, match="class1") as error:
+            scores(of_images(root, [5, 6, 7, 8, 9]), pool=pool)
+        assert error.value.hint == ("probe.train_images={larger}",)
 
     found = scores(of_images(root, range(25)))[0, "cls", "top1_holdout"]
 

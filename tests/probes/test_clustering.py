@@ -227,6 +227,7 @@ def test_more_clusters_than_classes_match_fewer_images(colours):
     assert found["miou_matched_x2"].value < 90
     assert found["nmi_x2"].value < 100
     assert found["nmi_x2"].details["num_clusters"] == 12
+    assert {metric for metric, score in found.items() if score.unit != "%"} == {"ari", "ari_x2"}
 
 
 def test_equal_features_are_flagged_and_have_no_agreement(colours):

@@ -49,10 +49,11 @@ class Runner:
     def __init__(self, photographs, folder):
         self.photographs, self.folder, self.said = photographs, folder, []
 
-    def __call__(self, encoder, layers=(0, 1), out="out", **options):
+    def __call__(self, encoder, layers=(0, 1), out="out", *, seed=0, **options):
         options = {"num_images": 2, "image_size": encoder.native_size[0], **options}
         probe, store = Conditioning(**options), ResultStore(self.folder / out)
-        return evaluated(probe, self.photographs, store, encoder, layers, say=self.said.append)
+        said = self.said.append
+        return evaluated(probe, self.photographs, store, encoder, layers, seed=seed, say=said)
 
 
 @pytest.fixture
@@ -336,16 +337,21 @@ def test_a_checkpoint_equals_itself_and_differs_from_another(run, tmp_path):
     assert caught.value.hint == ("probe.compare_to={checkpoint}",)
 
 
-def test_initial_weights_are_those_of_the_seed(run):
+def test_initial_weights_are_those_of_the_seed(run, tmp_path):
     trained = tiny()
     fresh = run(trained, layers=(0,), num_images=1)
     with torch.no_grad():
         trained.module.get_parameter("blocks.0.attn.qkv.weight").mul_(7)
 
     changed = run(trained, layers=(0,), num_images=1)
-    again = run(trained, layers=(0,), num_images=1, at_initialisation=True)
+    again, other = (
+        run(trained, layers=(0,), num_images=1, at_initialisation=True, seed=seed)
+        for seed in (0, 1)
+    )
 
-    assert [r.value for r in again] == [r.value for r in fresh]
+    assert [r.value for r in again] == [r.value for r in fresh] != [r.value for r in other]
+    folders = {path.parent.name for path in (tmp_path / "out/pictures").rglob("*.png")}
+    assert folders == {"spectra", "spectra-initialisation0", "spectra-initialisation1"}
     assert changed[0].value != fresh[0].value
     assert again[0].settings["at_initialisation"]
     with pytest.raises(ConfigurationError) as caught:

@@ -72,9 +72,7 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
     for kind, count in (("cls", 1), ("register", 2)):
         details = found[1, "token", f"{kind}_patch_cosine"].details
         assert details[f"num_{kind}_tokens"] == count
-    # Fewer images than dimensions are stated.
     ranks = found[1, "cls", "rankme"]
-    assert (ranks.details["limited_by_images"], ranks.details["rank_limit"]) == (True, 7)
     assert ranks.value < 7.001
     ends = {"alignment": (0, 4), "uniformity": (-8, 0), "outlier_share": (0, 100)}
     ends |= {"cls_patch_cosine": (-1, 1), "register_patch_cosine": (-1, 1)}
@@ -85,6 +83,23 @@ def test_scores_have_units_counts_and_intervals_within_their_ranges(photographs)
             assert low <= score.ci95[0] <= score.value <= score.ci95[1] <= high
     assert found[1, "cls", "alignment"].ci95
     assert ranks.ci95 is None
+
+
+@pytest.mark.parametrize(
+    ("count", "limits"),
+    [
+        (7, {"rankme": (7, True), "effective_rank": (6, True), "lidar": (2, True)}),
+        # Without their mean, eight vectors span seven dimensions.
+        (8, {"rankme": (8, False), "effective_rank": (7, True), "lidar": (2, True)}),
+        (9, {"rankme": (8, False), "effective_rank": (8, False), "lidar": (2, True)}),
+    ],
+)
+def test_ranks_that_more_images_would_raise_are_stated(tmp_path, count, limits):
+    found = scores(folder(tmp_path / "some", count), vit(dim=8), layers=(1,), facet="cls")
+
+    details = {metric: score.details for (_, _, metric), score in found.items()}
+    ranks = {m: d for m, d in details.items() if "rank_limit" in d}
+    assert {m: (d["rank_limit"], d["limited_by_images"]) for m, d in ranks.items()} == limits
 
 
 def test_the_vectors_are_those_of_the_central_squares(photographs):

@@ -116,6 +116,10 @@ def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
 def test_statistics_do_not_depend_on_the_batch_size(size):
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
+    # One patch differs by the rounding of float16. The deviation of the channels is 0.7e-4 and
+    # 1.4e-4 of their mean. Only the second one is more than rounding.
+    blocks[:, :, :, :, 3], blocks[:, :, :, :, 4] = -1.9, 1.0
+    blocks[:, 1, 0, 0, 3:5] += 2**-10
     blocks[:, 4] = 1000.0
     statistics = RunningStatistics.start(torch.device("cpu"))
     for some in blocks.half()[:, :4].split(size, 1):
@@ -124,8 +128,9 @@ def test_statistics_do_not_depend_on_the_batch_size(size):
     chosen = blocks.half().double()[:, :4].flatten(1, 3)
     torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
     expected = 1 / chosen.std(1, correction=0)
-    expected[:, 2] = 0
-    torch.testing.assert_close(found.scale.double(), expected, rtol=1e-5, atol=0)
+    expected[:, 2:4] = 0
+    torch.testing.assert_close(found.scale.double(), expected, rtol=1e-4, atol=0)
+    assert found.constant_channels() == (2, 2)
 
 
 def test_the_rate_follows_warmup_and_shape():

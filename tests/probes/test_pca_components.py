@@ -142,14 +142,17 @@ def test_maps_of_several_images_are_turned_together_at_any_resolution():
 
 def test_colours_stretch_each_channel_over_all_maps_from_the_first_to_the_99th_percentile():
     values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
-    maps = [values[:50], values[50:]]
+    # Patches outside the mask are black, and do not affect the range.
+    outside = torch.full((30, 1, 3), 1000.0, dtype=torch.float64)
+    maps = [values[:50], torch.cat([outside, values[50:]])]
 
-    colours = to_colours(maps, [everywhere(one) for one in maps])
+    colours = to_colours(maps, [one[..., 0] < 1000 for one in maps])
 
     low, high = (one[..., 0].flatten() for one in colours)
     assert low[:3].tolist() == [0, 0, round(255 / 98)]
+    assert not high[:30].any()
     assert high[-2:].tolist() == [255, 255]
-    assert high[0] == round(255 * 49 / 98)
+    assert high[30] == round(255 * 49 / 98)
 
 
 def test_the_threshold_between_two_groups_has_the_least_squared_distances():

@@ -48,6 +48,7 @@ class Pictures:
 
     boxes: Mapping[str, list[list[float]] | None]
     damaged: str = ""
+    stamp: str = "f00d"
     read: list[str] = field(default_factory=list)
     name: str = "noise"
     split: str = "all"
@@ -71,7 +72,7 @@ class Pictures:
         return Sample(image_id, picture(image_id), boxes=boxes)
 
     def fingerprint(self) -> str:
-        return "f00d"
+        return self.stamp
 
     def discovery(self) -> "Pictures":
         return self
@@ -154,8 +155,8 @@ def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_
 def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
-    def searched(layers=(0, 2), seed=0, damaged="", **options):
-        pictures = Pictures(boxes, damaged)
+    def searched(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
+        pictures = Pictures(boxes, damaged, stamp)
         asked = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(asked)), sorted(pictures.read)
 
@@ -174,8 +175,8 @@ def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     assert searched() == (scores, [last])
     assert searched() == (scores, [])
-    # Further blocks are added to the log. Other settings and weights have logs of their own.
-    for _, read in (searched([1]), searched(tau=0.1), searched(seed=1)):
+    # The log gets further blocks and replaced files. Other settings and weights have their own log.
+    for _, read in (searched([1]), searched(stamp="beef"), searched(tau=0.1), searched(seed=1)):
         assert read == ["a", "b", "c"]
     assert searched([0, 1])[1] == []
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3

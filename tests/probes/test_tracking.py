@@ -256,6 +256,11 @@ def test_statistics_of_an_object_are_those_of_the_authors():
     assert found["j_decay"] == pytest.approx([100 * 7 / 15, 0])
     assert found["j_and_f"] == pytest.approx([35, 75])
     assert decay(np.arange(300.0)[::-1, None])[0] == pytest.approx(299 - 37.5 - 37.5)
+    # A quarter that ends between two frames includes the later one.
+    for frames, first, last in ((1, 1, 0), (3, 2, 2), (5, 2, 3), (7, 3, 5), (11, 4, 8)):
+        squares = np.arange(float(frames))[:, None] ** 2
+        expected = squares[:first].mean(0) - squares[last:].mean(0)
+        assert decay(squares) == pytest.approx(expected)
 
 
 def test_void_pixels_are_background():
