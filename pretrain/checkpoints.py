@@ -13,6 +13,7 @@ under one of its two names. `load_state` finds the newest complete state. After 
 `last.safetensors` may still be older than the state. After the last step of the run,
 `state.previous.pt` is deleted.
 
+`epochNNNN.safetensors` are encoders that `train.keep_epochs` and `train.keep_every` keep.
 `pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
 `log.jsonl` after each step.
 """

@@ -1,7 +1,7 @@
 """Save and restore the progress of a run, and check what has changed while it was stopped.
 
-A run is only resumed if it would give the same weights as without the stop. These things may change
-while it is stopped:
+A run is only resumed if it would give the same weights as without the stop, apart from rounding
+errors if the number of processes has changed. These things may change while it is stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.

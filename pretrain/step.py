@@ -108,7 +108,8 @@ class Trainer:
         self._restore_statistics(statistics, found_inf)
         # After clipping, as in the official DINO: frozen layers take part in the norm.
         self.learner.freeze_gradients(step)
-        # With these attributes, torch's GradScaler tells an optimizer to leave everything as it is.
+        # Optimizers of torch and SOAP read these attributes, which GradScaler sets otherwise. If
+        # `found_inf` is 1, the step changes nothing.
         vars(self.optimizer).update(found_inf=found_inf.float(), grad_scale=None)
         self.optimizer.step()
         self.optimizer.zero_grad()

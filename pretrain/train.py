@@ -1,8 +1,12 @@
 """The training loop: build the parts of a run, take its steps, log, save and stop.
 
-What is written: `config.yaml` before the first step, and again after images were left out. One row
-of `log.jsonl` after each step. A checkpoint (`pretrain/checkpoints.py` describes its files) every
-`train.checkpoint_minutes`, every `train.checkpoint_epochs`, and at the end of the run.
+What is written:
+
+- `config.yaml` before the first step, and again after images were left out.
+- After each step, in this order: one row of `log.jsonl`, with the monitor's values if it is due;
+  `epochNNNN.safetensors` after the epochs of `train.keep_epochs` and `train.keep_every`; and a
+  checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`.
+- A checkpoint after the last step. `pretrain/checkpoints.py` describes its files.
 
 What ends a run before its last step:
 
@@ -10,10 +14,10 @@ What ends a run before its last step:
   one) is finished and saved.
 - A second Ctrl-C: the current step and all unsaved steps are lost. Checkpoints that wait for the
   disk are still written. A further Ctrl-C completes only the file that is being written.
-- An image that cannot be read, a dead data worker, or a full disk: all finished steps are saved, if
-  the disk allows it.
-- Training that has diverged, or memory that ran out: nothing more is saved, and the last checkpoint
-  remains.
+- A `DataError` or `MachineError`, such as an image that cannot be read, a dead data worker, or a
+  full disk: all finished steps are saved, if the disk allows it.
+- Any other error, and `OutOfMemory`: nothing more is saved, and the last checkpoint remains. If
+  training has diverged, this is a `ConfigurationError`.
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
@@ -203,13 +207,13 @@ class Run:
             try:
                 with closing(self._read_micro_batches()) as micro_batches:
                     for step in range(progress.step, total):
-                        row, values = self._take_step(step, micro_batches)
+                        row, metrics = self._take_step(step, micro_batches)
                         progress.step = step + 1
                         with self._errors_postponed():
                             row |= self._run_monitor()
                         # If one process should stop or save, `log.should_stop` or
                         # `log.should_save` becomes true in all processes after the same step.
-                        log.add(row, values, stop=self._should_stop(), save=self._should_save())
+                        log.add(row, metrics, stop=self._should_stop(), save=self._should_save())
                         with self._errors_postponed():
                             log.write_rows()
                             self._keep_encoder()
@@ -319,7 +323,7 @@ class Run:
         """
         plan, trainer = self.plan, self.trainer
         views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
-        values = self._compute(step, views)
+        metrics = self._compute(step, views)
         seconds, waited = self.clock.end_step()
         row = {
             "step": step + 1,
@@ -329,7 +333,7 @@ class Run:
             "data_wait": 100 * waited / seconds,
             "mfu": trainer.utilisation(seconds),
         }
-        return row, values
+        return row, metrics
 
     def _compute(self, step: int, views: Iterator[Views]) -> Mapping[str, Tensor]:
         try:

@@ -86,8 +86,8 @@ class Learner(nn.Module, ABC):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if this row of the log is typical of a failed training, or None.
 
-        The trainer raises the error if many consecutive rows are typical of a failed training. The
-        hint of the error names options that may help.
+        The log raises the error if `train.collapse_patience` consecutive rows are typical of a
+        failed training. The hint of the error names options that may help.
         """
         del row
 

@@ -110,9 +110,9 @@ def parameter_groups(
 
     Returns:
         A group with weight decay, and then a group without. If `layer_decay` is not 1, there is
-        such a pair for each layer: first the embedding, then each block, and finally the last norm
-        with everything outside of the encoder. The key `lr_scale` of a group is `layer_decay` to
-        the power of the number of layers above it.
+        such a pair for each layer: first the embedding, then each module of `blocks`, and finally
+        `norm` with everything outside of the encoder. The key `lr_scale` of a group is
+        `layer_decay` to the power of the number of layers above it.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.

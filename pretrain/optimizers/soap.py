@@ -108,8 +108,8 @@ class SOAP(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # The base class has converted the state to the dtype of the parameters, which may have a
-        # lower precision. The original state is assigned again.
+        # The base class has converted the state to the dtype of the parameters. The original state
+        # is assigned again, because moments and the float64 count of steps may be more precise.
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(saved, parameters, strict=True):
