@@ -119,11 +119,11 @@ class BatchChunks(Dataset[Any]):
         return ChunkWithReplacements(crops, left_out) if left_out else crops
 
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
-        """Return the images of a micro-batch of this process.
+        """Return the keys of the samples in a micro-batch of this process.
 
         A batch holds the first micro-batch of every rank, then the second micro-batch of every
-        rank, and so on. The images of a batch do not depend on the numbers of ranks and
-        micro-batches.
+        rank, and so on. The images of a batch do not depend on how many ranks and micro-batches
+        there are.
         """
         step, number = divmod(micro_batch, self.num_micro_batches)
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -262,7 +262,7 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     At most half of the free shared memory is used, because other programs may need the rest.
 
     Args:
-        batches: Dataset with one chunk in each micro-batch.
+        batches: Dataset with undivided micro-batches, that is `num_chunks` = 1.
         num_requested: Number of data workers that this process requests.
         max_gib: Limit of shared memory in GiB, for all processes of this machine together.
     """
@@ -312,8 +312,8 @@ def load_chunks(
     workers.
 
     Args:
-        batches: Dataset with one chunk in each micro-batch.
-        workers: Number of data workers, and number of chunks in each micro-batch.
+        batches: Dataset with undivided micro-batches, that is `num_chunks` = 1.
+        workers: Number of data workers, and number of chunks to divide each micro-batch into.
         micro_batches: Numbers of the micro-batches.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
     """

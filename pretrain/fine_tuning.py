@@ -122,8 +122,9 @@ def _require_same_architecture(
     module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
-            f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
-            f"{type(module).__name__}. Give its weights as a file, or select another model"
+            f"init_from={address}: the run trains a {type(encoder).__name__} of this suite, but "
+            f"the checkpoint loads as a {type(module).__name__}. Set init_from to the path of its "
+            "weights file, or train another model"
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":

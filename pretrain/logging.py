@@ -203,7 +203,9 @@ class LogFile:
         try:
             self._file.write(json.dumps(finite) + "\n")
         except OSError as error:
-            raise MachineError(f"cannot write {self.path}: {error.strerror}. Free space") from error
+            raise MachineError(
+                f"cannot write {self.path}: {error.strerror}. Free some space on this disk"
+            ) from error
         numbers = {key: value for key, value in finite.items() if value is not None}
         for tracker in self._trackers:
             tracker.write(numbers)

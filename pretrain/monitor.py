@@ -336,7 +336,7 @@ class Evaluator(Measuring):
         return {k: ranks < k if is_finite else None for k in top_k}
 
     def _compute_knn_accuracy(self) -> float:
-        """Return the top-1 accuracy of the k-NN classifier in percent, or NaN."""
+        """Return the top-1 accuracy of k-NN in percent, or NaN if a feature is not finite."""
         # `forward` is called directly, because torch.compile would compile the module again for the
         # shapes of these images.
         compute = self.learner.encoder.forward

@@ -17,7 +17,7 @@ BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Which probes to run, on which datasets, for which blocks of which encoders.
+    """A request to run probes on datasets, for selected blocks of encoders.
 
     Attributes:
         tasks: Names of probes, such as "tokencut".

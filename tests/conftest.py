@@ -1,7 +1,6 @@
 """Check the shapes of tensors if SSL_BENCH_CHECK_SHAPES=1, and load the fixtures of all tests.
 
-The checks take a quarter more time. `make test-all`, `make coverage` and `make mutants` ask for
-them.
+The checks take 25 % more time. `make test-all`, `make coverage` and `make mutants` enable them.
 """
 
 import os

@@ -13,11 +13,11 @@ import torch
 
 from ssl_bench.data.files import fingerprints
 from tests.support.faults import encoder_file, photo_folder
-from tests.support.remembered import remember_needs
+from tests.support.remembered import cache_flop_counts
 from tests.support.runs import pretrain_two
 from tests.support.web import WebServer
 
-remember_needs()
+cache_flop_counts()
 torch.set_num_threads(1)
 # The files of a test need not survive a power cut. Waiting for the disk took a tenth of the time.
 os.fsync = lambda _: None

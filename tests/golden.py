@@ -1,12 +1,12 @@
-"""Every number that the commands give on small data, to compare before and after a change.
+"""Save or compare all numbers that the commands compute on small data.
 
     python -m tests.golden write FILE       # minutes on one core
     python -m tests.golden compare FILE     # exit 1 and a line for each value that differs
 
-Runs of three objectives with and without skips, stopped after five of ten steps and resumed: each
-step's log, and the weights. Then all tasks on toy scenes, toy objects and photographs, for these
-runs and both demonstration encoders: value and interval of each record. Equal to the last bit on
-one machine with one version of torch; elsewhere nothing is promised.
+Three objectives train encoders with and without skips. Each run stops after five of ten steps and
+is resumed. Its weights and the log of each step are saved. Then all tasks evaluate these encoders
+and both demo encoders on small data. Value and interval of each record are saved. Values are
+identical to the last bit only on one machine with one version of torch.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ FEW = (
 
 
 def values(folder: Path) -> dict[str, Any]:
-    """By name of a run's step or a record's file."""
+    """Return the values of steps and records, by name."""
     found: dict[str, Any] = {}
     photographs, runs = _photographs(folder / "photographs"), list[str]()
     for objective, words in OBJECTIVES.items():
@@ -78,7 +78,7 @@ def _run(*words: str) -> None:
 
 
 def _photographs(folder: Path) -> Path:
-    """Four parts of each of scikit-learn's two photographs, which are classes of their own."""
+    """Save four crops of each of scikit-learn's two photographs, as a class each."""
     for number, pixels in enumerate(load_sample_images().images):
         for part in range(4):
             top, left = 150 * (part // 2), 240 * (part % 2)
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     mode, file = sys.argv[1], Path(sys.argv[2]).resolve()
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
-        # As JSON has them, so that both sides of a comparison are the same kind.
+        # Convert values to JSON types, so that both sides of a comparison have the same types.
         given = json.loads(json.dumps(values(Path(place))))
     if mode == "write":
         file.write_text(json.dumps(given, indent=1) + "\n")

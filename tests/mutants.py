@@ -42,7 +42,7 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: the first `old` in `file` becomes `new`, and one of `tests` has to fail."""
+    """A planted fault: the first `old` in `file` becomes `new`, and one of `tests` must fail."""
 
     name: str
     file: str
@@ -51,7 +51,7 @@ class Fault:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Write the file anew, as it may be a hard link; return whether `old` is in it."""
+        """Write the file anew, as it may be a hard link; return whether it contains `old`."""
         path = tree / self.file
         text = path.read_text()
         path.unlink()
@@ -66,7 +66,7 @@ def load_faults(path: Path) -> list[Fault]:
 
 @dataclass(eq=False)
 class FirstFailure:
-    """A plugin of pytest that keeps the name of the first test that failed."""
+    """A plugin of pytest that stores the name of the first test that failed."""
 
     test: str = ""
 
@@ -131,7 +131,7 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
-    """Return the fate of a fault; `passing` are tests that are known to pass without any."""
+    """Return the result for a fault. `passing` lists tests that pass without any fault."""
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:

@@ -1,1 +1,1 @@
-"""Objectives that only single papers need. The trainer finds them by name and imports none."""
+"""Objectives of single papers. The trainer imports one only if a run selects it by name."""

@@ -22,7 +22,7 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class Window:
-    """Which patches of earlier frames give their labels to a patch.
+    """Choice and weights of the patches in earlier frames whose labels a patch receives.
 
     Attributes:
         latest_frames: Number of latest frames, in addition to the first frame.

@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search for the object or place in an image should find. All sets contain image ids.
+    """Expected results of a search for the object or place in an image, as sets of image ids.
 
     Attributes:
         matches: Images that show the same object or place.

@@ -36,7 +36,7 @@ NUM_FOLDS = 5
 
 @dataclass(frozen=True)
 class Kind:
-    """How a metric in percent is computed from per-image values. `PerImageKind` lists the kinds.
+    """Computation of a metric in percent from per-image values. `PerImageKind` lists the kinds.
 
     `shape` is the shape of the values of one image, in which None stands for any length. `estimate`
     also returns the influence of each image, which intervals need.

@@ -159,7 +159,7 @@ def _convert_error(error: Exception, command: str) -> SslBenchError | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one part of a command ended, such as a job of a sweep.
+    """Duration and exit code of one part of a command, such as a job of a sweep.
 
     Attributes:
         seconds: Duration of the part.

@@ -11,7 +11,7 @@ from ssl_bench.composition.choices import config_folder
 
 @dataclass(frozen=True)
 class TaskTexts:
-    """How tables and reports describe a task. Tasks of plugins have the default values.
+    """Texts for a task in tables and reports. Tasks of plugins have the default values.
 
     Attributes:
         title: Name of the task at the beginning of a sentence. If it is empty, the name on the

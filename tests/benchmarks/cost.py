@@ -2,12 +2,11 @@
 
     python -m tests.benchmarks.cost --data-root DIR
 
-DIR contains photographs in the layout of VOC2012. Tasks for which they have no annotations use a
-generated dataset. Each probe runs in a process of its own with one
-thread, and evaluates all blocks of `demo:skip` on at most 20 images. The time is the processor time
-of the process minus that of the same command with `--dry-run`, which loads the same libraries. In
-addition, the forward pass of untrained ViTs is timed. The measurements are written to
-results/benchmarks/cost-cpu.json, and the pages of the probes show them.
+DIR contains photographs in the layout of VOC2012. Tasks without annotations there use a generated
+dataset. Each probe runs in its own process with one thread, and evaluates all blocks of `demo:skip`
+on at most 20 images. The time of the same command with `--dry-run`, which loads the same libraries,
+is subtracted. The forward pass of untrained ViTs is timed as well. The pages of the probes show the
+measurements, which are saved in results/benchmarks/cost-cpu.json.
 """
 
 import argparse

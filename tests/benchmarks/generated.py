@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.generated [--write | --list]
 
-Generates again each page and figure that takes seconds, and names the files that differ. `--write`
-replaces them. `--list` tells which files of results/tables, results/figures and docs/ are checked,
+Each page and figure that takes seconds is generated again, and changed files are listed. `--write`
+replaces them. `--list` shows which files of results/tables, results/figures and docs/ are checked,
 and why the others are not.
 """
 
@@ -33,7 +33,7 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _generated_by(module: str, function: str, name: str, root: Path) -> str:
-    """Return the page that a benchmark's own function makes from its measurements."""
+    """Return the page that a function of a benchmark generates from its measurements."""
     return getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
 
 
@@ -51,7 +51,7 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str, root: Path) -> str:
-    """Return what a program in docs/ generates."""
+    """Return the text that a Python file in docs/ generates."""
     return runpy.run_path(str(root / "docs" / name))[function]()
 
 
@@ -147,7 +147,7 @@ def generate(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the names of files that differ from what their records give."""
+    """Yield the names of files that differ from the generated ones."""
     for name, content in generate(root):
         if _content(root / name) != content:
             yield name

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
 
-Each section runs in a process of its own, so that a crash does not end the other sections. It
-writes each entry at once, and an error is an entry too. `results/devices/GPU.json` and the page
-beside it are written after each section. Without a GPU, sizes are tiny and numbers mean nothing, so
-that the program itself can be tested. It needs neither a network nor data.
+Each section runs in its own process, so that a crash does not end the others. Each entry is written
+at once, also if it is an error. `results/devices/GPU.json` and the page beside it are written after
+each section. Without a GPU, sizes are tiny and only test the program. Neither a network nor data is
+needed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def put(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def entry(name: str) -> Any:
-    """What goes wrong is an entry too, and the next one is tried."""
+    """Record an exception as an entry instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -72,7 +72,7 @@ def wait() -> None:
 
 
 def ms(work: Callable[[], Any], times: int = 10, warm: int = 2) -> float:
-    """Median milliseconds of a call, waited for."""
+    """Return the median milliseconds of a synchronised call."""
     found = []
     for turn in range(warm + times):
         wait()
@@ -84,7 +84,7 @@ def ms(work: Callable[[], Any], times: int = 10, warm: int = 2) -> float:
 
 
 def kernels(work: Callable[[], Any], most: int) -> list[list[Any]]:
-    """Milliseconds, launches and names of what takes the device longest in a call; all first."""
+    """Return [milliseconds, launches, name] of the `most` slowest kernels, after their totals."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as seen:
         work()
@@ -112,7 +112,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """What the simulated device cannot say: cuSOLVER, cuBLAS, memory, rounding."""
+    """Measure what a simulated device cannot: cuSOLVER, cuBLAS, memory, rounding."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -156,7 +156,7 @@ def operations() -> None:
 
 
 def training(timed: int = 40) -> None:
-    """DINO of ViT-S/16, 2 x 224 + 8 x 96 pixels, bfloat16, batch 256."""
+    """Measure DINO: ViT-S/16, 2 x 224 + 8 x 96 pixels, bfloat16, batch 256."""
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
     from pretrain.optimizers.recipes import AdamW, Soap
@@ -218,7 +218,7 @@ def training(timed: int = 40) -> None:
 
 
 def extraction() -> None:
-    """All blocks of ViT-S/16, the tokens of each on the device."""
+    """Measure the extraction of tokens of all ViT-S/16 blocks."""
     from ssl_bench.features import FeatureExtractor
     from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
@@ -244,7 +244,7 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """A step of 96 linear heads, 12 blocks at 8 rates, on features of 384 values."""
+    """Measure a step of 96 linear heads (12 blocks, 8 learning rates) on 384 features."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -280,7 +280,7 @@ def heads() -> None:
 
 
 def commands() -> None:
-    """A run from files of JPEG, and a probe of it, as somebody types them."""
+    """Measure `pretrain` on JPEG files and `probe` on its run, as commands."""
     from PIL import Image
 
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
@@ -307,7 +307,7 @@ def commands() -> None:
 
 
 def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """How a command ended, and what it said until then or until its time was over."""
+    """Run a command; return its exit code or a note of its timeout, and its output."""
     with tempfile.TemporaryFile("w+") as said:
         try:
             code: int | str = subprocess.run(
@@ -320,7 +320,7 @@ def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
 
 
 def gpu_tests() -> None:
-    # A line for each, whatever pyproject.toml asks for.
+    # Print a line for each test, also if pyproject.toml sets another format.
     words = ["-m", "gpu", "-vv", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
     code, said = typed([sys.executable, "-m", "pytest", *words], 0.95 * SECONDS)
     found = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", said, re.MULTILINE)
@@ -338,7 +338,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "extraction": (extraction, 25),
     "heads": (heads, 25),
 }
-"""In order of worth, with the share of what time is left that each may take."""
+"""Sections by falling importance, with their shares of the remaining time."""
 
 
 def page(folder: Path) -> str:

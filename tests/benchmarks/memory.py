@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work: on a GPU by its allocator, elsewhere tensor by tensor."""
+"""Measure peak memory: from the allocator on a GPU, by tracking tensors elsewhere."""
 
 import weakref
 from collections.abc import Callable
@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
-    """Most that is held at a time beyond what was held before."""
+    """Return the additional peak memory of `work` in MiB."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -26,9 +26,9 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations create, until they are freed.
+    """Track the bytes of the storages that operations create, until they are freed.
 
-    What one operation allocates and frees again inside itself is not seen.
+    Memory that one operation allocates and frees internally is not counted.
     """
 
     def __init__(self) -> None:

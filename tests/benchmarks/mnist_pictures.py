@@ -1,8 +1,8 @@
-"""MNIST's published idx files as pictures in class folders, which pretraining reads.
+"""Convert MNIST's published idx files to images in class folders, for pretraining.
 
     python -m tests.benchmarks.mnist_pictures IDX DIR
 
-makes DIR/{train,test}/DIGIT/NUMBER.png, 70,000 files, a minute.
+It writes 70,000 files DIR/{train,test}/DIGIT/NUMBER.png in about a minute.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _PARTS = {"train": "train", "test": "t10k"}
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """A gzipped idx file of bytes: two zeros, the type, the number of axes, their lengths."""
+    """Read a gzipped idx file: two zero bytes, data type, number of axes, axis lengths, data."""
     content = gzip.decompress(path.read_bytes())
     kind, num_axes = content[2], content[3]
     if content[:2] != b"\0\0" or kind != 8:

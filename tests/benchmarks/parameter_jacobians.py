@@ -1,11 +1,12 @@
-"""Jacobians by parameters, equations 5, 8 and 9 of "Cutting the Skip", and its figure 5, exactly.
+r"""Compute equations 5, 8 and 9 and figure 5 of "Cutting the Skip" without approximation.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.parameter_jacobians \
         --json results/benchmarks/parameter_jacobians-cpu.json
 
-A ViT of 3 blocks, width 16, 2 heads and 5 tokens, small enough for every derivative, in float64, on
-random images. f is all tokens after the last block, theta the attention's weights of one block, as
-in the paper. Figure 5 is a simulation of its own: softmax of 10 x 10 logits alpha Z + beta I.
+The Jacobians are those of f, all tokens after the last block, with respect to theta, the attention
+weights of one block. The ViT has 3 blocks, width 16, 2 heads and 5 tokens, so that float64
+derivatives are affordable. Images are random. Figure 5 uses no ViT, but the softmax of 10 x 10
+logits alpha Z + beta I.
 """
 
 import argparse
@@ -33,23 +34,23 @@ VARIANTS = {
 }
 SEEDS, IMAGES, DRAWS = 5, 4, 1001
 PEAK, DIFFUSE = (0.1, 5.0), (0.1, 0.0)
-"""Of figure 5: alpha and beta, and what it prints: condition numbers of 1.1 and 730.1."""
+"""Values of (alpha, beta) in figure 5, which prints condition numbers of 1.1 and 730.1."""
 
 
 def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
-    """In float64, with the weights of a seed."""
+    """Return a float64 ViT, initialised with a seed."""
     return build_vit(config, seed=seed).eval().double()
 
 
 def by_parameters(
     model: VisionTransformer, tokens: Float64[Tensor, "1 tokens dim"], layer: int
 ) -> Float64[Tensor, "outputs parameters"]:
-    """Derivatives of f by theta of a block.
+    """Return the Jacobian of f with respect to theta.
 
     Args:
-        model: In float64.
-        tokens: What enters the first block.
-        layer: Whose attention's weights and biases theta are.
+        model: Encoder in float64.
+        tokens: Input of the first block.
+        layer: Block whose attention weights and biases are theta.
     """
     attention = dict(model.blocks[layer].get_submodule("attn").named_parameters())
 
@@ -66,13 +67,13 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """The largest singular value over that of the rank."""
+    """Return the ratio of the first singular value and number `rank`, counted from 1."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Condition number of the softmax of alpha Z + beta I; Z is normal, cut at two deviations."""
+    """Return the condition number of softmax(alpha Z + beta I); Z is normal, cut at 2 sd."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(10, 10, dtype=torch.float64)
     torch.nn.init.trunc_normal_(noise, generator=generator)
@@ -81,7 +82,7 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Condition numbers of J (equation 5) by variant, seed and block, and those of figure 5."""
+    """Return condition numbers of J (equation 5) per variant, seed and block, and of figure 5."""
     rows = []
     for name, config in VARIANTS.items():
         for seed in range(SEEDS):
@@ -108,7 +109,7 @@ def measure() -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The measurements as Markdown."""
+    """Return the measurements as Markdown."""
     lines = [
         "# Conditioning by parameters",
         "",

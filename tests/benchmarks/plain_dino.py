@@ -1,8 +1,9 @@
-"""The structure of the official DINO training step, restated plainly to be measured against.
+"""A plain restatement of the official DINO training step, as a baseline for speed and memory.
 
-Eager; one forward pass for each size of crops and the head on all of them; attention as explicit
-products; a loss term for each pair of views; clipping, moving average and AdamW tensor by tensor,
-with the host waiting for each norm and for the loss; on a GPU float16 with a gradient scaler.
+It runs eagerly, with a forward pass for each crop size and one pass of the head. Attention uses
+explicit products, and each pair of views has a loss term. Clipping, moving average and AdamW treat
+one tensor at a time, and the host waits for the loss and each gradient norm. GPUs use float16 with
+a gradient scaler.
 
 Source: main_dino.py, utils.py and vision_transformer.py of
 https://github.com/facebookresearch/dino/tree/7c446df5b9f45747937fb0d72314eb9f7b66930a
@@ -25,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """Student, teacher, center and optimizer, started from the weights of ours."""
+    """Student, teacher, center and optimizer, initialised with the weights of a `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options
@@ -38,7 +39,7 @@ class PlainDino:
         self.device = device
 
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
-        """Learn from crops that lie on the CPU, large ones first, each a batch of its own."""
+        """Take a step on CPU crops, one batch for each view, large crops first; return the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
         self.optimizer.param_groups[0]["weight_decay"] = rates["weight_decay"]
@@ -84,7 +85,7 @@ class PlainDino:
 
 
 def clip_in_turn(parameters: Iterable[nn.Parameter], max_norm: float) -> list[float]:
-    """Bring each gradient to the norm, after reading it back; the norms before."""
+    """Clip each gradient to `max_norm` in place; return the norms before clipping."""
     norms = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -97,7 +98,7 @@ def clip_in_turn(parameters: Iterable[nn.Parameter], max_norm: float) -> list[fl
 
 
 class PlainNetwork(nn.Module):
-    """Encoder and head over crops, with a pass for each run of equal sizes."""
+    """Encoder and head; consecutive crops of the same size share a forward pass."""
 
     def __init__(self, network: DinoNetwork, *, fused_attention: bool) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class PlainNetwork(nn.Module):
 
 
 class ExplicitAttention(nn.Module):
-    """The matrix of attention is written out."""
+    """Attention without a fused kernel, with an explicit matrix."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""A training step of DINO: the official structure, restated plainly, against ours, in one run.
+"""Compare a DINO training step of this suite with a plain restatement of the official one.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain
     python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
 
-On a GPU the full size is the default: ViT-S/16, 224 pixels, 2 + 8 crops, batch 256, 65,536
-prototypes. Crops are cut beforehand. Ours starts from 8 bits and finishes them on the device inside
-the step; the plain loop gets finished ones, as from the official workers. Turns of ten steps
-alternate, so that a busy moment of the machine falls on all and every turn of SOAP has one refresh.
-Without a GPU milliseconds are those that the processor worked; take one thread then.
+On a GPU the default is the full size: ViT-S/16, 224 pixels, 2 + 8 crops, batch 256, 65,536
+prototypes. Images are cropped beforehand. A step of this suite augments 8-bit crops on the device,
+while the plain loop gets augmented crops, as from the official data workers. The candidates
+alternate in turns of ten steps, so that other load on the machine affects all of them and each turn
+of SOAP has one refresh. Without a GPU, times are processor times; use one thread.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained on what."""
+    """Components and options of a training step."""
 
     device: torch.device
     model: ViTConfig
@@ -66,7 +66,7 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """8-bit crops of a batch of random pictures, as a data worker hands them over."""
+        """Return 8-bit crops of a batch of random images, as data workers return them."""
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -84,7 +84,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Until the device is done; without one, what the processor worked, whoever else wants it."""
+    """Return the duration of `work`: wall time on a GPU, processor time on a CPU."""
     clock = clock_of(device)
     synchronize(device)
     start = clock()
@@ -95,11 +95,10 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class Candidate:
-    """Something that takes steps.
+    """A training loop whose speed and memory are measured.
 
     Attributes:
-        held: Mebibytes of weights, buffers and optimizer state, known after the first steps.
-        step_ms: Of each turn.
+        step_ms: Mean milliseconds per step in each turn.
     """
 
     take_step: Callable[[int], Any]
@@ -110,7 +109,7 @@ class Candidate:
     step_ms: list[float] = field(default_factory=list)
 
     def run(self, steps: int) -> float:
-        """Milliseconds a step; the device is waited for at the end only."""
+        """Take steps; return milliseconds per step, synchronised at the end."""
 
         def work() -> None:
             for _ in range(steps):
@@ -120,7 +119,7 @@ class Candidate:
         return milliseconds(work, self.device) / steps
 
     def peak(self) -> float:
-        """Mebibytes of weights, optimizer state and everything a step makes."""
+        """Return the peak MiB of a step, weights and optimizer state included."""
         return self._held() + peak_mebibytes(lambda: self.take_step(self.steps), self.device)
 
     def _held(self) -> float:
@@ -158,7 +157,7 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """One row each for the plain loop, ours with AdamW, and ours with SOAP."""
+    """Return the measurements of the plain loop and of ours with several options."""
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)
     soap, _ = ours(setting, SOAP_RECIPE, groups)
@@ -199,7 +198,7 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
 
 
 def finishing_ms(setting: Setting, groups: Any) -> float:
-    """Milliseconds that flip, jitter, grey, blur, solarize and normalise take on the device."""
+    """Return the milliseconds that the augmentations of a batch take on the device."""
 
     def work() -> None:
         for _ in range(PERIOD):
@@ -211,11 +210,11 @@ def finishing_ms(setting: Setting, groups: Any) -> float:
 def measured_head(
     name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
 ) -> tuple[float, float]:
-    """MiB at the peak, gradients of weights included, and ms; `name` is PLAIN or ADAMW.
+    """Return peak MiB and milliseconds of a pass through projection head and loss.
 
-    Of the forward and backward pass of projection head and loss, without the encoder.
-
-    The encoder is replaced by images of 3 x 8 x 16 values, laid flat: 384 features.
+    The forward and backward pass is measured without the encoder, which is replaced by flattened
+    images of 3 x 8 x 16 values: 384 features. The peak includes the gradients of weights. `name` is
+    PLAIN or ADAMW.
     """
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)

@@ -1,4 +1,4 @@
-"""Where and how the figures of a benchmark came about, printed above its tables."""
+"""Describe when, where and with which command a benchmark ran; printed above its tables."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:
-    """Date, hardware, threads, versions, commit and the command as it was typed."""
+    """Return the date, hardware, threads, version of torch, commit and command."""
     command = shlex.join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]])
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
@@ -22,14 +22,14 @@ def provenance() -> str:
 
 
 def _module(file: Path) -> str:
-    """How `python -m` names a file of this folder, a package by its `__main__`."""
+    """Return the module name with which `python -m` runs a file of this folder."""
     parts = file.with_suffix("").parts
     below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
     return ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
 
 
 def hardware() -> str:
-    """Such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    """Return a text such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"

@@ -1,8 +1,8 @@
-"""Time of an optimizer step on the parameters of one encoder, all optimizers in one run.
+"""Compare the time of a step of several optimizers on the parameters of one encoder.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.soap --dim 192 --depth 12
 
-Gradients are random; forward and backward passes are not part of a step here.
+Gradients are random, and forward and backward passes are not measured.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BUILDERS: dict[str, Build] = {
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts tensor operations, views aside."""
+    """Count tensor operations other than views."""
 
     total = 0
 
@@ -39,11 +39,11 @@ class OpCounter(TorchDispatchMode):
 
 
 class Candidate:
-    """An optimizer on a model of its own, and what its steps took.
+    """An optimizer with its own model and the durations of its steps.
 
     Attributes:
-        first_seconds: The first step, in which SOAP builds its bases.
-        milliseconds: Every step after it.
+        first_seconds: Seconds of the first step, in which SOAP builds its bases.
+        milliseconds: Milliseconds of all later steps.
     """
 
     def __init__(self, build: Build, config: ViTConfig, device: str) -> None:
@@ -57,7 +57,7 @@ class Candidate:
         self.milliseconds += [1e3 * self._timed_step() for _ in range(PERIOD)]
 
     def ops(self) -> float:
-        """Tensor operations a step, averaged over a refresh period."""
+        """Return the operations per step, averaged over a refresh period."""
         with OpCounter() as counter:
             for _ in range(PERIOD):
                 self.optimizer.step()
@@ -101,7 +101,7 @@ def main() -> None:
     candidates = {
         name: Candidate(build, config, options.device) for name, build in BUILDERS.items()
     }
-    # In turns, so that a busy moment of the machine falls on all of them.
+    # Alternate, so that other load on the machine affects all of them.
     for _ in range(options.periods):
         for candidate in candidates.values():
             candidate.run_period()

@@ -1,9 +1,10 @@
-"""The dense solver of TokenCut's authors against ours, on features of real photographs.
+"""Compare the dense eigensolver of TokenCut's authors with ours on features of photographs.
 
     python -m tests.benchmarks.tokencut
 
-CPU time with one thread, reference and ours in turn on the same graph; on how many graphs both cut
-alike; and the peak of memory beyond the features. 4,800 tokens take a minute and a half more.
+It prints the CPU time of both with one thread, in turn on the same graph, the number of graphs with
+equal bipartitions, and the peak memory beyond the features. 4,800 tokens take a minute and a half
+more.
 """
 
 import os
@@ -40,7 +41,7 @@ TAU, EPS = 0.2, 1e-5
 
 
 def reference(features: np.ndarray) -> np.ndarray:
-    """The authors' computation, restated: dense matrices in float64, LAPACK's generalised eigh."""
+    """Return the authors' eigenvector: dense float64 matrices, LAPACK's generalised eigh."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     linked = unit @ unit.T > TAU
     weights = np.where(linked.astype(float) == 0, EPS, linked)
@@ -54,7 +55,7 @@ def ours(features: np.ndarray) -> np.ndarray:
 
 
 def graphs(num_tokens: int) -> list[np.ndarray]:
-    """Keys and tokens of two blocks of a random ViT-S for several photographs."""
+    """Return keys and tokens of two blocks of a random ViT-S."""
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")
@@ -80,7 +81,7 @@ def milliseconds(solve: Callable[[np.ndarray], object], features: np.ndarray) ->
 
 
 def peak_megabytes(solve: Callable[[np.ndarray], object], features: np.ndarray) -> float:
-    # What is imported at the first call is not memory of the solver.
+    # Imports of the first call do not count as memory of the solver.
     solve(features[:10])
     tracemalloc.start()
     solve(features)

@@ -1,4 +1,4 @@
-"""`ssl-bench probe` in a user's folder: what it imports, computes, skips and prints."""
+"""`ssl-bench probe` in a user's folder: its imports, results, skipped work and output."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from ssl_bench.models import ViTConfig
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256
 from tests.support.faults import encoder_file, expect_error, picture
-from tests.support.without_torch import REPOSITORY, said_without_torch
+from tests.support.without_torch import REPOSITORY, stdout_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
 PROBE = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
@@ -22,7 +22,7 @@ SMALL = ["probe.image_size=40", "probe.panels=1"]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """An empty folder with two checkpoints below runs/ and three photographs."""
+    """Return a folder with two checkpoints in runs/ and three photographs."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["older", "newer"]):
         weights = tmp_path / "runs" / name / "last.safetensors"
@@ -76,7 +76,7 @@ def test_commands_that_read_records_do_not_import_torch(tmp_path):
         ["data", "list", "coco_stuff"],
         ["keys"],
     ]
-    said_without_torch(tmp_path, commands)
+    stdout_without_torch(tmp_path, commands)
 
 
 @pytest.mark.parametrize("words", [["--task", "nope"], ["--task", "knn", "--dataset", "vocc"]])
@@ -160,7 +160,7 @@ def test_json_prints_the_records_and_nothing_else(workplace, capsys):
         record.pop("per_image_sha256", None)
     assert found == [by_layer[0], by_layer[2]]
     assert (found[0]["changed"], len(found[0]["checkpoint_sha256"])) == ({}, 64)
-    # Every block beside the photograph.
+    # Pictures of all blocks are next to the photograph.
     pictures = {path.relative_to(workplace) for path in workplace.rglob("results/**/*.png")}
     assert {"block00", "block02"} <= {path.parent.name for path in pictures}
     assert any(path.name.endswith("blocks-0_2.png") for path in pictures)

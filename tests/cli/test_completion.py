@@ -1,4 +1,4 @@
-"""What a real shell offers when Tab is pressed."""
+"""Completions that a real shell shows when Tab is pressed."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 
-# What readline does: it sets COMP_WORDS and COMP_CWORD, calls the function that `complete -F`
+# Imitate readline: it sets COMP_WORDS and COMP_CWORD, calls the function that `complete -F`
 # named for the command, and reads COMPREPLY. Each line of the input is one command.
 ASK = """
 source "$1"

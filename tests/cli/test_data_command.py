@@ -1,4 +1,4 @@
-"""`ssl-bench data`: what is published, fetched from a web server of this machine, and checked."""
+"""`ssl-bench data`: list, download from a local web server, and check datasets."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def packed(root: Path, kind: str = "tar") -> bytes:
 
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
-    """Return a function that publishes bytes as voc2012 on the server of this machine."""
+    """Return a function that publishes bytes as voc2012 on a local web server."""
 
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")

@@ -14,7 +14,7 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Return the values by name, of broken packages by the name BROKEN."""
+    """Return the values of findings by name, or by BROKEN for broken packages."""
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}
     for row in json.loads(capsys.readouterr().out)["findings"]:

@@ -1,4 +1,4 @@
-"""The messages at the end of a probe are true, and help when they are followed."""
+"""The messages at the end of a command are correct, and their advice works."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_tasks_that_cannot_be_compared_are_named_beside_the_others(capsys):
     assert probe("knn", "probe.neighbours=[1]", *classes) == 0
     printed = capsys.readouterr().out
     assert "top1_k1" in printed
-    # Of two classes every guess of five is right.
+    # With two classes, top-5 accuracy is always 100 %.
     assert "top5_k1" not in printed
 
     assert main(["compare", "one", "other"]) == 0

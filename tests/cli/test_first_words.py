@@ -1,4 +1,4 @@
-"""What a beginner types in the first hour, and what is printed then."""
+"""Commands of a beginner's first hour, and their output."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Thousands of damaged inputs: an answer or an error of our own, in bounded time and memory."""
+"""Thousands of damaged inputs give a result or our own error, in limited time and memory."""
 
 import re
 import subprocess
@@ -18,10 +18,10 @@ COUNT = 230
 
 
 def said(program: str, *words: object) -> str:
-    """What a program says of which none of its inputs ended badly.
+    """Return the output of a fuzzing program, which must end with exit code 0.
 
-    In a process of its own: without the type checks of the tests, which refuse what the program
-    as it is installed would take, and with a limit on its memory.
+    It runs in its own process, whose memory it limits. This process also lacks the type checks of
+    the tests, which refuse arguments that an installed ssl-bench accepts.
     """
     command = [sys.executable, "-m", f"tests.support.{program}", *map(str, words)]
     run = subprocess.run(
@@ -32,7 +32,7 @@ def said(program: str, *words: object) -> str:
 
 
 def said_at_once(file: Path, program: Callable[[], int]) -> str:
-    """The same of a few inputs, in a process that has imported everything already."""
+    """Return the output of a fuzzing program, run in a fork to save imports."""
 
     def work() -> int:
         with unchecked_types():
@@ -50,7 +50,7 @@ def inputs_by_kind(text: str) -> dict[str, int]:
 
 
 def commands_ended(text: str) -> int:
-    """How many commands were drawn and run."""
+    """Return how many commands were drawn and run."""
     return sum(map(int, re.findall(r"': (\d+)", text.splitlines()[-1])))
 
 

@@ -1,7 +1,7 @@
-"""Hints of errors: every word that an error recommends can be typed.
+"""Hints of errors: every argument that an error recommends is accepted.
 
-The hints are read from the source code, as tuples of words such as ("--out", "{folder}"). Each is
-completed with example values and given to the parser, and its settings are composed and built.
+The hints are read from the source code, as tuples of arguments such as ("--out", "{folder}"). Each
+is completed with example values and parsed, and its settings are composed and built.
 """
 
 import argparse
@@ -184,7 +184,7 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the line and the words of each alternative of each hint in a file.
+    """Yield the line and the arguments of each alternative of each hint in a file.
 
     Expressions are written as <expression>.
     """
@@ -214,7 +214,7 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return words to type, with example values for expressions and placeholders."""
+    """Return arguments with example values for expressions and placeholders."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):
@@ -253,7 +253,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
 
 
 def is_accepted(words: Sequence[str]) -> bool:
-    """Return whether the parser accepts a command, and some configuration its settings."""
+    """Return whether the parser accepts a command and some configuration accepts its settings."""
     try:
         options, settings = build_parser().parse_known_args(list(words))
     except SystemExit as ended:
@@ -285,7 +285,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components that together have every key."""
+    """Return choices of components that together have all keys."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -303,7 +303,7 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys, and the keys of components, such as probe.training and model."""
+    """Return all keys and their prefixes, such as probe.training and model."""
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])

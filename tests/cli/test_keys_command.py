@@ -1,4 +1,4 @@
-"""`ssl-bench keys`: every KEY=VALUE option with what it accepts and means."""
+"""`ssl-bench keys`: the legal values and the meaning of every KEY=VALUE option."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line with what to type, and nothing is computed or written."""
+"""Mistakes on the command line give a one-line error with advice, and write nothing."""
 
 import argparse
 import re
@@ -90,7 +90,7 @@ def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
 
 @pytest.fixture
 def mixer(workdir) -> list[str]:
-    """Words of a probe of an encoder without attention."""
+    """Return arguments to probe an encoder without attention."""
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]

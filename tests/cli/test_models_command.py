@@ -1,4 +1,4 @@
-"""`ssl-bench models`: what can be loaded, and what a file is."""
+"""`ssl-bench models`: list the supported checkpoints, and describe a file."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A user's own photographs: which are read, how they are turned, what is kept and drawn."""
+"""A user's own photographs: formats, EXIF orientation, fingerprints, and drawn pictures."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def turned(path: Path, orientation: int) -> None:
-    """Save a photograph of a camera that was held aslant."""
+    """Save a photograph with an EXIF orientation."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     picture(0, 24, 40).save(path, exif=exif, quality=95)
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the rows of each log of searched images, by the name of the image."""
+    """Return the rows of each log of object discovery, by the name of the image."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

@@ -1,4 +1,4 @@
-"""`ssl-bench quickstart` as typed, with fewer steps and images."""
+"""`ssl-bench quickstart`, with fewer steps and images than users have."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys
     said = capsys.readouterr()
     rows = [line.split() for line in said.out.strip().splitlines()]
     assert rows[0][:3] == ["task", "metric", "encoder"]
-    # Each task once for every demonstration encoder and once for that of a few steps.
+    # Each task runs once for each demo encoder and once for the trained encoder.
     assert sorted({row[0] for row in rows[1:]}) == scored
     assert len(rows) == 1 + (1 + len(quickstart.DEMOS)) * len(scored)
     assert all("block" not in row for row in rows[1:])
@@ -42,7 +42,7 @@ def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys
     assert f"  {index}\n" in said.err
     assert index.is_file()
     assert (tmp_path / "out" / "results" / "curves.png").is_file()
-    # But for those of progress, of which a busy machine says more.
+    # Progress lines are not counted, because a busy machine prints more of them.
     assert len([line for line in said.err.splitlines() if not line.endswith(" left")]) < 100
 
     with unchecked_types():

@@ -1,4 +1,4 @@
-"""From a published table to its runs and probes: the plan, its state, and all of it in small."""
+"""`ssl-bench reproduce`: the runs and probes of a published table, their state and execution."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from tests.support.faults import photo_folder, picture, unchecked_types, voc
 from tests.support.faults import records as recorded
 from tests.support.places import one_of
 from tests.support.runs import log_rows
-from tests.support.without_torch import said_without_torch
+from tests.support.without_torch import stdout_without_torch
 
 LENGTHS = [warmup.key for warmup in INITIAL_PHASES]
 PLACES = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
@@ -108,7 +108,7 @@ def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_imp
 def test_recipes_that_count_in_epochs_fit_a_short_run(asked):
     lengths = set()
     for run in {run.recipe: run for run in experiments().values()}.values():
-        # As many steps an epoch as with ImageNet, of which the run takes two or all.
+        # An epoch has as many steps as with ImageNet; the run takes two steps or a full epoch.
         timeline = Timeline(2 if "max_steps" in asked else 1251, 1251)
         table = PublishedTable(
             paper="own", name="own", title="", setup="", unknown="", source="", rows=("row",),
@@ -228,7 +228,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
         ["reproduce", "table1", "--print"],
     ]
 
-    said = said_without_torch(tmp_path, commands)
+    said = stdout_without_torch(tmp_path, commands)
 
     assert "(6 rows, all reproduced by 4 runs)" in said
     assert "4 runs, 4 not finished" in said
@@ -251,7 +251,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """What `read_run_state` reads of a run."""
+    """Create the files that `read_run_state` reads."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -285,7 +285,7 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def outcomes_of(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Return outcomes by title if runs end as `endings` says, or else finish."""
+    """Return outcomes by title. Runs raise the error in `endings`, or finish."""
 
     def execute(line) -> int:
         name = Path(line[line.index("--out") + 1]).name
@@ -311,7 +311,7 @@ def test_a_failed_run_stops_only_the_steps_that_need_it(tmp_path):
 
     assert outcomes[f"pretrain {skip}"] == ("failed", 3)
     assert outcomes[f"tokencut on voc2012, {skip}"] == ("failed", 1)
-    # Its time was up: it ended well, and is not finished.
+    # Its time limit was reached, so it ended without an error but is not finished.
     assert outcomes[f"pretrain {skipless}"] == ("failed", 1)
     assert outcomes[f"tokencut on voc2012, {skipless}@200"] == ("failed", 1)
     assert [state for state, _ in outcomes.values()].count("finished") == 5
@@ -350,7 +350,7 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Run `reproduce --run` in an empty folder, and return our scores by row and column."""
+    """Return a function that runs `reproduce --run` and returns our scores for each row."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -370,7 +370,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
 
 
 def six_classes(name: str) -> str:
-    """Save images of six classes, so that there is a top-5; return the setting of their folder."""
+    """Save images of six classes, which top-5 needs; return the setting of their folder."""
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""After `reproduce --run` no cell of a finished row is empty, in any published table.
+"""Every cell of a finished row has a value after `reproduce --run`, in all published tables.
 
-Training and probing all tables takes GPU-years. Here the commands of each plan are given to
-stand-ins that leave what the real ones would: run folders with encoders and logs, and a record for
-each cell that the real probe, composed from the words of its command, says that it has.
+Training and probing all tables takes GPU-years. Here a stand-in runs the commands of each plan. It
+writes the same files as the real commands: run folders with encoders and logs, and a record for
+each cell that the real probe lists when it is composed from the arguments.
 """
 
 import json
@@ -47,14 +47,14 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def composed(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """The real probe and dataset of a command."""
+    """Return a command's probe, dataset and shared values."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """Leaves behind what `ssl-bench pretrain` and `ssl-bench probe` would, and computes nothing."""
+    """Write the files of `ssl-bench pretrain` and `ssl-bench probe` without computing anything."""
 
     def __init__(self) -> None:
         self.model = build_encoder(
@@ -84,7 +84,7 @@ class StandIn:
         objective = {"length": run.changes.get("objective.length", 16)}
         train = {"epochs": 300, "max_steps": STEPS, "batch_size": 4}
         (folder / CONFIG).write_text(yaml.safe_dump({"train": train, "objective": objective}))
-        # As pretrain/logging.py writes them; a run that copies strings tests itself at the end.
+        # Same rows as in pretrain/logging.py. The copying task has a test at the end of a run.
         rows: list[dict[str, Any]] = [
             {"step": n + 1, "loss": 2.5, "images_per_second": 8.0, "val_loss": 3.5}
             for n in range(STEPS)
@@ -115,7 +115,7 @@ def record(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save records of these cells, with contributions of ten images where a percentage has some."""
+    """Save a record for each cell, with values of ten images if the metric has per-image values."""
     store = ResultStore(out)
     identity = reproduce_identity(str(address)).identity()
     for layer, facet, metric in cells:
@@ -142,14 +142,14 @@ def record(
 
 
 def reproduce_identity(address: str) -> Any:
-    """As `identify_encoder`, but that of published weights is made up: they lie on no disk here."""
+    """Identify an encoder. Published weights are not on disk, so their identity is invented."""
     if is_run(address):
         return identify_encoder(address)
     return SimpleNamespace(identity=lambda: {"checkpoint_sha256": "c" * 64, **PUBLISHED_WEIGHTS})
 
 
 def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """What `reproduce --run` prints of a table as JSON, its steps done by a stand-in."""
+    """Return the cells that `reproduce --run` prints for a table if a stand-in runs its steps."""
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", reproduce_identity)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
@@ -162,7 +162,7 @@ def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: A
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """The cells of rows with a run, without supervised columns on images of another run."""
+    """Yield each expected cell; supervised scores need the images of the row's run."""
     runs = experiments()
     for row, address in table.runs.items():
         for column in table.columns:
@@ -208,5 +208,5 @@ def test_every_row_with_a_run_is_filled_by_commands_that_parse(
     expected = {*expected_cells(table)}
     assert {cell for cell in ours if ours[cell] is not None} == expected
     assert all(ours[cell] for cell in expected)
-    # What is published has a cell of ours wherever the row has a run.
+    # Each published value of a row with a run has a cell of ours.
     assert {place for place in table.values if place[0] in table.runs} <= expected

@@ -1,4 +1,4 @@
-"""Flags that are short for keys, and what is shown before anything is computed."""
+"""Flags that abbreviate keys, and the configuration that is shown before a command runs."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_no_pictures_are_drawn_when_none_are_wanted(workdir, capsys):
         assert not [*Path(task).rglob("*.png")]
     assert "probe.panels" in expect_error(capsys, [*knn, *words[:-1], "3"], 2)
 
-    # A task that scores its pictures draws them beside tasks that draw none.
+    # A task that scores its pictures draws them even if other tasks draw none.
     none = ["--checkpoint", "encoder.safetensors", "--pictures", "0"]
     for tasks in ("all", "pca,knn"):
         found = configs(capsys, "probe", "--task", tasks, "--dataset", "toy,toy_objects", *none)

@@ -1,4 +1,4 @@
-"""Plans of many probes, and running them here, in processes or as a SLURM array (a stand-in)."""
+"""Plans of many probes, run here, in several processes, or as a simulated SLURM array."""
 
 import json
 import os
@@ -43,7 +43,7 @@ SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Two runs of two blocks each, and two photographs."""
+    """Return a folder with two encoders of two blocks and two photographs."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["one", "two"]):
         encoder_file(tmp_path / "runs" / name / "last.safetensors", seed=seed)
@@ -122,7 +122,7 @@ def test_tasks_run_on_the_datasets_that_have_their_labels(workdir, capsys):
         ("voc2012-7", "segmentation"),
     ]
     assert all(job["layers"] == [1] for job in plan["jobs"])
-    # An override reaches the probes that have such a key, and their commands hold no other.
+    # A job's command contains only the overrides whose keys its probe has.
     epochs = [job["task"] for job in plan["jobs"] if "probe.training.epochs=2" in job["command"]]
     assert epochs == ["segmentation"]
 
@@ -199,7 +199,7 @@ def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
     before = written()
 
     assert len(found) <= len(before) < cells
-    # What the kill left half written goes once nobody has touched it for a while.
+    # Partial files of a killed process are removed once they are old enough.
     for one in Path("results").rglob("*.tmp"):
         os.utime(one, (0, 0))
     assert main(sweep) == 0
@@ -211,7 +211,7 @@ def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
 
 
 def written() -> dict[Path, int]:
-    """When each record was written, in nanoseconds."""
+    """Return when each record was written, in nanoseconds."""
     return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
 
 
@@ -327,7 +327,7 @@ esac; done
 
 
 def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
-    """Puts scripts first on the path, under the names of SLURM's commands."""
+    """Put scripts with the names of SLURM's commands first on PATH."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -337,7 +337,7 @@ def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """A cluster that takes arrays; gives the file the submitted script goes to."""
+    """Simulate a cluster that accepts arrays; return the file that receives the script."""
     stand_in(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
@@ -432,7 +432,7 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """A folder of stand-ins for SLURM's commands and the variables that SLURM sets in a job."""
+    """Return the current folder, with stand-ins for SLURM's commands and a job's variables."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side: a device for each, the longest first, once more alone."""
+"""Parallel jobs of a sweep: a device for each, the longest first, and a retry alone."""
 
 import sys
 import textwrap
@@ -11,7 +11,7 @@ from ssl_bench import sweep
 from ssl_bench.sweep import Job, run_in_processes
 from ssl_bench.system.device import visible_devices
 
-# Stands for a probe: logs when it works on which device, and ends as it is told.
+# Replaces a probe: it logs its device and its times, and ends as its argument says.
 SCRIPT = textwrap.dedent(
     """
     import os, signal, sys, time
@@ -36,7 +36,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A job with nothing but a name and a way to end."""
+    """A job that only has a name and a way to end."""
 
     title = ""
 

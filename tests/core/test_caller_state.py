@@ -1,4 +1,4 @@
-"""The caller's module, training and torch settings are unchanged after a probe."""
+"""A probe leaves the caller's module, training mode and torch settings unchanged."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def test_an_interrupted_pass_restores_modes_and_hooks():
 
 
 def test_no_pass_is_in_training_mode(tmp_path):
-    """This includes encoders that were made before `train` was called, and copies."""
+    """Encoders that were made before `train` was called, and copies, are included."""
     module = own_module.own()
     encoder, heard = ssl_bench.Encoder.from_module(module), set[bool]()
     module.train()
@@ -126,7 +126,7 @@ def test_a_training_continues_bit_for_bit_after_a_probe(tmp_path, dataset, task)
 
 
 class MaskedAndKeeping(own_module.Own):
-    """A module that draws random numbers in each pass and keeps its outputs."""
+    """A module that draws random numbers in each pass and stores its outputs."""
 
     def forward(self, images: Tensor) -> Tensor:
         output = super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))

@@ -1,4 +1,4 @@
-"""A number is that of one encoder, on some images, fitted to some others."""
+"""A result belongs to one encoder, its evaluated images and its training images."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """A folder with an encoder, class folders and VOC, in which commands run."""
+    """Return the current folder, with an encoder, class folders and VOC."""
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
     class_folders(tmp_path / "classes")
@@ -84,7 +84,7 @@ def test_swapped_training_classes_are_other_training_images(workdir, capsys):
 
 @dataclass(frozen=True)
 class Watched:
-    """A dataset that notes which of its sets are opened."""
+    """A dataset that records which of its sets are opened."""
 
     dataset: Dataset
     opened: list[str]

@@ -63,7 +63,7 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
-    """The key and the class of everything that a configuration builds."""
+    """Yield the key and the class of everything that a configuration builds."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, component_class(value["_target_"], key)
@@ -103,7 +103,7 @@ def test_no_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Every mapping with a `_target_` in a file, including nested ones."""
+    """Yield every mapping with a `_target_` in a file, including nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():

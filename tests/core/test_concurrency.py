@@ -1,4 +1,4 @@
-"""Many processes at once, and processes that are killed: nothing lost, nothing twice."""
+"""Parallel and killed processes lose no result and write none twice."""
 
 import os
 import random

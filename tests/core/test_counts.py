@@ -84,7 +84,7 @@ def test_counts_added_on_the_spot_are_those_of_bincount():
 
 
 def restated_matched_iou(confusion):
-    """The best of all ways to rename the predicted classes, and its mean over all classes."""
+    """Return the mean IoU in percent of the best assignment of predicted to true classes."""
     classes = range(len(confusion))
     best = 0.0
     for names in itertools.permutations(classes):
@@ -108,7 +108,7 @@ def test_classes_are_matched_by_their_iou_and_not_by_their_pixels():
         # Two classes are taken for each other; the third is in neither and counts as 0.
         ([[1, 7, 0], [6, 2, 0], [0, 0, 0]], 100 * (7 / 10 + 6 / 9) / 3),
         ([[5, 0], [0, 5]], 100),
-        # To name every pixel 0 is right for the larger class.
+        # Predicting 0 for every pixel is correct for the larger class.
         ([[2, 0, 0], [8, 0, 0], [0, 0, 0]], 100 * 0.8 / 3),
     ],
 )

@@ -30,7 +30,7 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate a machine with GPUs; return the indices that were made the current one."""
+    """Simulate a machine with two GPUs; return a list of the indices that are made current."""
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -119,7 +119,7 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Simulate torch's name of the CPU; the products are those of this machine in both cases."""
+    """Simulate torch's name of the CPU. The products are always computed by the real CPU."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
@@ -141,7 +141,7 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
 
 
 class Multiplied(TorchDispatchMode):
-    """Collect the precisions in which matrices are multiplied."""
+    """Collect the dtypes in which matrices are multiplied."""
 
     def __init__(self):
         super().__init__()

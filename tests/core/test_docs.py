@@ -1,6 +1,6 @@
 """The documentation builds without broken links, and its generated pages are up to date.
 
-Its commands: test_page_commands.py and test_page_runs.py.
+Its commands are tested in test_page_commands.py and test_page_runs.py.
 """
 
 import json
@@ -29,7 +29,7 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The built site. A broken link or anchor is a warning, and ends the build."""
+    """Build the site and return its folder. A broken link or anchor is an error."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -121,7 +121,7 @@ def test_the_notebook_prints_what_its_code_prints(tmp_path, monkeypatch):
 
 
 def printed(cells: list[dict[str, Any]]) -> list[str]:
-    """What cells print, without the commit, versions, machine and date that follow a table."""
+    """Return the printed text of notebook cells, without commit, versions, machine and date."""
     texts = ["".join(o["text"]) for c in cells for o in c.get("outputs", []) if "text" in o]
     return [re.sub(r"; ssl-bench [^\n]*?\d{4}-\d\d-\d\d", "", text) for text in texts]
 
@@ -141,7 +141,7 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 
 
 def mean_difference(*files: Path) -> float:
-    """Mean difference of two images; fonts look slightly different on other machines."""
+    """Return the mean pixel difference of two images. Fonts differ slightly between machines."""
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
     assert new.shape == kept.shape
     return np.abs(new - kept).mean()

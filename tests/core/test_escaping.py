@@ -1,4 +1,4 @@
-"""Escapes for terminals, LaTeX, Markdown, CSV, JSON, figures, file names and shells."""
+"""Escape texts for terminals, LaTeX, Markdown, CSV, JSON, figures, file names and shells."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Recipes and the runs of papers build, and differ in what their names say."""
+"""Recipes and the runs of papers can be built, and differ as their names say."""
 
 import json
 from functools import cache
@@ -20,7 +20,7 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Build a run by its recipe and its changes, which is faster than by its name."""
+    """Build a run from its recipe and its overrides, which is faster than from its name."""
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
     words = [f"experiment={run.recipe}", *changes, *overrides]
@@ -140,7 +140,7 @@ def test_the_arms_of_a_comparison_differ_in_what_they_name(parts):
 
 
 def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
-    """But for what may differ: positions may be trained from now on, and blocks dropped."""
+    """Pretraining and fine-tuning may differ only in trained positions and drop path."""
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
         now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)

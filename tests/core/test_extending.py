@@ -1,4 +1,4 @@
-"""The files that docs/extending.md shows pass the linter and run in a copy of the suite."""
+"""The files in docs/extending.md pass the linter and run in a copy of the suite."""
 
 import json
 import re
@@ -24,7 +24,7 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 
 
 def commands() -> list[list[str]]:
-    """The words after `ssl-bench` of every command, in the order of the page."""
+    """Return the arguments of every `ssl-bench` command, in the order of the page."""
     # The command with `toyvit:` needs an installed package: test_loader_contract.py runs it.
     lines = PAGE.replace("\\\n", " ").splitlines()
     shown = [line for line in lines if line.startswith("ssl-bench ") and "toyvit:" not in line]
@@ -32,7 +32,7 @@ def commands() -> list[list[str]]:
 
 
 def pictures(folder: Path) -> None:
-    """Eight pictures of two classes, named by two lists."""
+    """Save eight images of two classes and two lists of them."""
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = [f"a/{number}.png class{number % 2}\n" for number in range(8)]

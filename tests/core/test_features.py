@@ -24,7 +24,7 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """A model of timm that takes images of any size."""
+    """Return a timm model that accepts images of any size."""
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,
@@ -37,7 +37,7 @@ def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -
 
 
 def timm_twin(encoder: Encoder) -> Encoder:
-    """The same weights in timm's architecture."""
+    """Return the same weights in timm's architecture."""
     twin = of_timm()
     twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
     return twin
@@ -241,7 +241,7 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     [
         ("-1", (11,)), ("all", tuple(range(12))), (" 3, 1 ,3,-11", (3, 1)), (7, (7,)),
         ([5, -12, 5], (5, 0)),
-        # A range holds both of its ends.
+        # A range includes both of its ends.
         ("3-5", (3, 4, 5)), ("9..-1", (9, 10, 11)), ("-3..-2,0-0", (9, 10, 0)),
     ],
 )  # fmt: skip
@@ -259,7 +259,7 @@ def test_layers_that_mean_nothing_are_refused(layers):
 
 @pytest.fixture
 def crowded():
-    """An encoder on whose device three images are too many, and the sizes that it was given."""
+    """Yield an encoder that runs out of memory for three images, and its batch sizes so far."""
     encoder, given = ours(), []
 
     def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Every number of every configured component has a legal range."""
+"""Every number of every configured component has a range of legal values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def classes() -> frozenset[type]:
 
 
 def numbers_without_a_range(kind: Any) -> bool:
-    """Whether a type has an `int` or `float` that is not between two ends."""
+    """Return whether a type has an `int` or `float` without bounds."""
     if get_origin(kind) is Annotated:
         base, legal = get_args(kind)[:2]
         return not isinstance(legal, Bounds) and numbers_without_a_range(base)
@@ -94,14 +94,14 @@ def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, w
 
 @dataclass
 class Inner:
-    """A component that does not check itself."""
+    """A component that does not check its values."""
 
     rate: float = 0.5
 
 
 @dataclass(frozen=True)
 class Outer:
-    """A field of every kind that holds numbers."""
+    """A component with all kinds of fields for numbers."""
 
     one: float = 0.5
     ranged: Positive = 0.5

@@ -1,4 +1,4 @@
-"""Files are written whole, orphans are removed, and only regular files are read."""
+"""Files are written completely, orphans are removed, and only regular files are read."""
 
 import errno
 import fcntl

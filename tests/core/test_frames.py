@@ -1,4 +1,4 @@
-"""Records and tables for programs of others: pandas, Parquet, and a folder in one file."""
+"""Records and tables for other programs: pandas, Parquet, and a folder packed into one file."""
 
 import io
 import json
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> Path:
-    """Records of this repository."""
+    """Return a folder with records of this repository."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     shutil.copy(REPOSITORY / "results/osa_mnist/records.parquet", tmp_path / "results")

@@ -1,4 +1,4 @@
-"""Sizes of images meet the encoder before anything runs, whoever chose them."""
+"""Image sizes from any source are checked against the encoder before anything runs."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """An encoder whose patch divides no preset's size."""
+    """Return a folder with an encoder whose patch fits no preset."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))
     return tmp_path
@@ -151,7 +151,7 @@ def test_records_state_the_size_that_an_encoder_was_given(workdir):
 
 def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(workdir, capsys):
     pixels = np.full((30, 40, 3), 255, np.uint8)
-    # Of the third row of patches of 14 pixels the picture has two.
+    # The third row of patches is 14 pixels high, but the image has only two of its rows.
     pixels[28:] = 0
     Path("thumbs").mkdir()
     Image.fromarray(pixels).save("thumbs/small.png")

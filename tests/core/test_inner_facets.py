@@ -1,4 +1,4 @@
-"""Facets from inside of blocks: named ones, and submodules by their dotted names."""
+"""Facets inside blocks: named facets, and submodules by their dotted names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -43,7 +43,7 @@ def found(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tensor
 
 
 def entering(encoder: Encoder, layer: int) -> Tensor:
-    """The tokens that enter a block."""
+    """Return the input tokens of a block."""
     seen: list[Tensor] = []
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     with block.register_forward_pre_hook(lambda _, given: seen.append(given[0])), torch.no_grad():
@@ -100,7 +100,7 @@ def test_inner_facets_of_timm_are_what_the_skips_add_up(kind):
 
 
 class Wrapped(nn.Module):
-    """A block that shows its tokens to another module, `times` times."""
+    """A block that calls another module with its output tokens, `times` times."""
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def with_shown(shown: nn.Module, times: int = 1) -> Encoder:
 
 
 class Reshaped(nn.Module):
-    """Gives the tokens in another form."""
+    """A module that applies a function to the tokens."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Reshaped(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """Shows its tokens to a module that passes them on, and changes them in place."""
+    """A wrapped block that changes its output tokens in place after the call."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

@@ -1,4 +1,4 @@
-"""Intervals by hand, by an independent loop in numpy, and by how often they hold the truth."""
+"""Intervals compared with hand counts and an independent numpy loop, and their coverage."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Right, predicted and true pixels; the last two classes are rare."""
+    """Return pixel counts, shape [images, 3, classes]; two classes are rare."""
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     true[1:, -2:] = 0
     right = (true * RANDOM.random(true.shape)).astype(int)
@@ -34,7 +34,7 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """The definition, class by class."""
+    """Return the mean IoU in percent by its definition."""
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -108,7 +108,7 @@ def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Counts of images that show few classes, most of them rare, and whole images that fail."""
+    """Return pixel counts of images with few, mostly rare classes; in some images all is wrong."""
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -116,12 +116,12 @@ def population(classes, images=1500):
     area = np.rint(10_000 * area / area.sum(1, keepdims=True))
     skill = random.normal(size=classes) + random.normal(size=(images, 1))
     right = np.rint(area * expit(skill + random.normal(size=shown.shape)))
-    # What is missed of a class becomes the next one, whether the image shows it or not.
+    # Missed pixels of a class are predicted as the next class, even if the image has none.
     predicted = right + np.roll(area - right, 1, axis=1)
     return np.stack([right, predicted, area], 1).astype(np.int32)
 
 
-# Percentiles of a bootstrap hold 47 and 8 of these sixty.
+# Percentile bootstrap intervals contain the true value in 47 and 8 of these 60 cases.
 @pytest.mark.parametrize("classes", [21, pytest.param(150, marks=pytest.mark.slow)])
 def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
     whole = population(classes)
@@ -150,7 +150,7 @@ def test_a_bootstrap_is_symmetric_in_the_odds_and_students():
 
 
 def boxes(images=2000):
-    """True boxes, and found and right ones of three ranks; few are right, in some images more."""
+    """Return, for each image, counts of true boxes and of found and correct boxes of 3 ranks."""
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
     counts[:, 0, 0] = left = 1 + random.poisson(1.4, images)
@@ -174,7 +174,7 @@ def test_bootstraps_of_as_many_images_draw_the_same_ones():
     assert np.ptp(one.drawn) > 0
 
 
-# Percentiles of the same draws hold it 37 times.
+# Percentile intervals of the same draws contain it 37 times.
 def test_intervals_of_average_precision_hold_it_of_few_images():
     whole = boxes()
     truth, random = float(average_precision(whole.sum(0))), np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Planted faults: the list fits the code, and the program tells caught faults from others."""
+"""Planted faults: the list fits the code, and the program recognises caught faults."""
 
 import subprocess
 import sys

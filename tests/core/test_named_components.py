@@ -1,4 +1,4 @@
-"""Parts of a probe that are chosen by name: `probe.loss=histogram`."""
+"""Parts of a probe that are chosen by name, such as `probe.loss=histogram`."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_every_part_is_built_by_its_name_alone(task, field, name):
     probe = built(task, f"probe.{field}={name}", *(["probe.holdout=0.0"] * (name == "slide")))
 
     part, usual = getattr(probe, field), getattr(built(task), field)
-    # One that has no settings says nothing.
+    # A component without settings has no text.
     assert getattr(part, "settings", dict)().items() <= probe.settings().items()
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
     assert (part == usual) == (name == _default(task, field))

@@ -1,4 +1,4 @@
-"""Neighbours are those of the whole product to the bit, whatever chose the candidates."""
+"""Neighbours equal those of the full matrix product to the bit, for every candidate search."""
 
 import sys
 from types import ModuleType
@@ -19,7 +19,7 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def products(monkeypatch) -> list[int]:
-    """Rows of every whole product from now on."""
+    """Return a list that receives the rows of each full product."""
     rows, whole = [], neighbours._nearest_by_product
 
     def counted(queries, memory, count):
@@ -67,7 +67,7 @@ def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch, belo
     last = similarities[:, 20:21] - below
 
     def missing_the_nearest(*_):
-        """As a faiss would that rounds so badly that the nearest comes last."""
+        """Imitate a faiss whose rounding puts the nearest vector last."""
         return last.expand(-1, 52), index[:, 1:]
 
     monkeypatch.setattr(neighbours, "faiss_nearest", missing_the_nearest)
@@ -122,5 +122,5 @@ def test_faiss_on_a_gpu_gives_what_the_product_gives():
 
 
 def _elsewhere() -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and memory that are not on the CPU and hold nothing."""
+    """Return queries and memory on the meta device, without data."""
     return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")

@@ -1,4 +1,4 @@
-"""The parsers and compositions of the suite accept every command that a page shows."""
+"""The parsers and configurations of the suite accept every command in the documentation."""
 
 import argparse
 import re
@@ -40,7 +40,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """What the command line makes of its words: `overrides` is a request of `probe` and `sweep`."""
+    """A parsed command; `overrides` is a request for `probe` and `sweep`."""
 
     command: str
     options: argparse.Namespace
@@ -48,7 +48,7 @@ class Parsed:
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
-    """Parse and check words as the command line does, without carrying them out."""
+    """Parse and check arguments as the command line does, without running the command."""
     seen: list[Parsed] = []
 
     def keep(options: argparse.Namespace, overrides: Any = ()) -> int:
@@ -120,7 +120,7 @@ CHECKS: Mapping[str, Callable[[Parsed], object]] = {
 def test_the_suite_accepts_each_command_of_a_page(shown, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     parsed = parse(shown.suite, monkeypatch)
-    # Other commands have no words to check beyond those of their parser.
+    # The arguments of other commands are checked completely by their parser.
     CHECKS.get(parsed.command, lambda _: None)(parsed)
 
 

@@ -1,4 +1,4 @@
-"""Every command that a page shows succeeds, on small images and encoders made for it."""
+"""Every command in the documentation succeeds, with small images and encoders."""
 
 import itertools
 import json
@@ -79,7 +79,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """The first eight toy scenes of a split, over and over, drawn once."""
+    """Replace the toy scenes by the first eight, repeated and drawn once."""
     draw, drawn = Painter.paint_scene, {}
 
     def scene(painter: Painter, index: int) -> Scene:
@@ -95,7 +95,7 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def furnished(few_scenes, tmp_path_factory) -> Path:
-    """What the pages' commands are run in, with the records of two encoders."""
+    """Return the folder in which the commands run, with the records of two encoders."""
     place = tmp_path_factory.mktemp("furnished")
     furnish(place)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def test_the_commands_of_a_page_run_in_order(page, furnished, tmp_path, monkeypa
 
 
 def ending(shown: PageCommand, place: Path) -> str:
-    """What a command that failed said; empty for one that did not."""
+    """Run a command; return its error messages, or "" on success."""
     words = cut_down(shown.suite, place)
     prepare(words)
     # Files, because a table may be bytes.
@@ -138,7 +138,7 @@ def ending(shown: PageCommand, place: Path) -> str:
 
 
 def prepare(words: list[str]) -> None:
-    """Provide records where a page made none before."""
+    """Copy records to the output folder if it has none."""
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
         committed = ROOT / out / "records.parquet"
@@ -164,7 +164,7 @@ LAYERS = {"11": "2", "0,5,-1": "0,1,-1"}
 
 
 def cut_down(words: Sequence[str], place: Path) -> list[str]:
-    """The same command with few steps and small sizes, on what `furnish` put there."""
+    """Return the command with few steps, small sizes, and the inputs that `furnish` created."""
     found = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{place}/", w) for w in words]
     here = HERE | (RUNS if found[0] == "compare" else {})
     found = [PUBLISHED.sub("timm:test_vit", here.get(word, word)) for word in found]
@@ -188,7 +188,7 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
 
 
 def _without_slurm(words: Sequence[str]) -> list[str]:
-    """`--print` in place of `--slurm` and its flags, each of which takes one word."""
+    """Replace `--slurm` by `--print` and drop its flags, which have one value each."""
     if "--slurm" not in words:
         return list(words)
     dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
@@ -207,7 +207,7 @@ def _probing(words: Sequence[str]) -> list[dict[str, Any]]:
 
 @cache
 def _composed(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """With what is given, which decides which keys there are, where this probe takes it."""
+    """Compose a probe with the command's settings, or without them if it rejects them."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:
@@ -217,7 +217,7 @@ def _composed(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]
 def _changes(
     words: Sequence[str], sizes: Mapping[str, object], configs: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, object]]:
-    """The sizes that something has; those of the image only where the page says none."""
+    """Yield the sizes whose keys exist; image sizes only if the command sets none."""
     probes = [config["probe"]["_target_"].split(".")[1] for config in configs if "probe" in config]
     takers = {
         *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
@@ -239,7 +239,7 @@ KEPT = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "runs/vi
 
 
 def furnish(place: Path) -> None:
-    """Make encoders and datasets of a few images under the names of the pages."""
+    """Create the encoders and small datasets that the pages name."""
     for seed, run in enumerate(KEPT):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             told = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

@@ -1,4 +1,4 @@
-"""Every published value of the files of papers stands in the text of its paper."""
+"""Every published value in the files of papers occurs in the text of its paper."""
 
 import os
 import re
@@ -21,7 +21,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Texts of the papers, which are not part of this project."""
+    """Return the folder of paper texts, outside of this project."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():
@@ -30,9 +30,9 @@ def texts() -> Path:
 
 
 def printed(table: PublishedTable, text: str) -> Counter[float]:
-    """How often each number stands in the blocks of lines before and behind a table's caption.
+    """Count each number in the paragraphs directly before and after a table's caption.
 
-    In the whole text where that has lost its captions.
+    If the text has lost its captions, all of it is counted.
     """
     blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
     kind, _, number = table.where.partition(" ")

@@ -30,7 +30,7 @@ PRESETS = [
 
 
 def composed(task: str, protocol: str, *overrides: str) -> Any:
-    """The probe that the command line builds."""
+    """Return the probe that the command line builds."""
     preset = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{preset}={protocol}", *overrides]
     return build(compose_config("probing", words), "probe")

@@ -1,4 +1,4 @@
-"""Published values: some counted by hand in the papers, and what may stand beside a record."""
+"""Published values: some are checked against the papers by hand; rules for comparable records."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The suite from Python and one's own module, from Python and from the command line."""
+"""The Python API, and a user's own module from Python and from the command line."""
 
 import json
 import os
@@ -260,7 +260,7 @@ def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
 
 
 class _Reordered(own_module.Own):
-    """The same tokens in another order."""
+    """A module whose tokens are in another order."""
 
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""docs/recipes.md states the hyperparameters that the experiments use."""
+"""The page docs/recipes.md states the hyperparameters that the experiments use."""
 
 import re
 from pathlib import Path

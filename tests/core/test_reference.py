@@ -1,4 +1,4 @@
-"""The reference has what the code has: flags and their keys, columns, codes and variables."""
+"""The reference lists the same flags, keys, columns, exit codes and variables as the code."""
 
 import argparse
 import re

@@ -43,7 +43,7 @@ RECORD = Record(
     details={"share": (0.5, math.nan)},
 )
 
-# What changes a number; hardware, time and versions do not.
+# Fields that affect a value. Hardware, time and versions do not.
 KEYS = """architecture checkpoint_sha256 dataset dataset_fingerprint facet layer mean metric
 protocol seed settings split std task"""
 VERSIONS = ("metric_version", "pipeline_version")
@@ -143,7 +143,7 @@ def test_records_share_settings_typed_as_1_and_as_1_point_0(tmp_path):
     assert repr(one.settings) == repr(kinds[1])
     assert one.settings is same.settings
     assert other.settings == {"n": 7, "tau": True}
-    # Each stands for the file that it was read from.
+    # Each record represents the file that it was read from.
     for record, settings in zip((one, same, other), kinds, strict=True):
         assert record.digest == replace(RECORD, layer=record.layer, settings=settings).digest
 
@@ -208,7 +208,7 @@ def test_reformatted_and_older_records_without_digests_are_read(tmp_path):
 
 
 def packed(folder: Path) -> ResultStore:
-    """Three records with what their images contributed, and names of images, in one file."""
+    """Return a store with three records, their per-image values and image names in one file."""
     store, hits = ResultStore(folder), np.arange(8) < 4
     for layer in range(3):
         changed = replace(RECORD, layer=layer, num_images=8, value=50.0, ci95=None)
@@ -307,7 +307,7 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
 
 def encoders_of(count: int) -> list[Record]:
-    """Two records of each of some encoders."""
+    """Return two records for each of `count` encoders."""
     models = [f"encoder {number}" for number in range(count)]
     return [
         replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})

@@ -1,4 +1,4 @@
-"""One process that works for long: memory and open files stay where they were."""
+"""Memory and the number of open files stay constant in a process that works for long."""
 
 import gc
 from collections.abc import Callable

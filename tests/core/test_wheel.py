@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def built(source: Path, folder: Path, *options: str) -> Path:
-    """The unpacked wheel of a source tree."""
+    """Build and unpack a wheel; return its folder."""
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -23,7 +23,7 @@ def built(source: Path, folder: Path, *options: str) -> Path:
 
 
 def printed(code: str, site: Path, folder: Path) -> str:
-    """What code prints that imports the packages of an unpacked wheel."""
+    """Return the output of code that imports the packages of an unpacked wheel."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
@@ -83,7 +83,7 @@ def test_records_of_an_installed_copy_say_the_commit_and_changes(tmp_path):
     git("commit", "-qm", "a")
     commit = git("rev-parse", "HEAD")
 
-    # By way of the source archive, in which there is no git, as `python -m build` makes wheels.
+    # `python -m build` builds wheels from a source archive, which contains no git folder.
     assert recorded(built(source, tmp_path / "clean")) == commit
     (source / "README.md").write_text("changed")
     assert recorded(built(source, tmp_path / "dirty", "--wheel")) == f"{commit}-dirty"

@@ -1,4 +1,4 @@
-"""ADE20K: 150 classes from numbers that begin at one."""
+"""ADE20K: 150 classes, whose numbers in the files begin at 1."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two images of 2 x 3 pixels a split; the masks hold the first and the last number."""
+    """Create two images of 2 x 3 pixels per split; masks contain the lowest and highest class."""
     root = tmp_path / "ADEChallengeData2016"
     for split in ("training", "validation"):
         for kind in ("images", "annotations"):

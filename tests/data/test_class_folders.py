@@ -1,4 +1,4 @@
-"""Folders of pictures, plain or one a class: what is found, labelled how, and refused."""
+"""Folders of images, with or without class folders: found files, labels and errors."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""COCO20k: the published list, boxes without crowds, an index that is made once."""
+"""COCO20k: the published image list, boxes without crowds, an index that is built once."""
 
 import hashlib
 from pathlib import Path

@@ -25,7 +25,7 @@ def write(root: Path, split: str, name: str, mask: list[list[int]], maps: str) -
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Images 1 to 4 in train2017, all with ids before, between and after the gaps."""
+    """Create images 1 to 4 in train2017 with ids before, between and after the gaps."""
     for number in range(1, 5):
         mask = [[0, 10, 12], [255, 91, 181]]
         write(tmp_path, "train2017", f"{number:012d}", mask, "stuffthingmaps")
@@ -42,7 +42,7 @@ def train(root: Path, classes: Literal[171, 27] = 171) -> CocoStuff:
 
 
 def test_ids_are_made_contiguous_over_the_gaps(root):
-    # Remapped masks beside the published ones change nothing.
+    # Remapped masks next to the published masks change nothing.
     write(root, "train2017", "000000000001_labelTrainIds", [[5] * 3] * 2, "stuffthingmaps")
 
     images = train(root).train()
@@ -99,7 +99,7 @@ def test_remapped_files_are_not_remapped_again(tmp_path, classes, expected):
 
 
 def test_without_val2017_the_hint_divides_the_training_split(root):
-    # Masks in annotations/ and images beside it are found too.
+    # Masks in annotations/ and images next to it are found too.
     (root / "annotations").mkdir()
     (root / "stuffthingmaps").rename(root / "annotations/stuffthingmaps")
     (root / "images/train2017").rename(root / "train2017")

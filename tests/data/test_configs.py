@@ -1,4 +1,4 @@
-"""What every dataset of `configs/dataset` must do.
+"""The contract of every dataset of `configs/dataset`.
 
 A new dataset needs no entry here.
 """

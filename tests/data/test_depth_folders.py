@@ -1,4 +1,4 @@
-"""Folders of images and depth maps: units, unknown depth, and wrong files."""
+"""Folders of images and depth maps: units, unknown depth, and invalid files."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def save(root: Path, name: str, pixels: Any, dtype: type = np.uint16) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Two images for training and one for validation, in subfolders."""
+    """Create two training images and one validation image."""
     for name in ("train/x/a", "train/x/b", "val/y/c"):
         save(tmp_path, f"images/{name}.jpg", [[(9, 8, 7)] * 3] * 2, np.uint8)
         save(tmp_path, f"depth/{name}.png", NUMBERS)

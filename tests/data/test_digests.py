@@ -1,4 +1,4 @@
-"""The sha256 beside a file: which line of it belongs to which file."""
+"""Find the line of a sha256 file that belongs to a given file."""
 
 import pytest
 

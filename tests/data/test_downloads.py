@@ -1,4 +1,4 @@
-"""Downloads over real HTTP: whole, cut (row 36 of the faults), changed, refused, hanging."""
+"""Downloads over real HTTP: complete, cut (row 36 of the faults), changed, refused or hanging."""
 
 import time
 from dataclasses import replace

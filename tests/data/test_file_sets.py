@@ -1,4 +1,4 @@
-"""What every image set over files checks and promises."""
+"""The checks and guarantees of every image set that reads files."""
 
 import pickle
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.support.faults import paired_folders
 
 @pytest.fixture
 def images(tmp_path: Path) -> FileImageSet:
-    """Images a, b and c of 9 classes."""
+    """Return an image set of images a, b and c."""
     paired_folders(tmp_path, {"train": "abc", "val": "d"})
     return ImageMaskFolders(tmp_path, class_names=[str(n) for n in range(9)]).train()
 

@@ -1,6 +1,6 @@
-"""Row 54 of the catalogue of faults: fingerprints follow the content of files, read once.
+"""Row 54 of the catalogue of faults: fingerprints depend on file contents, which are read once.
 
-With data.fingerprint=stat they follow sizes and times, and say so.
+With data.fingerprint=stat they depend on sizes and times, and a message says so.
 """
 
 import os
@@ -72,7 +72,7 @@ def tiny_imagenet(root: Path) -> Path:
 
 
 def named_folders(root: Path) -> Path:
-    """One photograph and its mask for training, one for validation."""
+    """Create a training image, a validation image, masks and a list of classes."""
     paired_folders(root, {"train": "1", "val": "1"})
     (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root
@@ -279,7 +279,7 @@ def test_a_cache_that_cannot_be_written_is_reported_once(
 
     (line,) = capsys.readouterr().err.splitlines()
     assert "XDG_CACHE_HOME" in line
-    # Each file once for its bytes and once for its orientation, both times.
+    # Each file is read once for its bytes and once for its orientation, in both commands.
     assert len(files_read) == 32
 
 

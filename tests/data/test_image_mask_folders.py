@@ -1,4 +1,4 @@
-"""One adapter for folders of images and masks, in the layouts of Cityscapes, CamVid and others."""
+"""Folders of images and masks in the layouts of Cityscapes, CamVid and other datasets."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def picture(root: Path, *names: str) -> None:
 
 
 def mask_of(dataset: ImageMaskFolders) -> list[list[int]]:
-    """The first mask that is scored."""
+    """Return the first validation mask."""
     mask = dataset.val()[0].mask
     assert mask is not None
     return mask.tolist()
@@ -48,7 +48,7 @@ def from_config(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """images/ and masks/ with two pictures for training and one for validation."""
+    """Create images/ and masks/ with two training images and one validation image."""
     for split, names in (("train", "ab"), ("val", "c")):
         for name in names:
             picture(tmp_path, f"images/{split}/{name}.jpg")

@@ -1,4 +1,4 @@
-"""Every file becomes RGB or a `DataError` that names it. Incomplete JPEG files are refused."""
+"""Every file becomes an RGB image or a `DataError` that names it; cut JPEG files are errors."""
 
 import io
 import itertools

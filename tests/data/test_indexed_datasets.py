@@ -1,4 +1,4 @@
-"""Datasets of Python and of Hugging Face: what they may hold, and that every form scores alike."""
+"""Datasets of PyTorch and Hugging Face: supported items, and equal scores for every form."""
 
 import io
 import sys

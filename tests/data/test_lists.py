@@ -1,4 +1,4 @@
-"""Lists of images: which file each line names, and which lines name none."""
+"""Image lists: the file of each line, and lines that are errors."""
 
 from pathlib import Path
 from unicodedata import normalize
@@ -12,7 +12,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return the ids of lines of a list, for a folder with these files."""
+    """Return a function that returns the image ids of a list's lines."""
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

@@ -1,4 +1,4 @@
-"""NYU Depth v2 in the layout of BTS: the crop, the 40 classes, lists and wrong files."""
+"""NYU Depth v2 in the layout of BTS: the crop, the 40 classes, lists and invalid files."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ IDS = {"train": ("hall/00002", "hall/00010"), "test": ("kitchen/00000",)}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Three scenes of 640 x 480 pixels, whose depth is 1 mm, 2 mm, ... in each row."""
+    """Create three scenes of 640 x 480 pixels, whose depth is 1 mm, 2 mm, ... in each row."""
     folder = tmp_path_factory.mktemp("data") / "nyu_depth_v2"
     depth = np.arange(1, 1 + 480 * 640).reshape(480, 640) % 10_000
     classes = np.arange(480 * 640).reshape(480, 640) % 41

@@ -1,4 +1,4 @@
-"""PF-WILLOW: its pairs, its points, and files that are not as published."""
+"""PF-WILLOW: its pairs and points, and invalid files."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SPair-71k: its lines, its points, and files that are not as published."""
+"""SPair-71k: its pairs and points, and invalid files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Splits, shares and limits: which images they take, and under which name."""
+"""Splits, fractions and limits: the images that they select, and their names."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -148,7 +148,7 @@ def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):
     voc(tmp_path)
     dataset = Voc(tmp_path, train_split="train:0-50%")
-    # Four training and three other images, whatever the share.
+    # The name counts all four training and three other images, for every fraction.
     sets = (dataset.train(), dataset.val(), dataset.discovery(), dataset.images())
     assert [(images.name, len(images)) for images in sets] == [
         ("voc2012-7", count) for count in (2, 3, 7, 7)

@@ -1,4 +1,4 @@
-"""Images in tar files: patterns, the index, refused files, identities and splits."""
+"""Images in tar files: patterns, the index, invalid files, identities and splits."""
 
 import gzip
 import os
@@ -41,7 +41,7 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """The tar files that are read to index them."""
+    """Return a list that receives each indexed tar file."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found

@@ -1,4 +1,4 @@
-"""Toy scenes: seeded, exact, written once."""
+"""Toy scenes: reproducible, exact, written once."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read fewer photographs, for tests that do not look at the scenes."""
+    """Read fewer photographs, for tests that ignore the scenes."""
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 

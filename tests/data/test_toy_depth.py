@@ -1,4 +1,4 @@
-"""Generated rooms: exact depth that follows from the geometry of the camera."""
+"""Generated rooms with exact depth, computed from the geometry of the camera."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""DAVIS, videos of your own, and generated videos: what is read, and what is refused."""
+"""DAVIS, your own videos, and generated videos: content and errors."""
 
 import itertools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 def write_mask(
     path: Path, numbers: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask whose rows have the given numbers, by the first row of each number."""
+    """Write a mask; `numbers` maps the first row of each horizontal stripe to its value."""
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
         mask[row:] = number

@@ -1,4 +1,4 @@
-"""PASCAL VOC: indices of a palette, boxes of XML, lists of ids."""
+"""PASCAL VOC: palette masks, XML boxes and lists of ids."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def mask_of(sample: Sample) -> np.ndarray:
 
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
-    """VOC2012 with images a (train), b (val) and c (aug only), 4 x 4 pixels."""
+    """Create VOC2012 with images a (train), b (val) and c (aug only), 4 x 4 pixels."""
     voc = tmp_path / "VOCdevkit/VOC2012"
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}
     for folder in ("JPEGImages", "Annotations", "ImageSets/Segmentation", "ImageSets/Main"):

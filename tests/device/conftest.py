@@ -1,6 +1,6 @@
-"""Where the walks begin: an encoder in a folder of its own, and data of every role.
+"""Fixtures of the device tests: an encoder in a working folder, and datasets.
 
-Without checks of types, as with a real GPU: on the CPU they check all of the same protocols.
+Types are not checked, as with a real GPU. Tests on the CPU check types in the same protocols.
 """
 
 from collections.abc import Iterator

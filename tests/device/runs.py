@@ -1,4 +1,4 @@
-"""Words of small runs of every objective, and of every probe with every protocol."""
+"""Arguments of small runs: every objective, and every probe with every protocol."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from pretrain.objectives.objective import Generating
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from tests.support.objectives import reduced_words, small_run
+from tests.support.objectives import reduced_options, small_run
 
 TRAIN = ("train.batch_size=2", "train.max_steps=3", "train.num_workers=0")
 SEGMENTATION = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
@@ -74,7 +74,7 @@ WALKS = {
     "retrieval": ("retrieval", "voc2012", *RETRIEVAL),
     "retrieval, hbird": ("retrieval", "voc2012", *RETRIEVAL, "probe.protocol=hbird"),
 }  # fmt: skip
-# Where MPS has nothing of its own: other tiers and protocols pass through the same operators.
+# Not run on MPS, because other runs use the same operators.
 NOT_ON_MPS = frozenset(
     {
         *("segmentation, multi", "segmentation, fast from disk", "segmentation, streamed"),
@@ -88,19 +88,19 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Probe all layers; values by cell."""
-    words = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
-    words += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
-    assert main([*words, *more]) == 0
+    """Probe all layers. Return the values by layer, facet and metric."""
+    arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
+    arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
+    assert main([*arguments, *more]) == 0
     return {(r.layer, r.facet, r.metric): r.value for r in ResultStore(Path(device)).records()}
 
 
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the words of three small steps of an objective, on images of classes."""
-    plan, words = small_run(objective)
+    """Return the arguments of three small training steps of an objective."""
+    plan, options = small_run(objective)
     if model is not None:
-        words = reduced_words(f"objective={objective}", f"model={model}")
+        options = reduced_options(f"objective={objective}", f"model={model}")
     images = [] if isinstance(plan.objective, Generating) else ["--data-root", str(root)]
-    return ["pretrain", *images, *words, *TRAIN, *more]
+    return ["pretrain", *images, *options, *TRAIN, *more]

@@ -1,4 +1,4 @@
-"""Everything on an MPS device, which has no float64: a stand-in without a Mac."""
+"""Probes and pretraining on a simulated MPS device, which has no float64."""
 
 from pathlib import Path
 
@@ -28,9 +28,9 @@ def test_a_probe_scores_what_the_cpu_does(data, walk):
 @pytest.mark.parametrize("optimizer", ["adamw", "soap"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_three_steps_of_pretraining_are_run(data, objective, optimizer):
-    words = pretraining(objective, data["class_folders"], f"optimizer={optimizer}")
+    arguments = pretraining(objective, data["class_folders"], f"optimizer={optimizer}")
     with simulation():
-        assert main([*words, "--device", "mps", "--out", "run"]) == 0
+        assert main([*arguments, "--device", "mps", "--out", "run"]) == 0
     assert Path("run/last.safetensors").is_file()
 
 
@@ -55,12 +55,12 @@ def test_the_stand_in_refuses_float64_and_mixed_devices():
 def test_float64_is_of_the_cpu_where_the_device_has_none():
     third = torch.tensor([1 / 3])
     with simulation():
-        found = to_float64(third.to("mps"))
-        assert (found.device.type, found.dtype) == ("cpu", torch.float64)
+        values = to_float64(third.to("mps"))
+        assert (values.device.type, values.dtype) == ("cpu", torch.float64)
     assert torch.equal(to_float64(third), third.double())
 
 
 def test_a_machine_without_the_device_says_so_in_a_line(data, capsys):
-    words = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", str(data["folder"])]
-    words += ["--checkpoint", "encoder.safetensors", "--device", "mps"]
-    assert "--device cpu" in expect_error(capsys, words, 5)
+    arguments = ["probe", "--task", "pca", "--dataset", "folder", "--device", "mps"]
+    arguments += ["--data-root", str(data["folder"]), "--checkpoint", "encoder.safetensors"]
+    assert "--device cpu" in expect_error(capsys, arguments, 5)

@@ -1,4 +1,4 @@
-"""Features that are not finite are reported with their block, although the host waits late."""
+"""Non-finite features are reported with their block, although they are checked late."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ def test_a_probe_stops_at_the_block(data, workdir, capsys, walk):
     model = build_vit(TINY, seed=0)
     torch.nn.init.constant_(model.get_parameter("blocks.1.mlp.fc2.weight"), 3e38)
     save_encoder(workdir / "encoder.safetensors", model, {})
-    task, dataset, *words = WALKS[walk]
-    # LOST looks at keys, which come before the block's output.
-    words += ["probe.facet=token"] if walk == "tokencut, lost" else []
-    words += ["--data-root", str(data[dataset]), "--checkpoint", "encoder.safetensors"]
+    task, dataset, *arguments = WALKS[walk]
+    # By default LOST uses keys, which are computed before the weights that are broken here.
+    arguments += ["probe.facet=token"] if walk == "tokencut, lost" else []
+    arguments += ["--data-root", str(data[dataset]), "--checkpoint", "encoder.safetensors"]
 
-    said = expect_error(capsys, ["probe", "--task", task, "--dataset", dataset, *words], 4)
+    message = expect_error(capsys, ["probe", "--task", task, "--dataset", dataset, *arguments], 4)
 
-    assert "block 1 of encoder" in said
+    assert "block 1 of encoder" in message

@@ -1,4 +1,4 @@
-"""`pretrain` on a device: every objective and architecture, from start to resume."""
+"""Pretraining on a device: every objective and architecture, from start to resume."""
 
 import shutil
 
@@ -29,13 +29,13 @@ def photos(data):
 def test_a_device_learns_what_the_cpu_does(photos, monkeypatch, objective, optimizer):
     """The device gets its batches in two chunks from a worker, the CPU reads them itself."""
     same = (f"optimizer={optimizer}", "train.precision=float32", "train.compile=false")
-    words = pretraining(objective, photos, *same)
-    assert main([*words, "--device", "cpu", "--out", "cpu"]) == 0
+    arguments = pretraining(objective, photos, *same)
+    assert main([*arguments, "--device", "cpu", "--out", "cpu"]) == 0
     monkeypatch.setattr("pretrain.train.plan_workers", lambda *_: WorkerPlan(1, 1, 2))
-    assert main([*words, "--device", "cuda", "--out", "cuda"]) == 0
+    assert main([*arguments, "--device", "cuda", "--out", "cuda"]) == 0
 
     on_cpu, on_device = log_rows("cpu"), log_rows("cuda")
-    # Random numbers of a real device are others: its masks and drawn layers are.
+    # A real device draws other random numbers, and therefore other masks of MAE.
     names = ("lr", "epoch") if objective == "mae" and not is_simulated() else on_cpu[0]
     for row, other in zip(on_device, on_cpu, strict=True):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3)
@@ -54,12 +54,12 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_architecture_trains_in_bfloat16_and_is_probed(data, photos, name):
-    """`test_waits.py` trains with each kind of attention and graying."""
+    """Kinds of attention and token graying are trained in `test_waits.py`."""
     model, *more = MODELS[name]
     objective = "copying" if name == "mamba1" else "supervised"
-    words = pretraining(objective, photos, *more, model=model)
+    arguments = pretraining(objective, photos, *more, model=model)
 
-    assert main([*words, "--device", "cuda", "--out", "run"]) == 0
+    assert main([*arguments, "--device", "cuda", "--out", "run"]) == 0
 
     assert len(log_rows("run")) == 3
     if name == "conv_mixer":
@@ -69,24 +69,26 @@ def test_an_architecture_trains_in_bfloat16_and_is_probed(data, photos, name):
 
 
 def test_accumulation_clipping_and_monitors_work_together(photos):
-    words = pretraining(
+    arguments = pretraining(
         "supervised", photos, "train.accumulation=2", "train.global_norm=true", "train.repeats=2",
         "monitor.knn_epochs=1", "monitor.accuracy_epochs=1", "monitor.neighbours=2",
         "monitor.results=results",
     )  # fmt: skip
-    assert main([*words, "--device", "cuda", "--out", "run"]) == 0
+    assert main([*arguments, "--device", "cuda", "--out", "run"]) == 0
 
     assert {"val_top1", "knn_top1"} <= log_rows("run")[-1].keys()
 
 
 def test_a_stopped_run_continues_on_the_device(photos, monkeypatch):
-    # A device's rows arrive a step late, and with them the word to stop.
-    words = pretraining("dino", photos, "optimizer=soap", "train.accumulation=2", "--device=cuda")
-    words.append("train.max_steps=5")
-    assert main([*words, "--out", "whole"]) == 0
+    # On a device, the rows of the log and the request to stop arrive one step late.
+    arguments = pretraining(
+        "dino", photos, "optimizer=soap", "train.accumulation=2", "--device=cuda"
+    )
+    arguments.append("train.max_steps=5")
+    assert main([*arguments, "--out", "whole"]) == 0
     with monkeypatch.context() as patch:
         end_after_parts(patch, MultiCrop, 2)
-        assert main([*words, "--out", "cut"]) == 75
-    assert main([*words, "--out", "cut", "--resume"]) == 0
+        assert main([*arguments, "--out", "cut"]) == 75
+    assert main([*arguments, "--out", "cut", "--resume"]) == 0
 
     assert log_rows("cut") == log_rows("whole")

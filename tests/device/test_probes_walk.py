@@ -1,4 +1,4 @@
-"""Every probe with every protocol on a device, by the command line, beside the CPU's records."""
+"""Run every probe with every protocol on a device, and compare it with the CPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = [
 def test_a_device_scores_what_the_cpu_does(data, walk):
     on_device, on_cpu = (scores(data, *WALKS[walk], device=device) for device in ("cuda", "cpu"))
 
-    # Where rounding decides which centre is nearer, k-means goes another way on a real device.
+    # Rounding of a real device can change the nearest centre, and so the result of k-means.
     percent = 3.0 if walk == "clustering, patches" and not is_simulated() else 0.05
     assert on_device == pytest.approx(on_cpu, rel=1e-3, abs=percent, nan_ok=True)
     assert on_cpu

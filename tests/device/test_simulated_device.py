@@ -92,24 +92,24 @@ WAITS = {
 @pytest.mark.parametrize("what", WAITS)
 def test_waits_are_counted_where_they_are(what):
     (work, expected), x = WAITS[what], here(5)
-    with LEDGER.counting() as found:
+    with LEDGER.counting() as counts:
         work(x)
 
-    assert sum(found.waits.values()) == expected
-    assert all("test_simulated_device.py:" in place for place in found.waits)
+    assert sum(counts.waits.values()) == expected
+    assert all("test_simulated_device.py:" in place for place in counts.waits)
 
 
 def test_only_pinned_memory_is_sent_without_waiting():
     pinned, plain = torch.ones(3).pin_memory(), torch.ones(3)
-    with LEDGER.counting() as found:
+    with LEDGER.counting() as counts:
         pinned.to(CUDA, non_blocking=True)
         pinned.to(CUDA)
         plain.to(CUDA, non_blocking=True)
         torch.tensor([1.0], device=CUDA)
         here(3)[[0, 1]]
 
-    assert sum(found.pinned_uploads.values()) == 1
-    assert sum(found.uploads.values()) == 4
+    assert sum(counts.pinned_uploads.values()) == 1
+    assert sum(counts.uploads.values()) == 4
 
 
 def test_what_is_fetched_is_there_after_a_wait_and_not_before():

@@ -18,24 +18,24 @@ CUDA = torch.device("cuda")
 
 def test_what_is_sent_may_be_changed_at_once():
     values = torch.arange(6.0).view(2, 3).T
-    with LEDGER.counting() as found:
+    with LEDGER.counting() as counts:
         there = to_device(values, CUDA)
     values += 1
 
     assert there.is_cuda
     assert there.tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert not found.waits
-    assert not found.uploads
+    assert not counts.waits
+    assert not counts.uploads
 
 
 def test_all_that_is_fetched_costs_one_wait():
     tensors = [to_device(torch.arange(3) * number, CUDA) for number in range(4)]
-    with LEDGER.counting() as found:
+    with LEDGER.counting() as counts:
         here = to_host([*tensors, torch.ones(2)])
 
     assert [tensor.tolist() for tensor in here[:4]] == [[0, n, 2 * n] for n in range(4)]
     assert not any(tensor.is_cuda for tensor in here)
-    assert found.waits.total() == (1 if is_simulated() else 0)
+    assert counts.waits.total() == (1 if is_simulated() else 0)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -46,21 +46,21 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 def test_a_probed_module_gets_its_memory_back(workdir, home):
-    """Weights, gradients and buffers, which an optimizer or another module may hold too."""
+    """An optimizer or another module may refer to its weights, gradients and buffers."""
     module = own_module.own()
     module.register_buffer("scale", torch.ones(1))
     module = module.to(home)
     module(torch.rand(2, 3, 32, 32).to(home)).mean().backward()
     encoder = ssl_bench.Encoder.from_module(module)
-    held = tensors_of(module)
-    memory = [tensor.data_ptr() for tensor in held]
+    tensors = tensors_of(module)
+    memory = [tensor.data_ptr() for tensor in tensors]
     few = {"dataset.num_train": 6, "layer": -1, "out": workdir / "out"}
 
     for device in ("cpu", "cuda", None):
         for given in (encoder, module):
             ssl_bench.probe(given, task="geometry", device=device, overwrite=True, **few)
         now = tensors_of(module)
-        assert all(one is other for one, other in zip(now, held, strict=True))
+        assert all(one is other for one, other in zip(now, tensors, strict=True))
         assert {tensor.device.type for tensor in now} == {home}
         assert [tensor.data_ptr() for tensor in now] == memory
 

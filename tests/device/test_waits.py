@@ -1,7 +1,7 @@
-"""How often the host waits for the device in each unit of work; no more than is said here.
+"""Limit the number of times that the host waits for the device per unit of work.
 
 The additional waits of a command with more units are counted by file and line. On a real device
-nothing is counted, and the commands only run.
+the commands run without counting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,30 +24,33 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# So many that a wait of every block is more than any unit may cost of its own.
+# With three blocks, one wait for each block would exceed the limit of every unit.
 THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads=2)
 
 
 class Unit(NamedTuple):
-    """Words of a command, those for few and for many units, and how many these are more.
+    """A unit of work, and commands with few and many units.
 
     Attributes:
-        more: None for L-BFGS: its line search takes as many steps as the processor's rounding asks
-            for, so they are counted.
-        waits: That each unit may cost at most. No unit sends memory that is not pinned.
+        arguments: Arguments that both commands share.
+        few: Argument for few units.
+        many: Argument for many units.
+        more: Number of additional units with `many`. It is None for L-BFGS, whose steps depend on
+            rounding and are counted.
+        waits: Maximum number of waits per unit. No unit may copy unpinned memory to the device.
     """
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     few: str
     many: str
     more: int | None
     waits: int = 0
 
 
-def step_of(objective: str, *words: str) -> Unit:
-    """All of it: reading, cutting, training, the log."""
-    words = tuple(pretraining(objective, "classes3", *words))
-    return Unit(words, "train.max_steps=1", "train.max_steps=2", 1)
+def step_of(objective: str, *options: str) -> Unit:
+    """Return the unit of a step: reading, cropping, training and logging."""
+    arguments = tuple(pretraining(objective, "classes3", *options))
+    return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
 
 TOY = ("--dataset", "toy", "dataset.num_train=6", "dataset.num_val=3")
@@ -60,10 +63,10 @@ SEGMENTATION = (
 FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
-def heads_step(*words: str, waits: int = 0) -> Unit:
-    """Two batches an epoch; two learning rates for each of three blocks."""
+def heads_step(*options: str, waits: int = 0) -> Unit:
+    """Return the unit of a heads' step: two batches an epoch, two learning rates, three blocks."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
-    return Unit((*SEGMENTATION, *words), few, many, 4, waits)
+    return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
 
 UNITS = {
@@ -77,7 +80,7 @@ UNITS = {
     ),
     "step, graying svd": step_of("dino", "model.graying=svd"),
     "step, graying dct": step_of("dino", "model.graying=dct"),
-    # A weight that learns for the first time costs waits once: all begin with the first step.
+    # The first update of a weight costs waits, so all weights are trained from the first step.
     "step, SOAP with a refresh": step_of(
         "dino", "optimizer=soap", "optimizer.precondition_frequency=1",
         "objective.freeze_last_layer_epochs=0.0",
@@ -91,7 +94,7 @@ UNITS = {
     "heads' step, histogram": heads_step("probe.loss=histogram"),
     "heads' step, majority": heads_step("probe.loss=majority"),
     "heads' step, labels of 100 x 100": heads_step("probe.loss=resampled", "probe.loss.size=100"),
-    # Decoded and encoded in every epoch; features that are not finite are known before the step.
+    # Features are computed in every epoch and checked for non-finite values before the step.
     "heads' step, streamed": heads_step("probe.tier=stream", waits=1),
     "L-BFGS, step": Unit(
         (*PROBE, "classification", "--dataset", "class_folders", "--data-root", "classes3"),
@@ -110,7 +113,7 @@ UNITS = {
         ),
         FEW, MANY, 2, 1,
     ),
-    # Two classes in two splits; six votes of the images look at masks.
+    # Two classes in two splits. The votes of three blocks and two facets also use masks.
     "k-NN, batch": Unit(
         (
             *PROBE, "knn", "--dataset", "class_folders", "probe.neighbours=[1]",
@@ -125,8 +128,8 @@ UNITS = {
 
 
 @contextmanager
-def counted_steps() -> Iterator[list[int]]:
-    """Yield a list that grows by an item for each step that a line search of L-BFGS tries."""
+def count_steps() -> Iterator[list[int]]:
+    """Yield a list that grows by one item per step of the line search of L-BFGS."""
     steps = []
     original = logistic.minimise
 
@@ -148,15 +151,16 @@ def test_a_unit_waits_no_more_often_than_is_said(workdir, name):
     for count in (3, 9):
         class_folders(workdir / f"classes{count}", count)
 
-    def cost(word: str, out: str):
-        words = [*unit.words, "--device", "cuda", "--out", out]
-        with counted_steps() as steps, LEDGER.counting() as found:
-            assert main([*words, word]) == 0
-        return found, len(steps)
+    def count_costs(argument: str, out: str):
+        arguments = [*unit.arguments, "--device", "cuda", "--out", out]
+        with count_steps() as steps, LEDGER.counting() as counts:
+            assert main([*arguments, argument]) == 0
+        return counts, len(steps)
 
-    # What is made once is made by the first.
-    cost(unit.few, "first")
-    (few, few_steps), (many, many_steps) = cost(unit.few, "few"), cost(unit.many, "many")
+    # The first run bears the costs that occur only once.
+    count_costs(unit.few, "first")
+    few, few_steps = count_costs(unit.few, "few")
+    many, many_steps = count_costs(unit.many, "many")
     more = many_steps - few_steps if unit.more is None else unit.more
     many.waits.subtract(few.waits)
     many.uploads.subtract(few.uploads)

@@ -1,4 +1,4 @@
-"""What the finished queue of evidence says, counted by hand; its pages are in test_generated."""
+"""Verdicts on the papers' claims, compared with hand counts; test_generated checks the pages."""
 
 import base64
 from itertools import cycle
@@ -22,7 +22,7 @@ def run_of(score, hits=None, metric="top1"):
 
 
 def whole(row, scores, metric="top1"):
-    """A ledger with every run of a row; seeds of an arm have the scores of its list, in turns."""
+    """Return records of all runs of a row; each variant's scores are repeated over its seeds."""
     runs = {name: run_of(0.0) for name in names_of(row, ROWS[row].arms)}
     for arm, values in scores.items():
         for seed, value in zip(ROWS[row].seeds, cycle(values)):

@@ -1,4 +1,4 @@
-"""Cached files, logs and records are reused only for exactly the same settings and data."""
+"""Reuse cached files, logs and records only for exactly the same settings and data."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts that change, and facts that are the same before and after."""
+    """Facts (settings and data) that change, and facts that stay."""
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -83,7 +83,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context of a run in which these facts differ from the defaults."""
+    """Return the context of a run whose defaults are changed by `facts`."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -104,7 +104,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options of a probe, which are facts named "probe.NAME"."""
+    """Return the options of a probe: all facts that are named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -149,7 +149,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def passed_images(folder: Path, facts: Facts) -> str:
-    """Return the key of features that probes of one command share."""
+    """Return the key of the features that the probes of one command share."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

@@ -1,4 +1,4 @@
-"""Faults of what users type, of their Python files and of the machine: values, paths, devices."""
+"""Faulty arguments, Python files and machines: values, paths, devices."""
 
 import json
 import os
@@ -49,7 +49,7 @@ NO_USER = "~nosuchuser/x"
 
 
 def typed(command: str, word: str, code: int = 2, hint: str = "", names: str = "") -> Fault:
-    """Return a fault in the last word of a command. The error names its key or its value."""
+    """Return a fault whose last argument is wrong. The error names its key or its value."""
     name = names or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
     return Fault(f"{command.split()[-1]} {word[:40]}", nothing, words, code, name, hint)
@@ -127,7 +127,7 @@ def loop(folder: Path) -> None:
 
 
 def file_and_no_encoder(folder: Path) -> None:
-    """If the encoder were loaded first, the command would complain about it instead."""
+    """Create `a_file`, and remove the encoder, which must not be loaded first."""
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
 
@@ -407,7 +407,7 @@ def test_a_closed_pipe_is_no_error(workdir):
 
 
 def limited(words: list[str]) -> int:
-    """Run a command with 200 MiB of address space in addition to what is used."""
+    """Run a command that may use 200 MiB more address space than now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + 200 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

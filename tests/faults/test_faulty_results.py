@@ -1,4 +1,4 @@
-"""Faulty results: commands name the file, ignore it and compute it again, and show the others."""
+"""Faulty results: commands name the file, compute its result again, and show the others."""
 
 import csv
 import json
@@ -367,7 +367,7 @@ def results(probed, tmp_path, monkeypatch) -> ResultStore:
 
 
 def more_correct_than_predicted(counts):
-    """Change the first class of the first image, but neither its IoU nor sums over classes."""
+    """Change the counts of an image's first class, but neither its IoU nor sums over classes."""
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
     changed[0, 1:, :2] += np.array([[-moved, moved], [moved, -moved]])

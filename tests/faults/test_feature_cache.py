@@ -1,4 +1,4 @@
-"""Features on disk: damaged, foreign and stale files are computed again; a full disk is named."""
+"""Features on disk: damaged or outdated files are computed again; errors name a full disk."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def to_link(path: Path) -> None:
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that turns a file into one that another user could have written."""
+    """Return a function that makes a file look as if another user had written it."""
 
     def to_other_owner(path: Path) -> None:
         if os.geteuid() == 0:

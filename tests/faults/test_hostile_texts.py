@@ -1,4 +1,4 @@
-"""Texts with commands of a terminal, TeX, a spreadsheet or a browser do nothing anywhere."""
+"""Texts that contain terminal, TeX, spreadsheet or browser commands are never executed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Pictures and per-image values: missing ones are made again, and each shows its own image."""
+"""Missing pictures and per-image values are made again, and each belongs to its image."""
 
 import contextlib
 import os
@@ -56,7 +56,7 @@ def pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that returns the results of both blocks for a task, to be copied."""
+    """Return a function that returns a folder with a task's results of both blocks, to copy."""
     found: dict[str, Path] = {}
 
     def results(task: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which images a command uses: none that ssl-bench wrote, and none for training and scoring."""
+"""Images that a command uses: none that ssl-bench wrote, and none both to train and score."""
 
 import os
 import shlex
@@ -123,7 +123,7 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create a dataset to learn from, and one to monitor whose scored images are the same."""
+    """Create training images and a monitored dataset that scores the same images."""
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")

@@ -1,4 +1,4 @@
-"""Baselines, normalisations, demo encoders and weights of torch hub, by their addresses."""
+"""Addresses of baselines, normalisations, demo encoders and weights of torch hub."""
 
 import hashlib
 import json
@@ -182,7 +182,7 @@ def test_an_encoder_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypat
 
 
 def test_those_that_come_with_this_suite_are_those_of_the_ledger():
-    """What lies in results/demo is what the queue wrote last."""
+    """The files in results/demo are those that the last runs wrote."""
     runs = json.loads((ROOT / LEDGER).read_text())
     known = {name: runs[demo_of(name)] for name in NAMES}
     files = {path.name for path in addresses.demo_folder().glob("*.safetensors")}
@@ -203,7 +203,7 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
-    """Let the server have weights of DINO, under the name that is asked for; their bytes."""
+    """Return a function that serves DINO weights under a file name and returns their bytes."""
     config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
     torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
 

@@ -1,4 +1,4 @@
-"""What every kind of encoder, attention and graying must do, including those of other packages.
+"""The contract of every encoder, attention and graying, including those of other packages.
 
 A new kind needs no entry here. Its configuration is reduced by the fields in `REDUCED`, as far as
 it has them.
@@ -82,7 +82,7 @@ KINDS = [*registered_names("model"), "patch_mlp"]
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[Path]:
-    """Install the encoder of the documentation as a package of somebody else would be."""
+    """Install the encoder of the documentation as a separate package, as a user would."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "patch_mlp-1.0.dist-info"
     information.mkdir()

@@ -1,4 +1,4 @@
-"""ConvMixer: its arithmetic, its checkpoints, its filters (equations 3.5 to 3.11, restated)."""
+"""ConvMixer: its arithmetic, checkpoints and filters (equations 3.5 to 3.11, restated)."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ VIT = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 
 
 def lively(config=TINY, seed=0) -> ConvMixer:
-    """In evaluation mode, with batch statistics and affine weights unlike those at the start."""
+    """Return a ConvMixer in evaluation mode with random batch statistics and affine weights."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def images(count=2, height=16, width=24):
 
 
 def restated(model: ConvMixer, image):
-    """Equations 2.1 to 2.3 in float64, one output at a time; the maps after each block."""
+    """Return the maps after each block: equations 2.1 to 2.3, one float64 output at a time."""
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -126,7 +126,7 @@ def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
 
 
 def restated_covariance(size, sigma):
-    """Equation 3.10 entry by entry; pixels and blocks are counted from the middle."""
+    """Return equation 3.10 entry by entry; pixels and blocks are counted from the middle."""
     half = size // 2
     steps = range(-half, half + 1)
 

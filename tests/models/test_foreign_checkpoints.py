@@ -1,7 +1,7 @@
-"""Files in other people's layouts give the features of the model that wrote them.
+"""Checkpoints in other projects' layouts give the features of the model that wrote them.
 
-No public weights are used. Each layout is restated here from the repository it was published in;
-the tensors are random, and the model that they are checked against is timm's, or ours.
+No public weights are used. Each layout is restated here from its published repository. Tensors are
+random, and the reference model is timm's or ours.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Every encoder of the suite is one graph for `torch.compile`."""
+"""`torch.compile` makes one graph of every encoder of the suite."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Token graying against its definition, at singular matrices, and in encoders; linear attention."""
+"""Token graying compared with its definition, for singular matrices, and in encoders."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def with_values(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """One image's tokens with these singular values."""
+    """Return an image's tokens with these singular values."""
     left, right = (torch.linalg.qr(drawn(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 

@@ -1,6 +1,6 @@
-"""Folders and repositories of Hugging Face, in timm's form and in transformers'.
+"""Hugging Face folders and repositories, in the formats of timm and transformers.
 
-The names of transformers are restated from its repository; the tensors are random.
+The names of transformers are restated from its repository. Tensors are random.
 """
 
 import json
@@ -75,7 +75,7 @@ def hugging_face_folder(
 
 
 def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_path):
-    # Its default is 1e-12; with inputs this small the norm's epsilon decides.
+    # The default epsilon is 1e-12. Inputs are so small that the norm's epsilon matters.
     model = timm_model(heads=4, norm_layer=lambda dim, **_: torch.nn.LayerNorm(dim, eps=1e-2))
     folder = hugging_face_folder(
         tmp_path / "vit", "vit", model.state_dict(), num_attention_heads=4, layer_norm_eps=1e-2
@@ -140,7 +140,7 @@ def test_a_folder_without_the_files_says_what_belongs_there(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """What `timm.models.save_for_hf` writes, https://github.com/huggingface/pytorch-image-models."""
+    """Write a model folder as `timm.models.save_for_hf` does; return it and the model."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -200,7 +200,7 @@ def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
     folder, model = timm_folder(tmp_path / "mine")
     asked = []
 
-    # The cache's own layout is huggingface_hub's affair; this stands for a filled one.
+    # huggingface_hub defines the layout of the cache, so a filled cache is simulated.
     def cached(repository, name, revision=None):
         asked.append((repository, revision))
         return str(folder / name)
@@ -338,7 +338,7 @@ def dinov3() -> nn.Module:
 
 
 def own_names(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as DINOv3's own files have them."""
+    """Return the weights under the names of DINOv3's files."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = renamed(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -353,7 +353,7 @@ def own_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> str:
-    """A folder as `save_pretrained` leaves it; its address."""
+    """Write a folder as `save_pretrained` does; return its address."""
     weights = {}
     for name, value in renamed(own_names(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:

@@ -33,7 +33,7 @@ def truncated(matrix: Tensor, rank: int) -> Tensor:
 
 
 def noises(seed: int, count: int) -> list[Tensor]:
-    """The matrices Z of the papers: the draws of a seed, of variance 1 / dim."""
+    """Return the matrices Z of the papers: normal draws of variance 1 / dim."""
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

@@ -51,7 +51,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """A folder with the files that examples name, and the loader of the page as a package."""
+    """Yield a folder with the files of the examples, and the guide's loader as a package."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")
@@ -65,7 +65,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
     points = ["[ssl_bench.encoder]", "broken = broken_loader:load", "other = broken_loader:other"]
     points += ["missing = no_such_module:load", "renamed = broken_loader:old"]
     if not IS_INSTALLED:
-        # Another name than that of the page, because a package of the user may have that.
+        # The name differs from the page's, because a user's package may have the page's name.
         points.append(f"{SCHEME} = loader_of_page:{TARGET.partition(':')[2]}")
         (folder / "installed/loader_of_page.py").write_text(SOURCE)
     (information / "entry_points.txt").write_text("\n".join(points))

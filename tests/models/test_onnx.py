@@ -1,4 +1,4 @@
-"""ONNX files of ViTs and DINOv2, exported here under the names that transformers gives."""
+"""ONNX files of ViTs and DINOv2, exported here with the tensor names of transformers."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,7 +22,7 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module of named parts, and what it does with them."""
+    """A module of named parts with a given forward pass."""
 
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -106,7 +106,7 @@ def embedded(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Embeddings, encoder and layernorm, as ViTModel and Dinov2Model have them."""
+    """Return embeddings, encoder and layernorm as in ViTModel and Dinov2Model."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:
@@ -132,7 +132,7 @@ def transformers(
 
 
 def with_head(backbone: nn.Module) -> Part:
-    """A head of another shape stands behind it."""
+    """Return a model whose outputs are tokens and logits."""
 
     def does(m: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         tokens = m.backbone(images)

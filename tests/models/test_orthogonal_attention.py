@@ -1,4 +1,4 @@
-"""Orthogonal self-attention against its paper's formulas, its initialisation, its encoders."""
+"""Orthogonal self-attention: its paper's formulas, its initialisation and its encoders."""
 
 import math
 
@@ -42,7 +42,7 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
 
 
 def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """S, [Q, K] and V of one head of one image, by equation 5."""
+    """Return S, [Q, K] and V of equation 5 for one head and one image."""
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
     columns = slice(head * WIDTH, (head + 1) * WIDTH)
     q, k, v = (x @ weight[:, columns] for weight in (query, key, value))
@@ -51,7 +51,7 @@ def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tenso
 
 
 def naive(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Equations 4 and 5 with the exponential of the whole matrix."""
+    """Return equations 4 and 5, with the exponential of the full matrix."""
     total = torch.zeros_like(x)
     for head in range(HEADS):
         skew, _, v = by_hand(attention, x, head)
@@ -126,7 +126,7 @@ def test_rank_deficient_queries_and_keys_give_finite_values_and_gradients(case, 
 @pytest.mark.parametrize("case", ["full rank", *degenerate()])
 def test_gradients_with_qr_are_those_of_the_whole_exponential(case):
     attention, start = layer("qr"), {"full rank": tokens(15), **degenerate()}[case]
-    # Of their own for each token: others would hide what leaves the span of queries and keys.
+    # Each token has its own weights, to detect gradients outside the span of Q and K.
     weights = drawn(*start.shape, seed=3)
     gradients = []
     for apply in (attention, lambda x: torch.stack([naive(attention, image) for image in x])):
@@ -159,7 +159,7 @@ def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
     doubled[:6, :6], doubled[:6, 6:] = skew, torch.eye(6)
     expected = torch.linalg.matrix_exp(doubled)[:6, 6:]
     torch.testing.assert_close(phi(skew), expected, rtol=0, atol=1e-12)
-    # The result does not depend on the matrices beside it.
+    # The result does not depend on the other matrices of the batch.
     several = torch.stack([1e-3 * skew, skew, 50 * skew]).float()
     alone = torch.cat([phi(one[None]) for one in several])
     assert torch.equal(phi(several), alone)
@@ -167,7 +167,7 @@ def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
 
 
 def rotating(norm: float, count: int = 2, side: int = 8) -> Tensor:
-    """Skew-symmetric matrices, float32."""
+    """Return skew-symmetric matrices with spectral norm `norm`."""
     x = drawn(count, side, side)
     skew = x - x.mT
     return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
@@ -258,7 +258,7 @@ def test_tokens_of_a_diverged_run_pass_through_without_an_error(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most numbers that any operation puts into one tensor."""
+    """Record the number of elements of the largest tensor."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Equations 8 and 9 of "Cutting the Skip", block by block, against the whole derivative."""
+"""Equations 8 and 9 of "Cutting the Skip" for each block, compared with the full Jacobian."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mamba 1 and 2: their scans by hand and restated, what they see, and how they start."""
+"""Mamba 1 and 2: their scans, mixers and initialisation, compared with plain code."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
 
 
 def recurrence(inputs, steps, decay, keys, queries) -> Tensor:
-    """Token by token, channel by channel, as the docstring of `scan` writes it."""
+    """Compute `scan` token by token and channel by channel, as its docstring defines it."""
     out = torch.zeros_like(inputs)
     for item in range(inputs.shape[0]):
         for channel in range(inputs.shape[2]):
@@ -90,7 +90,7 @@ def test_a_growth_over_later_tokens_that_no_float_holds_leaves_gradients_finite(
 
 
 def convolution(mixer, values) -> Tensor:
-    """Tap by tap: the last is for the token itself."""
+    """Compute the convolution; the last tap is for the token itself."""
     taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
     for lag in range(4):
         out[:, lag:] += values[:, : values.shape[1] - lag] * taps[:, 3 - lag]
@@ -98,7 +98,7 @@ def convolution(mixer, values) -> Tensor:
 
 
 def restated(mixer: Mixer, tokens: Tensor) -> Tensor:
-    """What the papers write, from the matrices of a mixer."""
+    """Return the output of a mixer by the papers' equations."""
     decay = -mixer.log_decay.exp()
     if isinstance(mixer, Mamba1Mixer):
         values, gate = (tokens @ half.T for half in mixer.in_proj.weight.split(16))
@@ -162,7 +162,7 @@ def test_without_pieces_it_starts_as_the_architectures_do():
 
     torch.testing.assert_close(one.log_decay.view(128, 3).exp()[5], torch.tensor([1.0, 2.0, 3.0]))
     assert 1 <= two.log_decay.exp().min() < two.log_decay.exp().max() <= 16
-    # Of 512 steps the largest is near the bound, where log(1 + 0.1) is not.
+    # The largest of 512 steps is near the bound of 0.1, above log(1 + 0.1) = 0.0953.
     many = F.softplus(mixer_of(built("mamba2", dim=256, head_width=1)).step_bias)
     assert 0.096 < many.max() <= 0.1
     for mixer in (one, two):
@@ -176,7 +176,7 @@ def test_without_pieces_it_starts_as_the_architectures_do():
 
 
 def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """The weights of keys, queries and steps."""
+    """Return the weights of keys, queries and steps."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

@@ -1,4 +1,4 @@
-"""Models of timm, made small, against timm's own features of every block."""
+"""Small timm models, compared with timm's own features of every block."""
 
 from copy import deepcopy
 from typing import Any
@@ -283,7 +283,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, has_timm_names):
 
 
 class Blocks(nn.Module):
-    """A model with the attributes of timm's models, of two 1 x 1 convolutions."""
+    """A model of two 1 x 1 convolutions with the attributes of timm's models."""
 
     def __init__(self, *blocks: nn.Module, stride: int = 1) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class Block(nn.Module):
 
 
 class WithClassToken(nn.Module):
-    """The first of two stages returns maps, and the last one tokens after [CLS]."""
+    """A last stage that returns [CLS] and patch tokens instead of maps."""
 
     def forward(self, maps: Tensor) -> Tensor:
         tokens = maps.flatten(2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Encoders of timm's layers: their sizes, weights, checkpoints, features and graying."""
+"""Encoders built from timm's layers: sizes, weights, checkpoints, features and graying."""
 
 import json
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_every_layer_has_features_on_its_own_grid(kind, strides, widths):
         pooled = torch.nn.functional.layer_norm(
             found[last]["token"].mean((1, 2)), (16,), norm.weight, norm.bias, norm.eps
         )
-    if kind != "cait":  # Its output is [CLS], which no block of patches has.
+    if kind != "cait":  # CaiT returns [CLS], which no block of patches contains.
         torch.testing.assert_close(pooled, model(images()), rtol=1e-4, atol=1e-5)
     theirs = timm_encoder(model.get_submodule("model"), uri="memory", name="x", sha256="0")
     assert (theirs.depth, theirs.dim, theirs.strides) == (encoder.depth, widths[-1], strides)
@@ -201,7 +201,7 @@ def test_mimetic_values_and_projections_multiply_to_nearly_minus_the_identity(co
 
 
 def entered(config: TimmConfig) -> list[Tensor]:
-    """What enters each block, behind its graying."""
+    """Return the input of each block after graying."""
     model, seen = build_encoder(config, seed=0).eval(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
@@ -228,7 +228,7 @@ def test_named_blocks_alone_gray_counted_through_all_stages(config, layer, scope
 
 
 def window(shift: int) -> torch.nn.Module:
-    """A block of Swin with windows of 3 x 3 tokens."""
+    """Return a stand-in for a Swin block with 3 x 3 windows."""
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block
@@ -344,7 +344,7 @@ def test_a_probe_evaluates_and_redraws_the_layers_of_every_stage(tmp_path):
     found = evaluation.run(store, say=said.append, overwrite=False)
 
     assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
-    # What every stage would say is said once.
+    # A message that applies to all stages is printed once.
     assert len([line for line in said if "pca: only 1 of" in line]) == 1
     sheets = {path: path.read_bytes() for path in (tmp_path / "pictures").rglob("*.png")}
     for path in sheets:

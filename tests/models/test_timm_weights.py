@@ -1,4 +1,4 @@
-"""Shapes are the file's: nothing is resized between a weights file and an encoder."""
+"""Encoders have the tensor shapes of their weights file; nothing is resized."""
 
 import json
 import re
@@ -39,7 +39,7 @@ SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
 
 def loaded(folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any) -> Encoder:
-    """Load weights from a folder of Hugging Face."""
+    """Load weights from a Hugging Face folder."""
     return load_encoder(folder_of(folder, dict(weights), {"architecture": name, **config}))
 
 

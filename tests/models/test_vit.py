@@ -113,7 +113,7 @@ def test_what_a_layer_cannot_compute_is_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return cubic convolution, a = -0.75, one row per new place. Edges are repeated."""
+    """Return cubic convolution weights, a = -0.75, a row per new place; edges are repeated."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):

@@ -1,8 +1,8 @@
-"""Rows 77 and 78 of the catalogue of faults: which tensors are weights, and what is around them.
+"""Rows 77 and 78 of the catalogue of faults: find the weights in a training checkpoint.
 
-How training tools write a checkpoint is restated from their sources: Lightning's ModelCheckpoint,
-WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,
-VISSL, I-JEPA, torchvision's and torch's reference scripts.
+The checkpoint formats of training tools are restated from their sources: Lightning's
+ModelCheckpoint, WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's
+train.py, Composer, VISSL, I-JEPA, torchvision's and torch's reference scripts.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def behind(prefix: str, weights: Weights) -> Weights:
 
 
 def inside(wrapper: str, weights: Weights) -> Weights:
-    """As a wrapper around a block and around the patches has it."""
+    """Rename weights as a wrapper of a block and of the patches does."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()
@@ -124,7 +124,7 @@ def averaged(weights: Weights, times: int) -> Weights:
     return {**behind("module.", weights), "n_averaged": torch.tensor(times)}
 
 
-# What a file holds of an encoder (`w`) that nothing else of the file can be.
+# Files in which only one entry can be the weights (`w`) of an encoder.
 ALONE: dict[str, Callable[[Weights], dict[str, Any]]] = {
     "torch's example": lambda w: {
         "epoch": 3, "arch": "vit", "state_dict": behind("module.", w), "scheduler": {},

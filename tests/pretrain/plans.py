@@ -1,4 +1,4 @@
-"""Small runs of pretraining, and the pictures that they learn from."""
+"""Small pretraining runs and the images that they are trained on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Coloured pictures, in turn in each of these folders."""
+    """Save random colour images, in turn in each folder."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -37,7 +37,7 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """A run of eight steps of two images; `parts` are those of `Pretraining`, or train options."""
+    """Return a run of eight steps of two images. `parts` are its components or train options."""
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     given = {name: parts.pop(name) for name in names if name in parts}
     usual = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}

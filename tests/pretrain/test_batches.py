@@ -1,4 +1,4 @@
-"""Which images a step uses, and how data workers pass their crops in limited shared memory."""
+"""The images of each step, and the transfer of crops from data workers in limited shared memory."""
 
 import time
 from contextlib import closing
@@ -113,7 +113,7 @@ def test_an_epoch_with_repeats_has_the_same_length_and_fewer_images():
 
     keys = [key for part in range(3) for key in source.list_sample_keys(part)]
 
-    # Two batches of four an epoch: three images, of the last of which there is no third.
+    # An epoch has two batches of four: three images, the last of them only twice.
     first, second = (draw_epoch_order(9, 3, epoch).tolist() for epoch in (0, 1))
     ends = [(0, first[2], 0), (0, first[2], 1)]
     whole = [(0, first[image], repeat) for image in (0, 1) for repeat in range(3)]
@@ -196,7 +196,7 @@ def test_processes_of_a_machine_share_the_limit(monkeypatch):
 
 
 def shared_bytes_here() -> int:
-    """What this process and its children hold of files in shared memory, each counted once."""
+    """Return the bytes of shared-memory files that this process and its children have open."""
     me = Path("/proc/self").resolve().name
     found: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
@@ -223,7 +223,7 @@ def test_workers_use_nearly_the_announced_shared_memory_and_no_more():
     most = 0
     with closing(load_chunks(source, plan, range(2), CPU)) as coming:
         for number, _ in enumerate(coming):
-            # A worker of a busy machine takes its time.
+            # Workers may be slow on a busy machine.
             end = time.monotonic() + 20 * (number in (0, plan.num_chunks))
             while most <= 0.8 * plan.shared_bytes and time.monotonic() < end:
                 time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""ConvMixer under the trainer: its weight decay, frozen filters and batch statistics."""
+"""Training runs of ConvMixer: its weight decay, frozen filters and batch statistics."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_norms_are_not_decayed_and_frozen_filters_not_trained():
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Six training and six validation images of two classes."""
+    """Return a folder of six training and six validation images."""
     return class_folders(tmp_path_factory.mktemp("classes"))
 
 

@@ -1,4 +1,4 @@
-"""Copying: its rows, its loss, its accuracies by hand, and its runs under the trainer."""
+"""The copying task: its strings, its loss, accuracies counted by hand, and training runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """Says the letter that stood so many tokens before, whatever its weights."""
+    """Predict the letter that is `back` tokens earlier, whatever the weights are."""
 
     def __init__(self, back: int) -> None:
         super().__init__(TINY)

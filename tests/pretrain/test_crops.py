@@ -1,4 +1,4 @@
-"""Crops and augmentation: what happens to images, in which order, drawn from what.
+"""Crops and augmentation: the operations, their order, and the distributions they are drawn from.
 
 The operations of a batch are torchvision's. RandAugment's operations are timm's, pixel by pixel.
 Erasing and mixing draw from the same distributions as timm.
@@ -72,7 +72,7 @@ GPU = [
 
 
 def draw(crops, *, images, views=10) -> AugmentationParams:
-    """AugmentationParams of many images, [images * views], image by image."""
+    """Return the parameters of many images, shape [images * views], ordered by image."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -296,7 +296,7 @@ def test_images_are_erased_after_normalising_and_mixed_after_erasing():
 
 
 def posterized(image, bits):
-    """Its highest bits; Pillow's own function refuses to keep none."""
+    """Keep the highest bits. Pillow's own function refuses 0 bits."""
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
 
@@ -357,7 +357,7 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Edges of what it takes; zeros if it takes nothing."""
+    """Return the edges that timm erases, or zeros for none."""
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]
@@ -458,7 +458,7 @@ MANY = 10_000
 
 
 def picture(height=20, width=28) -> Tensor:
-    """Slopes with noise, of few dark values, so that no operation leaves it as it is."""
+    """Return noisy gradients of few dark values, an image that every operation changes."""
     rows, cols = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 40, (height, width, 3))
     slopes = np.stack([5 * rows, 4 * cols, 3 * (rows + cols)], axis=-1) % 200
@@ -504,7 +504,7 @@ def draws_of_ours() -> list[list[tuple[str, int | float]]]:
 
 @cache
 def draws_of_timm() -> list[list[tuple[str, int | float]]]:
-    """What timm's operations are called with; none of them is carried out."""
+    """Return the names and values with which timm calls operations."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     called: list[tuple[str, int | float]] = []
     for operation in augment.ops:
@@ -533,7 +533,7 @@ def test_operations_are_drawn_and_applied_as_often_as_by_timm():
 
     assert as_frequent(*counts)
     assert as_frequent(*lengths)
-    # By hand: each of 15 by two chances of a half; none, one or two of both.
+    # 15 operations are equally likely; two draws of probability 0.5 give 0, 1 or 2 of them.
     assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.008)
     assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.015)
     pairs = [draw for draw in draws_of_ours() if len(draw) == 2]

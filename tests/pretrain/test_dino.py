@@ -1,4 +1,4 @@
-"""The DINO objective against its definition, view by view and tensor by tensor."""
+"""The DINO objective, compared with a plain computation for each view and each tensor."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ SMALL = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
 
 
 def plain_loss(embeddings, prototypes, targets, temperature):
-    """The definition: two loops over the views."""
+    """Return the loss by its definition, view by view."""
     terms = []
     for teacher_view, target in enumerate(targets):
         for student_view, embedding in enumerate(embeddings):

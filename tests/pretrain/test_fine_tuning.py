@@ -1,4 +1,4 @@
-"""Runs that start with the weights of another, and learning rates that fall from layer to layer."""
+"""Runs that start from the weights of another run, and learning rates that decay by layer."""
 
 import shutil
 from dataclasses import replace
@@ -33,7 +33,7 @@ SUPERVISED, MAE = Supervised(), Mae(decoder_dim=12, decoder_depth=1, decoder_hea
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Nine training pictures of two classes."""
+    """Return a folder of nine training images of two classes."""
     return album(tmp_path_factory.mktemp("classes"), 9, folders=("train/a", "train/b"))
 
 
@@ -134,7 +134,7 @@ def test_another_architecture_is_refused_by_name(workdir, capsys):
 
 
 def stopped_and_whole(root, tmp_path, **options) -> Pretraining:
-    """A run of which one step is taken; the same one in full beside it."""
+    """Train a run in `whole`, and one step of it in `stopped`."""
     start = saved(tmp_path / "start.safetensors")
     plan = plan_of(root, start, **options)
     plan.run(tmp_path / "whole", device="cpu")

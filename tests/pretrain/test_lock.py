@@ -1,4 +1,4 @@
-"""Only one process at a time writes to a run folder, and a killed process unlocks it."""
+"""Locks of run folders: only one process writes at a time, and a killed process unlocks."""
 
 import errno
 import fcntl

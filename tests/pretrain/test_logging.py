@@ -1,4 +1,4 @@
-"""The log of a run, whatever its file contains, and the same rows for TensorBoard and W&B."""
+"""The log of a run, even if its file is damaged, and the same rows in TensorBoard and W&B."""
 
 import itertools
 import math
@@ -78,7 +78,7 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """The runs that a stand-in for wandb has begun, each with its rows."""
+    """Replace wandb; return a list of the started runs and their rows."""
     begun: list[SimpleNamespace] = []
 
     def init(**options: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Encoders kept on the way, runs that go on for longer, and what there is to resume."""
+"""Encoders that are kept during a run, runs that are extended, and runs that can be resumed."""
 
 import json
 import re
@@ -148,7 +148,7 @@ def test_an_extended_run_continues_and_resumes_bit_for_bit(root, tmp_path):
 
     rows = log_rows(out)
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
-    # From there on the schedules are those of a run that was planned so from the start.
+    # Later schedules equal the schedules of a run that had this length from the start.
     long.run(tmp_path / "whole", device="cpu")
     planned = [row["lr"] for row in log_rows(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]

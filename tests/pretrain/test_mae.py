@@ -1,4 +1,4 @@
-"""Masked autoencoding: what is hidden, what is painted, and runs that do it."""
+"""Masked autoencoding: hidden patches, reconstructed images, and training runs."""
 
 import math
 import statistics
@@ -113,7 +113,7 @@ def test_the_encoder_that_sees_everything_is_the_plain_encoder():
 
 
 def transparent(decoder: MaeDecoder) -> MaeDecoder:
-    """A decoder whose output is its input: skips alone, and linear maps that change nothing."""
+    """Change a decoder into an identity: zeroed residual branches and identity linear maps."""
     with torch.no_grad():
         for block in decoder.blocks:
             for name in ("attn.proj.weight", "mlp.fc2.weight"):
@@ -199,7 +199,7 @@ def test_a_loss_no_better_than_the_mean_is_a_symptom(loss, is_ill):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Nine coloured pictures in one folder, without classes."""
+    """Return a folder of nine colour images without classes."""
     return album(tmp_path_factory.mktemp("album"), 9, folders=("",))
 
 

@@ -1,4 +1,4 @@
-"""What a run measures every few epochs, and the accuracy that it leaves as a record."""
+"""Scores that a run measures every few epochs, and the record of its accuracy."""
 
 import json
 import math
@@ -49,7 +49,7 @@ BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Thirteen training and ten validation pictures of three classes, hard to tell apart."""
+    """Return a folder of 13 training and 10 validation images of three similar classes."""
     return labelled(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
 
 
@@ -243,7 +243,7 @@ def test_six_classes_have_a_top_5_in_log_and_records(tmp_path):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Eight training and five test pictures, red or blue; one of these lies in the wrong folder."""
+    """Return a folder of red and blue images in two classes, with one test image misplaced."""
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 5)):
@@ -272,7 +272,7 @@ def the_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """A run that left its record in `results` beside it."""
+    """Return the folder of a finished run and its record."""
     place = tmp_path_factory.mktemp("finished")
     recorded(mnist, results=str(place / "results")).run(place / "run", device="cpu")
     return place
@@ -282,7 +282,7 @@ def test_the_record_has_the_value_of_the_log_and_the_correct_images(mnist, finis
     store, record = ResultStore(finished / "results"), the_record(finished / "results")
     last = json.loads((finished / "run" / LOG).read_text().splitlines()[-1])
     assert record.value == last["val_top1"] == 80.0
-    # The classes are told apart by their colour, so the picture in the wrong folder is not right.
+    # Classes differ in colour, so the image in the wrong folder is classified incorrectly.
     ids = store.image_ids(record.dataset_fingerprint)
     hits = store.per_image(record)
     assert ids is not None

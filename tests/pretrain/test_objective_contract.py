@@ -1,8 +1,8 @@
-"""What every objective must do, including the one that docs/extending.md adds.
+"""The contract of every objective, including the one that docs/extending.md adds.
 
 A new objective needs no entry here. Its configuration is reduced by the keys in
-`tests/support/objectives.py`, as far as it has them. It meets a small encoder of every kind, and
-either trains it or refuses it.
+`tests/support/objectives.py`, as far as it has them. It must train or refuse a small encoder of
+each kind.
 """
 
 import math
@@ -35,7 +35,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 from ssl_bench.models.config import find_registered, registered_names
 from tests.pretrain.plans import CPU, album
-from tests.support.objectives import OBJECTIVES, reduced_words
+from tests.support.objectives import OBJECTIVES, reduced_options
 from tests.support.runs import assert_goes_on_to_the_bit, flat
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -54,7 +54,7 @@ TIMELINE = Timeline(20, 5)
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[None]:
-    """Install the objective of the documentation as a package of somebody else would be."""
+    """Install the objective of the documentation as a separate package, as a user would."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "rotation-1.0.dist-info"
     information.mkdir()
@@ -76,7 +76,7 @@ def small_model(kind: str) -> EncoderConfig:
 
 @cache
 def small_objective(name: str) -> Any:
-    return build(compose_config("pretraining", reduced_words(f"objective={name}")), "objective")
+    return build(compose_config("pretraining", reduced_options(f"objective={name}")), "objective")
 
 
 def plan_of(name: str, kind: str, **options: Any) -> Pretraining:
@@ -89,7 +89,7 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(name: str) -> dict[str, ConfigurationError | None]:
-    """The error with which an objective refuses each kind of encoder, or None if it trains it."""
+    """Return each encoder kind's error with an objective, or None if the objective trains it."""
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
         errors[kind] = None
@@ -105,7 +105,7 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """The views of `count` samples, cut from a batch at once or in several chunks."""
+    """Return the views of `count` samples, cropped at once or in chunks that end at `cuts`."""
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
     if isinstance(objective, Generating):
@@ -124,7 +124,7 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one step and its report, after the gradients were computed."""
+    """Compute the gradients of one step; return its loss and its report."""
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
     loss.backward()
@@ -204,7 +204,7 @@ def test_no_two_weights_are_drawn_from_the_same_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Largest correlation of ranks by magnitude, 600 of the shorter laid anywhere on the longer."""
+    """Return the largest absolute rank correlation over 600 alignments of the shorter tensor."""
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

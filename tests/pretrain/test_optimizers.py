@@ -1,4 +1,4 @@
-"""Weight-decay groups and clipping, SOAP against a restatement in NumPy, steps that are lost."""
+"""Weight-decay groups, clipping, SOAP compared with a NumPy restatement, and skipped steps."""
 
 import copy
 import io
@@ -171,12 +171,12 @@ def test_rates_fall_by_a_factor_from_the_head_to_the_embedding():
         assert all(p.ndim > 1 for p in decayed["params"])
 
 
-# Of the mean gradient, of its square and of the statistics.
+# Decay rates of the mean gradient, of its square and of the statistics.
 BETAS = (0.9, 0.97, 0.8)
 
 
 class PlainSoap:
-    """The algorithm for one parameter, one matrix at a time, the mean gradient never rotated."""
+    """SOAP for one parameter and one matrix at a time, with a mean gradient that is not rotated."""
 
     def __init__(self, weight: np.ndarray, *, limit: int, frequency: int, phase: int = 0) -> None:
         self.weight, self.frequency, self.phase = weight, frequency, phase
@@ -244,12 +244,12 @@ def schedule(step: int) -> tuple[float, float]:
 
 
 def has_gradient(index: int, step: int) -> bool:
-    """Some start late, and one pauses in between."""
+    """Return whether a parameter has a gradient in a step."""
     return step >= LATE.get(index, 0) and not (index == 8 and 20 <= step < 23)
 
 
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
-    """Take steps from number `at` on."""
+    """Take a step per item of `noise`, added to 0.3 times the parameter."""
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
@@ -405,7 +405,7 @@ def test_statistics_on_which_float32_fails_are_decomposed_in_float64(monkeypatch
 
 
 def trained(*, drifts: bool = False, **options: Any) -> list[Tensor]:
-    """Weights and bases after fifteen steps."""
+    """Return weights and eigenbases after fifteen steps; `drifts` flips signs of eigenvectors."""
     if drifts:
         # A processor of its own: its decompositions turn every second vector round.
         solve, factor = torch.linalg.eigh, torch.linalg.qr
@@ -463,7 +463,7 @@ def begin(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
 def step(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], seed: int, *, value: float = 1
 ) -> None:
-    """One step as the trainer takes it; a gradient holds `value`."""
+    """Take a step with random gradients, one of which is `value`."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
@@ -476,7 +476,7 @@ def step(
 
 
 def everything(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> list[Tensor]:
-    """Weights and all tensors of the state that are no counters."""
+    """Return the weights and all tensors of the state except counters."""
 
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Tensor):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: compiled as eager, no step that waits, bfloat16 that learns."""
+"""Properties that need a real GPU: compiled equals eager, no waits, bfloat16 learns."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ BATCH = 16
 
 
 class Steps:
-    """A trainer that sees the same pictures again and again."""
+    """A trainer that uses the same images in every step."""
 
     def __init__(self, recipe, **options):
         self.device = torch.device("cuda")

@@ -68,7 +68,7 @@ def test_a_run_uses_and_states_the_default_or_given_batch(workdir, capsys):
 
 def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(workdir, monkeypatch):
     root = photo_folder(workdir / "few", 20)
-    # As if this version chose by the memory of the machine.
+    # The patched default stands for a version that chooses it by the machine's memory.
     with monkeypatch.context() as patch:
         patch.setattr("pretrain.options._DEFAULT_BATCH", 2)
         assert run(root, "whole", "train.max_steps=4") == 0
@@ -103,7 +103,7 @@ def test_an_accumulation_is_doubled_until_a_part_fits(images, accumulation, most
 
 
 def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Let DINO's loss raise an error for more images, as a stand-in for a device that is full."""
+    """Let DINO's loss raise an error if a batch has more images, like a device with full memory."""
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):
@@ -197,7 +197,7 @@ def test_a_long_run_says_early_what_takes_less(workdir, monkeypatch, capsys):
 
 
 class Summed(nn.Module):
-    """The sum of what a layer gives, times a random number as mixtures of images draw it."""
+    """A learner whose loss is the sum of a layer's output times a random number."""
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
 
     rate = measure_product_rate(CPU, torch.float32)
     assert trainer.utilisation(0.5) == pytest.approx(100 * flops / (0.5 * rate))
-    # As where the machine was busy when the product was timed.
+    # At most 100 %, even if the machine was busy when the product was timed.
     assert trainer.utilisation(flops / (2 * rate)) == pytest.approx(100)
     assert 1e8 < rate < 1e14
 

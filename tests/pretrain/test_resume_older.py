@@ -1,4 +1,4 @@
-"""A run goes on after options were added that its saved state knows nothing of."""
+"""Runs continue if their saved state lacks options that were added later."""
 
 import shutil
 from dataclasses import replace
@@ -16,12 +16,12 @@ from tests.support.runs import assert_same_run
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Six pictures: three steps of two an epoch."""
+    """Return a folder of six images: three steps per epoch."""
     return album(tmp_path_factory.mktemp("pictures"), 6, folders=("",))
 
 
 def change(out, forgotten=(), added=None):
-    """Write the state of a run anew, its configuration without some keys and with others."""
+    """Rewrite the state of a run, with configuration keys removed or added."""
     state = state_of(out)
     for key in forgotten:
         *path, name = key.split(".")
@@ -48,7 +48,7 @@ NEWER = (
 @pytest.mark.parametrize(
     ("forgotten", "added"),
     [
-        # What was added since.
+        # Options that were added since.
         (NEWER, {}),
         # The former name of an option.
         (("model.mlp_mean",), {"model": {"init_options": {"mlp_mean": 0.5}}}),

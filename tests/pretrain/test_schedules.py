@@ -1,4 +1,4 @@
-"""Schedules against their closed forms, at every boundary; warm-ups as long as asked."""
+"""Schedules compared with their closed forms at every boundary, and lengths of warm-ups."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)
 
 
 def official_cosine(start, end, num_steps, warmup_steps):
-    """The published table: a linspace, then a cosine over the steps that are left."""
+    """Return DINO's published schedule: a linspace, then a cosine over the remaining steps."""
     steps = np.arange(num_steps - warmup_steps)
     cosine = end + 0.5 * (start - end) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate([np.linspace(0, start, warmup_steps), cosine])
@@ -40,12 +40,12 @@ def test_a_straight_line_reaches_its_end_with_its_last_step_and_stays():
     values = [temperature(step) for step in range(6)]
 
     assert values == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.07, 0.07])
-    # Without length it is there at once.
+    # With length 0, the final value is reached at once.
     assert Linear(start=0.04, end=0.07, num_steps=0)(0) == 0.07
 
 
 def test_the_triangle_is_the_published_one_at_every_step():
-    """Corners at 0, 2/5, 4/5 and the end; the log of its README has .005 after one of 25 epochs."""
+    """Corners are at 0, 2/5, 4/5 and the end; the README's log has 0.005 after 1 of 25 epochs."""
     schedule = Triangle(peak=0.05, num_steps=25)
 
     values = [schedule(step) for step in range(25)]

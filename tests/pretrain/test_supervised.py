@@ -28,7 +28,7 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Eleven training and four validation pictures, red or blue with noise."""
+    """Return a folder of 11 training and 4 validation images, red or blue."""
     root = tmp_path_factory.mktemp("colours")
     generator = np.random.default_rng(0)
     for split, count in (("train", 11), ("val", 4)):
@@ -53,7 +53,7 @@ def learner_of(objective=None, names=NAMES):
     ("own_share", "top1"), [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]
 )
 def test_an_image_is_right_by_the_share_of_the_class_that_is_named(own_share, top1):
-    """Of five images, two are named as they are, and three as what they are mixed with."""
+    """The own class is predicted for two of five images, and the mixed-in class for three."""
     named, labels = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
     logits = torch.eye(3)[named]
 

@@ -1,4 +1,4 @@
-"""Real runs of a tiny encoder: what they leave behind, and how they stop and go on."""
+"""Runs of a tiny encoder: the files that they write, and how they stop and continue."""
 
 import math
 import os
@@ -34,12 +34,12 @@ from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_r
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Thirteen pictures in two folders: six steps of two an epoch, one picture left."""
+    """Return a folder of 13 images: six steps of two images per epoch leave one image out."""
     return album(tmp_path_factory.mktemp("album"))
 
 
 def do_at(monkeypatch, call, action):
-    """Run an action when the crops of the given step are finished, before the step is taken."""
+    """Call `action` when the crops of step number `call` are finished, before the step."""
     finish, calls = MultiCrop.finish, []
 
     def counted(self, *arguments):
@@ -171,7 +171,7 @@ def test_a_signal_in_the_last_step_changes_nothing(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Let DINO's loss pass through a function of value, report and step."""
+    """Replace DINO's loss by the result of `change(loss, report, step)`."""
     usual = DinoLearner.loss
 
     def changed(self, network, views, step):

@@ -1,4 +1,4 @@
-"""Two processes learn what one does. If one meets a fault, both save and end with one message."""
+"""Two processes train like one. If one has a fault, both save and end with one message."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from pretrain.checkpoints import has_state, load_state
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import class_folders, photo_folder, unchecked_types
 from tests.support.runs import log_rows
-from tests.support.two_ranks import AT, words_of
+from tests.support.two_ranks import AT, run_arguments
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ EXPECTED = {
     "loss:1": ([2, 2], "not finite", None),
     "SIGTERM:0": ([75, 75], "4 of 8 steps", AT + 1),
     "SIGHUP:1": ([75, 75], "4 of 8 steps", AT + 1),
-    # For the process without the Ctrl-C it is a request to stop.
+    # The process that got no Ctrl-C receives a request to stop.
     "SIGINT:0": ([130, 75], "interrupted", AT + 1),
     "SIGINT:1": ([75, 130], "4 of 8 steps", AT + 1),
     "worker:0": ([5, 5], "data worker", AT),
@@ -47,7 +47,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(workdir) -> dict[str, Any]:
-    """How both processes ended for each fault; all in one process with its children."""
+    """Return how both processes ended for each fault, from one subprocess with children."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]
@@ -66,7 +66,7 @@ def saved_state(place: Path, fault: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_both_processes_end_together_saved_and_with_one_message(workdir, found, fault):
     codes, part, step = EXPECTED[fault]
-    lines = [line for text in found[fault]["said"] for line in text.splitlines()]
+    lines = [line for text in found[fault]["stderr"] for line in text.splitlines()]
     (line,) = [line for line in lines if "ssl-bench: " in line]
     state = saved_state(workdir, fault)
 
@@ -77,8 +77,8 @@ def test_both_processes_end_together_saved_and_with_one_message(workdir, found, 
 
 def test_the_first_process_reports_what_another_cannot_read(workdir, found):
     assert found["skipped:1"]["codes"] == [0, 0]
-    assert "3.jpg; 1 of 4 images" in found["skipped:1"]["said"][0]
-    assert found["skipped:1"]["said"][1] == ""
+    assert "3.jpg; 1 of 4 images" in found["skipped:1"]["stderr"][0]
+    assert found["skipped:1"]["stderr"][1] == ""
     state = saved_state(workdir, "skipped:1")
     assert state is not None
     assert state["left_out"] == [3]
@@ -92,7 +92,7 @@ def test_processes_wait_for_a_slow_disk_and_for_a_monitor_up_to_the_timeout(work
 @unchecked_types()
 def test_two_processes_learn_what_one_does(workdir, found):
     assert found["none:0"]["codes"] == [0, 0]
-    assert main(words_of(workdir / "photos", workdir / "alone")) == 0
+    assert main(run_arguments(workdir / "photos", workdir / "alone")) == 0
 
     one, two = (saved_state(workdir, name) for name in ("alone", "none:0"))
     assert one is not None

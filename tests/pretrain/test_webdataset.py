@@ -22,7 +22,7 @@ from tests.support.shards import tars_of, write_tar
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Thirteen pictures of two classes in `album`, the same ones in `shards`."""
+    """Return a folder with the same 13 images in `album` and, as tar files, in `shards`."""
     root = tmp_path_factory.mktemp("data")
     tars_of(album(root / "album"), root / "shards")
     return root

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training continues: what they hold, and what ends a run."""
+"""Checkpoints that are written during training: their content, and errors that end a run."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 @pytest.fixture
 def taken(monkeypatch) -> list[int]:
-    """A list that gets an item whenever a step begins."""
+    """Return a list that receives an item at each step."""
     finish, steps = MultiCrop.finish, []
 
     def counted(self, *arguments):
@@ -151,7 +151,7 @@ def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(workdir, caps
     usual, keep, kept = checkpoints.save_encoder, checkpoints.Saver.keep, []
 
     def slow(*arguments):
-        # Nothing is written before the run has asked for all of them.
+        # Nothing is written before the run has requested all files.
         wait_until(lambda: len(kept) >= 3, 20)
         usual(*arguments)
 

@@ -1,4 +1,4 @@
-"""Contents and safety of a report, checked on a handful of records."""
+"""Content and security of a report with a few records."""
 
 import json
 import re
@@ -103,7 +103,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report of records whose names are all markup."""
+    """Write a report of records whose names contain only markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -147,7 +147,7 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def first_record(report: Path) -> dict[str, Any]:
-    """Return the fields that the dialog on provenance shows."""
+    """Return the fields of the provenance dialog."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))

@@ -1,4 +1,4 @@
-"""A report in a browser: opened from disk, sorted, filtered, by keyboard, on any screen."""
+"""A report in a browser: opened from disk, sorted, filtered, by keyboard, on all screens."""
 
 import importlib.util
 import re
@@ -161,7 +161,7 @@ def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """The source of axe-core."""
+    """Return the source code of axe-core."""
     found = importlib.util.find_spec("axe_playwright_python")
     if found is None or not found.submodule_search_locations:
         pytest.skip("axe-playwright-python, which carries axe-core, is not installed")
@@ -170,7 +170,7 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
-    """A report of a run of two epochs and two blocks, and of the logs of two other runs."""
+    """Write a report of a run with two epochs and blocks, and of the logs of two other runs."""
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
     for epoch in (1.0, 2.0):
         for layer in (0, 11):

@@ -70,7 +70,7 @@ def test_other_settings_or_data_give_another_panel():
 def test_a_checkpoint_without_skips_is_dashed():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw", "z", "net"]
     records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
-    # The architecture counts more than the name, and that of a user's module is unknown.
+    # The architecture has priority over the name. It is unknown for a user's module.
     records[4] = replace(records[4], architecture={"kind": "vit", "skip_attention": False})
     records[5] = replace(records[5], architecture={"kind": "module", "name": "Net"})
 

@@ -1,4 +1,4 @@
-"""A report replaces an older report when it is complete, and nothing else."""
+"""A complete report replaces an older report, and no other folder."""
 
 from pathlib import Path
 

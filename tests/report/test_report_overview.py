@@ -1,4 +1,4 @@
-"""The overview, the leaderboard and the tables of blocks, by the elements of the pages."""
+"""The overview, the leaderboard and the tables of blocks, checked by their HTML elements."""
 
 import math
 import re
@@ -84,7 +84,7 @@ def test_a_task_has_one_headline_per_dataset():
         ("segmentation", "voc", "miou_holdout", "reference"),
         ("mine", "toy", "zeal", "reference"),
     ]
-    # A dataset with masks stands beside one with boxes.
+    # One dataset has masks, the other has boxes.
     boxes, masks, iou = (
         cell(dataset=dataset, metric=metric)
         for dataset, metric in (("voc2012", "corloc"), ("ecssd", "max_f_beta"), ("ecssd", "iou"))
@@ -342,7 +342,7 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def strips(root, checkpoints, galleries, shown=(), hits=None):
-    """Write the pictures of galleries, and select the strips of an overview."""
+    """Write the pictures of galleries; return the strips of an overview."""
     for of_encoder in galleries.values():
         for one in of_encoder:
             paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
@@ -444,7 +444,7 @@ def test_tables_of_blocks_have_few_columns(tmp_path):
     assert rows == [["0", "5", "11"]] * 2
     assert heads == [["block", *(f"miou_<wbr>{n} (%)" for n in names)] for names in ("ab", "cd")]
     assert [table.count('class="best"') for table in tables] == [2, 2]
-    # Of many on one dataset some are folded.
+    # If a dataset has many tables, some are folded.
     many = [plain(facet=f"f{number}") for number in range(11)]
     (group,) = group_block_tables([(panel, panel.lines[0]) for panel in panels(*many)])
     assert list(map(len, [*group.tables, *group.folded])) == [2, 3, 3, 3]

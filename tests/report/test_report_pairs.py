@@ -1,4 +1,4 @@
-"""Pages that compare two checkpoints: which pairs, which pictures and images, which differences."""
+"""Pages that compare two checkpoints: pairs, pictures, images and differences."""
 
 import re
 from pathlib import Path
@@ -184,7 +184,7 @@ def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
     assert len(list((tmp_path / "report").glob("compare-*.html"))) == 1
     assert main([*report, "--pair", "vit", "other"]) == 3
     assert "'other'" in capsys.readouterr().err
-    # Without the digest beside them, the weights themselves are read.
+    # Without a digest file, the weights themselves are read.
     weights.with_name("last.safetensors.sha256").unlink()
     assert main([*report, "--pair", str(weights.parent), "skipless"]) == 0
     weights.write_bytes(weights.read_bytes()[:99])

@@ -1,4 +1,4 @@
-"""The page of training curves: real runs, and logs whose curves are counted by hand."""
+"""The page of training curves, for real runs and for logs whose curves are counted by hand."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ def rows_of(count: int, loss, *, length: int = 100) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def report(pretrained_runs, tmp_path_factory) -> Path:
-    """A report of runs without any record."""
+    """Write a report of runs without any record."""
     root = tmp_path_factory.mktemp("runs")
     words = ["--out", str(root / "results"), "--into", str(root / "report")]
     assert main(["report", "--runs", str(pretrained_runs), *words]) == 0

@@ -1,4 +1,4 @@
-"""Sentences on the best block of each checkpoint, counted by hand from hits of single images."""
+"""Sentences on the best block of each checkpoint, compared with counts by hand."""
 
 import re
 from dataclasses import replace

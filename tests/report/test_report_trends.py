@@ -1,4 +1,4 @@
-"""The pages on epochs and on corrupted images, counted by hand from two blocks."""
+"""The pages on epochs and on corrupted images, compared with counts by hand for two blocks."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ SHAS = {("skip", 100.0): "a", ("skip", 300.0): "c", ("skipless", 100.0): "d", ("
 
 
 def kept(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
-    """Of the encoder `RUN@100`, or `RUN`, the last one, after 300 epochs."""
+    """Return a record of the encoder `RUN@EPOCH`, or of `RUN` for the last epoch, 300."""
     record = cell(
         model=run if epoch == 300 else f"{run}@{epoch:g}",
         checkpoint_sha256=SHAS[run, epoch] * 64,

@@ -1,4 +1,4 @@
-"""Pictures of six classes that differ by colour, as class folders, and a small encoder of them."""
+"""Class folders with images of six classes that differ in colour, and a small encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,21 +18,21 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """So many pictures of each class; with more noise they are harder to tell apart."""
+    """Write `train` and `val` images of each class. Noise makes them harder to separate."""
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
         for split, count in (("train", train), ("val", val)):
             folder = root / split / f"class{name}"
             folder.mkdir(parents=True)
             for number in range(count):
-                around = generator.integers(-noise, noise, (20, 26, 3))
-                pixels = np.clip(np.array(colour) + around, 0, 255).astype(np.uint8)
+                offsets = generator.integers(-noise, noise, (20, 26, 3))
+                pixels = np.clip(np.array(colour) + offsets, 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     return root
 
 
 def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """The dataset with these training images alone."""
+    """Return the dataset with only these training images."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -44,7 +44,7 @@ def tiny(seed: int = 0) -> Encoder:
 
 
 def flat(value: float = 1.0) -> Encoder:
-    """One whose final norm gives the same number everywhere."""
+    """Return an encoder whose final norm outputs the same number everywhere."""
     model = build_vit(TINY, seed=0)
     torch.nn.init.zeros_(model.get_parameter("norm.weight"))
     torch.nn.init.constant_(model.get_parameter("norm.bias"), value)
@@ -58,8 +58,8 @@ def class_context(
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """By layer, facet and metric; exactly those that the probe announced."""
+    """Return a probe's scores by layer, facet and metric, as announced by `cells`."""
     context = class_context(dataset, **changes)
-    found = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
-    assert sorted(found) == sorted(probe.cells(context.layers))
-    return found
+    scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
+    assert sorted(scores) == sorted(probe.cells(context.layers))
+    return scores

@@ -1,4 +1,4 @@
-"""A dataset of coloured halves, a tiny encoder, and a quick segmentation probe for both."""
+"""A dataset of coloured halves, a tiny encoder, and a quick segmentation probe."""
 
 import collections
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """Pictures whose left and right halves are of the colour of their class."""
+    """Images whose left and right halves show the colours of their classes."""
 
     split: str
     count: int
@@ -101,7 +101,7 @@ def probe_context(
 
 
 class Counter:
-    """Counts how often each image passes an encoder, told apart by its pixels."""
+    """Count how often an encoder receives each image, identified by its pixels."""
 
     def __init__(self, encoder):
         self.passes = collections.Counter()

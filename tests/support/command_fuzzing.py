@@ -1,9 +1,9 @@
-"""Commands drawn at random, in a process without type checks; what ended badly is printed.
+"""Run random commands in a process without type checks, and print those that end badly.
 
 `python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code.
-Every second line is valid and has to end well. The others have flags of the parser with values
-that are right or strange. A draw that is valid goes on until an encoder computes for the first
-time, which is where it is stopped; one in fifty goes on from there to its end.
+Every second command is valid and must succeed. The others have flags of the parser with correct or
+strange values. A command is stopped when an encoder first computes, but one in fifty runs to its
+end.
 """
 
 import argparse
@@ -38,9 +38,10 @@ from tests.support.fuzzing import TooSlow, confine
 CODES = {0, 2, 3, 4, 5, 75, 130}
 SECONDS_EACH = 20
 MEBIBYTES = 3000
-THROUGH = 50
-# These say a line for each of several things.
-SEVERAL = ("doctor", "models", "sweep", "reproduce")
+# One command in this many runs to its end.
+COMPLETE_EVERY = 50
+# Commands that may print several error lines.
+MANY_ERRORS = ("doctor", "models", "sweep", "reproduce")
 
 NUMBERS = (
     *("0", "-1", "1", "2", "3", "8", "0.5", "1.0", "-0.0", "1e30", "-1e30", "1e-30", "nan", "inf"),
@@ -60,7 +61,7 @@ STRANGE_KEYS = (
     *("hydra/launcher", "/etc", "../configs", "probe@x", "probe.facet.x", "dataset.root.a"),
     *("model.init_options", "optimizer._partial_", "probe._args_", "é", "a" * 400, ".", "probe..x"),
 )
-# How often each command is drawn.
+# Relative frequency of each command.
 WEIGHTS = {
     **{"probe": 16, "sweep": 6, "pretrain": 16, "features": 5, "table": 3, "compare": 2},
     **{"report": 1, "models": 3, "data": 4, "keys": 2, "reproduce": 1, "doctor": 0.2},
@@ -68,8 +69,8 @@ WEIGHTS = {
 }
 ROOTS = {"class_folders": "classes", "voc2012": "voc", "voc2007": "voc", "folder": "photos"}
 URIS = [*["runs/tiny"] * 8, "runs/*", "timm:nothing", "conv.pth"]
-# What is right for a flag, where the parser has no choices of its own.
-RIGHT = {
+# Correct values of flags for which the parser has no choices.
+CORRECT = {
     "task": [*choices("probe"), "all", "pca,knn"],
     "dataset": [*ROOTS, *choices("dataset"), *["toy"] * 12],
     "data_root": ["photos", "classes", "voc", "toy=x,folder=photos"],
@@ -89,7 +90,7 @@ RIGHT = {
     "into": ["report"],
     **dict.fromkeys(("checkpoint", "checkpoints", "uris", "pair"), URIS),
 }
-# A task, and a dataset that it can be asked of.
+# Tasks, each with the arguments for a dataset that supports it.
 FITTING = (
     *(
         ("knn", "class_folders", "--data-root", "classes"),
@@ -98,8 +99,8 @@ FITTING = (
     *(("tokencut,discovery", "voc2012", "--data-root", "voc"), ("classification", "toy_objects")),
     *((task, "toy") for task in ("segmentation", "retrieval", "correspondence", "geometry")),
 )
-# The network is no part of this, nor are tracebacks.
-LEFT_OUT = ("help", "debug")
+# Flags that are never drawn. `--debug` prints tracebacks.
+EXCLUDED = ("help", "debug")
 SMALL = ("model.dim=24", "model.depth=1", "model.image_size=32", "train.batch_size=2")
 OBJECTIVES = {
     "dino": ("objective.out_dim=16", "objective.hidden_dim=8", "data.root=photos", *SMALL),
@@ -117,29 +118,30 @@ class _Computing(BaseException):
 
 
 class Draw:
-    """Command lines by chance."""
+    """A generator of random command lines."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         (commands,) = (
             one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction)
         )
         self.commands = dict(commands.choices)
 
     def line(self) -> list[str]:
-        (name,) = self.chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (name,) = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
         words = [name]
         for action in self.commands[name]._actions:
-            if action.dest not in LEFT_OUT and (action.required or self.chance.random() < 0.2):
+            if action.dest not in EXCLUDED and (action.required or self.rng.random() < 0.2):
                 words += self.flag(action)
         words += self.overrides(name) if name in COMMANDS_WITH_OVERRIDES else []
-        if self.chance.random() < 0.04:
-            words.insert(self.chance.randrange(len(words) + 1), self.chance.choice(WORDS))
+        if self.rng.random() < 0.04:
+            words.insert(self.rng.randrange(len(words) + 1), self.rng.choice(WORDS))
+        # `data download` would use the network.
         return [word if word != "download" else "list" for word in words]
 
     def valid_line(self) -> list[str]:
-        """A line that has to end with exit code 0, or computes."""
-        pick, number = self.chance.choice, str(self.chance.randrange(10**9))
+        """Return a command that must end with exit code 0 or let an encoder compute."""
+        pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
         probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
         probing += pick(([], ["--layer", "0"], ["--layer=-1"], ["--layer", "all"]))
@@ -165,49 +167,49 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """A flag with its values, or values alone."""
+        """Return a flag with values, or positional values."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
-        if flag and self.chance.random() < 0.02:
-            return [f"{flag[0]}={self.chance.choice(('--', '', '-', '='))}"]
-        right = [str(one) for one in action.choices or RIGHT.get(action.dest, ("0", "1", "2"))]
+        if flag and self.rng.random() < 0.02:
+            return [f"{flag[0]}={self.rng.choice(('--', '', '-', '='))}"]
+        correct = [str(one) for one in action.choices or CORRECT.get(action.dest, ("0", "1", "2"))]
         many = action.nargs if isinstance(action.nargs, int) else 1
-        return [*flag, *(self.word(self.chance.choice(right)) for _ in range(many))]
+        return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """What makes a run small, and up to three other keys."""
-        chosen, small = [f"probe={self.chance.choice(choices('probe'))}"], list[str]()
+        """Return overrides that make a run small, and up to three strange ones."""
+        chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":
-            root, objective = "pretraining", self.chance.choice(list(OBJECTIVES))
+            root, objective = "pretraining", self.rng.choice(list(OBJECTIVES))
             chosen = [f"objective={objective}"]
-            optimizer = self.chance.choice(choices("optimizer"))
+            optimizer = self.rng.choice(choices("optimizer"))
             small = [*chosen, f"optimizer={self.word(optimizer)}", *OBJECTIVES[objective]]
-            small += ["train.max_steps=2", "--out", f"runs/{self.chance.randrange(10**9)}"]
+            small += ["train.max_steps=2", "--out", f"runs/{self.rng.randrange(10**9)}"]
         elif name in ("probe", "sweep"):
-            small = ["dataset.num_train=3", "dataset.num_val=2"] * (self.chance.random() < 0.7)
-            small += ["probe.image_size=32"] * (self.chance.random() < 0.5)
-        known = [*list_keys(compose_config(root, chosen)), *self.chance.choices(STRANGE_KEYS, k=2)]
-        several = self.chance.choices(known, k=self.chance.choice((0, 0, 1, 1, 1, 2, 3)))
-        values = self.chance.choices((*NUMBERS, *WORDS), k=len(several))
-        return [*small, *(f"{key}={value}" for key, value in zip(several, values, strict=True))]
+            small = ["dataset.num_train=3", "dataset.num_val=2"] * (self.rng.random() < 0.7)
+            small += ["probe.image_size=32"] * (self.rng.random() < 0.5)
+        keys = [*list_keys(compose_config(root, chosen)), *self.rng.choices(STRANGE_KEYS, k=2)]
+        chosen_keys = self.rng.choices(keys, k=self.rng.choice((0, 0, 1, 1, 1, 2, 3)))
+        values = self.rng.choices((*NUMBERS, *WORDS), k=len(chosen_keys))
+        return [*small, *(f"{key}={value}" for key, value in zip(chosen_keys, values, strict=True))]
 
-    def word(self, right: str) -> str:
-        return right if self.chance.random() < 0.93 else self.chance.choice(WORDS)
+    def word(self, correct: str) -> str:
+        return correct if self.rng.random() < 0.93 else self.rng.choice(WORDS)
 
 
 @contextlib.contextmanager
-def stopped_before_computing(*, through: bool) -> Iterator[None]:
-    """Raise where a network or a process of a sweep is called, unless it shall go through."""
+def stop_before_computing(*, to_end: bool) -> Iterator[None]:
+    """Raise when a module is called or a sweep starts a process, unless `to_end`."""
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
         raise _Computing
 
-    torch.nn.Module.__call__ = call if through else refuse
-    # Its own processes would compute until they are done.
-    processes = subprocess if through else SimpleNamespace(**vars(subprocess) | {"Popen": refuse})
+    torch.nn.Module.__call__ = call if to_end else refuse
+    # This exception would not stop the processes of a sweep.
+    processes = subprocess if to_end else SimpleNamespace(**vars(subprocess) | {"Popen": refuse})
     sweep.subprocess = processes
     try:
         yield
@@ -215,13 +217,13 @@ def stopped_before_computing(*, through: bool) -> Iterator[None]:
         torch.nn.Module.__call__, sweep.subprocess = call, subprocess
 
 
-def ended(line: list[str], *, through: bool) -> tuple[str, str]:
-    """How a command ended, and what is wrong with that."""
+def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
+    """Run a command. Return how it ended, and what is wrong with that."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:
         with (
-            stopped_before_computing(through=through),
+            stop_before_computing(to_end=to_end),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
@@ -229,27 +231,27 @@ def ended(line: list[str], *, through: bool) -> tuple[str, str]:
     except _Computing:
         return "computing", ""
     except TooSlow:
-        return ("computing", "") if through else ("slow", f"more than {SECONDS_EACH} s")
+        return ("computing", "") if to_end else ("slow", f"more than {SECONDS_EACH} s")
     except SystemExit as error:
-        # --help and --version are argparse's.
+        # argparse exits after --help and --version.
         return "help", "" if error.code == 0 else f"exit {error.code!r}"
     except BaseException as error:
         return "broken", "".join(traceback.format_exception(error)[-4:])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    said = [text for text in err.getvalue().splitlines() if text.startswith("ssl-bench: ")]
+    messages = [text for text in err.getvalue().splitlines() if text.startswith("ssl-bench: ")]
     wrong = "" if code in CODES else f"exit code {code}"
-    if code in (2, 3, 4, 5) and len(said) != 1 and line[0] not in SEVERAL:
-        wrong = f"{len(said)} lines on stderr: {err.getvalue()[-300:]!r}"
-    if "Traceback" in err.getvalue() or any(text == "ssl-bench: " for text in said):
+    if code in (2, 3, 4, 5) and len(messages) != 1 and line[0] not in MANY_ERRORS:
+        wrong = f"{len(messages)} lines on stderr: {err.getvalue()[-300:]!r}"
+    if "Traceback" in err.getvalue() or any(text == "ssl-bench: " for text in messages):
         wrong = err.getvalue()[-600:]
-    if any(len(text) > 1100 for text in said):
-        wrong = f"a line of {max(map(len, said))} characters: {said[0][:200]}"
+    if any(len(text) > 1100 for text in messages):
+        wrong = f"a line of {max(map(len, messages))} characters: {messages[0][:200]}"
     return str(code), wrong
 
 
 def prepare() -> None:
-    """What commands find in the folder they run in."""
+    """Create the files that commands use in the working folder."""
     encoder_file(Path("runs/tiny/last.safetensors"))
     torch.save({"conv1.weight": torch.zeros(4, 3, 7, 7), "fc.bias": torch.zeros(9)}, "conv.pth")
     photo_folder(Path("photos"))
@@ -261,21 +263,21 @@ def prepare() -> None:
 def main(seed: int, count: int) -> int:
     draw, ends, bad = Draw(random.Random(seed)), Counter(), 0
     start, scratch = time.monotonic(), tempfile.mkdtemp()
-    # Deep enough that "../.." is still ours, and not all files of the machine.
-    place = f"{scratch}/home/user"
-    Path(place).mkdir(parents=True)
-    os.environ |= {"XDG_CACHE_HOME": place, "HOME": place, "HF_HUB_OFFLINE": "1"}
-    os.chdir(place)
+    # Deep enough that "../.." is still in our temporary folder.
+    folder = f"{scratch}/home/user"
+    Path(folder).mkdir(parents=True)
+    os.environ |= {"XDG_CACHE_HOME": folder, "HOME": folder, "HF_HUB_OFFLINE": "1"}
+    os.chdir(folder)
     prepare()
     confine(signal.SIGPROF, MEBIBYTES)
     try:
         for number in range(count):
             is_valid = number % 2 == 1
             line = draw.valid_line() if is_valid else draw.line()
-            end, wrong = ended(line, through=number % THROUGH == 0)
+            end, wrong = run_command(line, to_end=number % COMPLETE_EVERY == 0)
             if is_valid and end not in ("0", "computing"):
                 wrong = wrong or f"a valid line ended with {end}"
-            os.chdir(place)
+            os.chdir(folder)
             ends[end] += 1
             if wrong:
                 bad += 1

@@ -1,4 +1,4 @@
-"""Components as a configuration makes them, which refuses a value before Python sees it."""
+"""Build components as the command line does, which checks values first."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from ssl_bench.composition.compose import TARGET, instantiate
 
 
 def configured(kind: type, **values: Any) -> Any:
-    """The component that the command line makes of these values."""
+    """Return the component that the command line would build from these values."""
     address = f"{kind.__module__}.{kind.__qualname__}"
     return instantiate({TARGET: address, **values}, "probe")

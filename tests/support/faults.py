@@ -58,9 +58,9 @@ PRETRAIN = (
 
 
 def fits(task: str, dataset: str) -> bool:
-    """Return whether a dataset has what a task needs, by a command with this task alone."""
-    words = ["probe", "--task", task, "--dataset", dataset, "--checkpoint", "demo:skip"]
-    code = main([*words, "--dry-run"])
+    """Return whether a dataset supports a task, according to a dry run."""
+    arguments = ["probe", "--task", task, "--dataset", dataset, "--checkpoint", "demo:skip"]
+    code = main([*arguments, "--dry-run"])
     assert code in (0, 3)
     return code == 0
 
@@ -71,7 +71,7 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return noise with a bright square at 8 to 24, which masks and boxes mark."""
+    """Return noise with a bright square at 8 to 24, the object of masks and boxes."""
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -118,7 +118,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create different images with these names in each split. All masks are the same file."""
+    """Create different images with these names in each split, all with the same mask."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -131,7 +131,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k with these image numbers. Return the file of annotations."""
+    """Create COCO20k with these image numbers. Return the annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -163,7 +163,7 @@ def mask(height: int = 32, width: int = 40) -> np.ndarray:
 
 def save_mask(path: Path, indices: np.ndarray) -> None:
     image = Image.fromarray(indices)
-    # These colours have nothing to do with the indices.
+    # These colours are unrelated to the indices.
     image.putpalette([value for index in range(256) for value in (255 - index, 3, 9)])
     image.save(path)
 
@@ -174,7 +174,7 @@ LFS_POINTER = (
 
 
 def spoil(path: Path, how: str) -> None:
-    """Empty a file, cut it, or replace it by a web page or a Git LFS pointer."""
+    """Truncate a file, or replace it with a web page or a Git LFS pointer."""
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "99": len(content) * 99 // 100, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -184,9 +184,9 @@ def spoil(path: Path, how: str) -> None:
 def probing(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the arguments of a probe of one layer, by default of the current folder's encoder."""
-    words = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
-    return [*words, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
+    """Return the arguments of a probe of block 1."""
+    arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
+    return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
 
 def pretraining(root: Path, out: str, *more: str) -> list[str]:
@@ -194,10 +194,10 @@ def pretraining(root: Path, out: str, *more: str) -> list[str]:
 
 
 def supervised(root: Path, out: str, *more: str) -> list[str]:
-    """Return the arguments of a run that learns from classes."""
-    sizes = [word for word in PRETRAIN if not word.startswith("objective.")]
-    words = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
-    return [*words, "data.labels=true", *sizes, *more]
+    """Return the arguments of a supervised pretraining run."""
+    sizes = [option for option in PRETRAIN if not option.startswith("objective.")]
+    arguments = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
+    return [*arguments, "data.labels=true", *sizes, *more]
 
 
 def records(out: str = "results") -> list[Record]:
@@ -207,9 +207,9 @@ def records(out: str = "results") -> list[Record]:
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
     """Run a command that must fail. Return its error, which is one line without a traceback."""
     capsys.readouterr()
-    ended = main(list(arguments))
+    actual = main(list(arguments))
     out, err = capsys.readouterr()
-    assert ended == code, err
+    assert actual == code, err
     # `data check` prints a table of all problems, and reports the first of them as an error.
     assert out == "" or arguments[:2] == ["data", "check"], out
     assert "Traceback" not in err, err
@@ -224,13 +224,13 @@ class Fault:
 
     Attributes:
         name: The fault in plain English.
-        prepare: Creates the fault in the working folder.
+        prepare: Function that creates the fault.
         command: The command as the user types it.
-        code: Its exit code.
+        code: The expected exit code.
         words: Parts of the error: the file or key at fault, and what is wrong if several faults of
             the same file must be told apart.
         hint: The command or setting that the error recommends.
-        remedy: Words after which the command succeeds if they are added to it.
+        remedy: Arguments that make the command succeed if appended to it.
     """
 
     name: str
@@ -276,7 +276,7 @@ def file_contents(folder: Path) -> dict[Path, bytes]:
 
 
 class Mark:
-    """A pickle that writes a file when it is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -292,7 +292,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Let no file grow beyond `limit` bytes, as on a full disk."""
+    """Limit the size of files to `limit` bytes, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -305,8 +305,8 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns how far the memory of this process has risen."""
-    # Reused memory of earlier tests would hide a rise.
+    """Yield a function that returns the increase of peak memory in MiB."""
+    # Memory that earlier tests have freed would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -320,7 +320,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function in a forked process, which has imported everything. Return its id."""
+    """Run a function in a forked process, which shares all imports. Return its id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -339,12 +339,12 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a process. A negative exit code is the signal that ended it."""
+    """Wait for a process and return its exit code, negative if a signal ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return a PNG of these chunks, valid or not."""
+    """Return a PNG file with these chunks, valid or not."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 

@@ -1,4 +1,4 @@
-"""Weights in other people's layouts, made of random models of timm, and their comparison."""
+"""Weights in the layouts of other projects, made from random timm models, and comparisons."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def timm_model(
     grid: tuple[int, int] = (4, 4),
     **kwargs: Any,
 ) -> Any:
-    """A Vision Transformer of timm with two blocks and random values everywhere."""
+    """Return a random timm Vision Transformer with two blocks."""
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
         img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
@@ -44,13 +44,13 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Load the file; its tokens, [CLS] and keys of both blocks must be the model's to 1e-5."""
+    """Load an encoder and check that its features equal the model's to 1e-5."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
     assert encoder.native_size == expected.native_size
     facets: list[Facet] = ["token", "cls", "key", "query", "value", *extra]
-    # Of the size of its positions, and of one to which they are resized.
+    # The native size, and a size to which position embeddings are interpolated.
     for size in (expected.native_size, (3 * expected.patch_size, 5 * expected.patch_size)):
         images = torch.rand(2, 3, *size)
         one = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
@@ -76,13 +76,13 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights after all substitutions, by pattern, in the order of `names`."""
-    found: Weights = {}
+    """Return the weights under names in which each pattern is replaced in turn."""
+    result: Weights = {}
     for name, value in weights.items():
-        for pattern, theirs in names.items():
-            name = re.sub(pattern, theirs, name)
-        found[name] = value
-    return found
+        for pattern, replacement in names.items():
+            name = re.sub(pattern, replacement, name)
+        result[name] = value
+    return result
 
 
 def saved(path: Path, content: Mapping[str, Any]) -> Path:
@@ -93,7 +93,7 @@ def saved(path: Path, content: Mapping[str, Any]) -> Path:
 def folder_of(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """A folder of Hugging Face, as its libraries leave it; its address."""
+    """Write a Hugging Face model folder, as its libraries save it. Return its address."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")
@@ -112,14 +112,14 @@ def message_of(uri: str | Path) -> str:
 
 # DINOv2: https://github.com/facebookresearch/dinov2/blob/e1277af2, dinov2/models/
 # vision_transformer.py and dinov2/layers/layer_scale.py: `ls1.gamma`, `mask_token` (1, dim), and
-# `register_tokens` (1, R, dim), which get no position.
+# `register_tokens` (1, R, dim), which get no position embedding.
 def dinov2_weights(registers: int) -> tuple[Any, Weights]:
     model = timm_model(
         patch=14, init_values=0.5, reg_tokens=registers, no_embed_class=registers > 0
     )
     weights = dict(model.state_dict())
     if registers:
-        # timm gives [CLS] no position here; DINOv2 stores one more.
+        # timm has no position embedding of [CLS] here, but DINOv2 stores one.
         cls_position = 0.1 * torch.randn(1, 1, 128)
         weights["pos_embed"] = torch.cat([cls_position, weights["pos_embed"]], dim=1)
         weights["cls_token"] = weights["cls_token"] - cls_position

@@ -1,7 +1,7 @@
-"""Mutated inputs for the readers of this program, in a process without type checks.
+"""Feed mutated inputs to the file readers of this suite, in a process without type checks.
 
 `python -m tests.support.fuzzing KIND COUNT` prints how many inputs were refused and read, and every
-input that ended in anything but an answer or an error of our own. `command_fuzzing` draws commands.
+input that led to neither a result nor an error of our own. `command_fuzzing` draws commands.
 """
 
 import io
@@ -55,37 +55,37 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What is mutated, under which name it lies, and what reads it."""
+    """Valid contents to mutate, the name of their file, and its reader."""
 
     seeds: list[bytes]
     name: str
     read: Callable[[Path], object]
 
 
-def mutated(content: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """A file with one to eight faults: flipped, cut, doubled, foreign or telling bytes."""
+def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
+    """Return content with up to eight mutations, such as flipped bits."""
     data = bytearray(content)
-    for _ in range(chance.choice((1, 1, 1, 2, 4, 8))):
-        at = chance.randrange(len(data) + 1)
-        near_start = chance.randrange(min(len(data), 120) + 1)
-        at = chance.choice((at, near_start))
-        length = chance.choice((1, 1, 2, 4, 16, 200))
-        kind = chance.randrange(7)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
+        at = rng.randrange(len(data) + 1)
+        near_start = rng.randrange(min(len(data), 120) + 1)
+        at = rng.choice((at, near_start))
+        length = rng.choice((1, 1, 2, 4, 16, 200))
+        kind = rng.randrange(7)
         if kind == 0 and data:
-            data[min(at, len(data) - 1)] ^= 1 << chance.randrange(8)
+            data[min(at, len(data) - 1)] ^= 1 << rng.randrange(8)
         elif kind == 1:
             del data[at : at + length]
         elif kind == 2:
-            data[at : at + length] = chance.choice(INTERESTING)
+            data[at : at + length] = rng.choice(INTERESTING)
         elif kind == 3:
             data[at:at] = data[at : at + length]
         elif kind == 4:
-            other = chance.choice(others)
-            start = chance.randrange(len(other))
+            other = rng.choice(others)
+            start = rng.randrange(len(other))
             data[at : at + length] = other[start : start + length]
         elif kind == 5:
-            data[at : at + length] = chance.randbytes(length)
-        elif chance.random() < 0.3:
+            data[at : at + length] = rng.randbytes(length)
+        elif rng.random() < 0.3:
             del data[at:]
     return bytes(data)
 
@@ -144,7 +144,7 @@ def safetensors_headers() -> Kind:
         seeds = [ours.read_bytes(), dino.read_bytes()[:]]
 
     def read(path: Path) -> object:
-        # The digest of the damaged file, so that the header itself is read.
+        # With the digest of the damaged file, loading gets as far as the header.
         path.with_name(f"{path.name}.sha256").write_text(f"{file_sha256(path)}  {path.name}\n")
         return load_encoder(str(path))
 
@@ -162,7 +162,7 @@ def pickles() -> Kind:
 
 
 def overrides() -> Kind:
-    words = [
+    probing = [
         "probe.num_images=3", "probe.facet=key", "data.root=/x", "seed=4", "dtype=float16",
         "probe.protocol=batch", "++probe.new=1", "~data.root", "probe.facet=[a,b]",
         "probe.image_size=1e3", "dataset=toy", "probe.num_images=${seed}", "dataset.split='a b'",
@@ -170,12 +170,12 @@ def overrides() -> Kind:
     pretraining = ["train.epochs=3", "model=vit_tiny_skip", "model.dim=12", "optimizer.lr=0.1"]
 
     def read(path: Path) -> object:
-        word = path.read_bytes().decode(errors="replace")
-        if word.partition("=")[0].split(".")[0] in ("train", "model", "optimizer", "objective"):
-            return build(compose_config("pretraining", [word]))
-        return plan_probes(["pca"], ["folder"], [word])
+        override = path.read_bytes().decode(errors="replace")
+        if override.partition("=")[0].split(".")[0] in ("train", "model", "optimizer", "objective"):
+            return build(compose_config("pretraining", [override]))
+        return plan_probes(["pca"], ["folder"], [override])
 
-    return Kind([word.encode() for word in [*words, *pretraining]], "override", read)
+    return Kind([override.encode() for override in [*probing, *pretraining]], "override", read)
 
 
 def record_files() -> Kind:
@@ -183,9 +183,9 @@ def record_files() -> Kind:
         seed = ResultStore(Path(folder)).save(RECORD).read_bytes()
 
     def read(path: Path) -> object:
-        place = ResultStore(path.parent).path(RECORD.key())
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)
+        stored = ResultStore(path.parent).path(RECORD.key())
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(stored)
         tables = depth_tables(ResultStore(path.parent).records())
         return [render_tables([t], style) for t in tables for style in ("text", "latex", "csv")]
 
@@ -200,9 +200,9 @@ def per_image_files() -> Kind:
 
     def read(path: Path) -> object:
         store = ResultStore(path.parent)
-        place = store.path(RECORD.key()).with_suffix(".npz")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)
+        stored = store.path(RECORD.key()).with_suffix(".npz")
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(stored)
         return store.per_image(RECORD)
 
     return Kind([seed], "one.npz", read)
@@ -266,11 +266,11 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 class TooSlow(BaseException):
-    """Time was up."""
+    """The time limit was exceeded."""
 
 
 def confine(timer: signal.Signals, mebibytes: int) -> None:
-    """Raise `TooSlow` when a timer rings, and `MemoryError` beyond what is loaded and so much."""
+    """Raise `TooSlow` when a timer expires, and limit the additional memory."""
 
     def ring(*_: object) -> None:
         raise TooSlow
@@ -284,13 +284,13 @@ def confine(timer: signal.Signals, mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Read so many mutated inputs; how they ended, and the reports of those that ended badly."""
-    kind, chance = KINDS[name](), random.Random(name)
+    """Read mutated inputs. Return the counts of outcomes, and reports of bad ones."""
+    kind, rng = KINDS[name](), random.Random(name)
     ends: Counter[str] = Counter()
     reports: list[str] = []
     path = folder / kind.name
     for number in range(count):
-        content = mutated(kind.seeds[number % len(kind.seeds)], kind.seeds, chance)
+        content = mutate(kind.seeds[number % len(kind.seeds)], kind.seeds, rng)
         path.write_bytes(content)
         signal.setitimer(signal.ITIMER_REAL, SECONDS_EACH)
         try:
@@ -299,7 +299,7 @@ def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
         except SslBenchError as error:
             ends["refused"] += 1
             if not str(error).strip():
-                reports.append(f"{number}: an error that says nothing: {error!r}")
+                reports.append(f"{number}: an error without a message: {error!r}")
         except BaseException as error:
             ends["broken"] += 1
             last = "".join(traceback.format_exception(error)[-3:])

@@ -1,4 +1,4 @@
-"""Records in which every text would act somewhere, and readers that find out whether one does."""
+"""Records whose texts attack every output format, and checks that no attack takes effect."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import SKIP, SKIPLESS, Elements, cell, save
 
-# A terminal, TeX, a spreadsheet, Markdown, HTML, and marks that turn the direction of writing.
+# Attacks on terminals, TeX, spreadsheets, Markdown and HTML.
 HOSTILE = (
     "=cmd|' /C calc'!A0\n\\input{/etc/passwd}\r\n%\\write18{id}$x$#1_a_^b~&{c}"
     "\x1b]0;t\x07\x1b[2J\x9b1m\b\x7f\u202e\u2066\u2028\x85;=1+1</script><script>alert(1)</script>"
@@ -22,7 +22,7 @@ HOSTILE = (
     "\\| https://e.example www.e.example a@e.example { onclick=alert(1) }{: onclick=alert(1) } "
     "{{ 7 * 7 }} $\\frac$ \udce9"
 )
-# Names of files hold no slash and are short.
+# These become file names, so they are short and contain no slash.
 _NAMES = {
     "dataset": "=1+1|\n%{x}\x1b[2J<img src=x onerror=f()>`c` [x](y) \u202e\udce9",
     "facet": '[x](y:z)"onclick=f()\x9b\x07{: onclick=f() }',
@@ -40,7 +40,7 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Two checkpoints of two blocks with all that a table, a comparison and a report read."""
+    """Return records and per-image values of two checkpoints with two blocks."""
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):
@@ -59,23 +59,24 @@ def check_terminal(text: str) -> None:
 
 
 def check_latex(text: str) -> None:
-    """Only commands of our own, only as many cells as there are heads."""
+    """Check that all commands are ours and all rows have equally many cells."""
     assert all(line.isprintable() for line in text.split("\n"))
     body = [line for line in text.split("\n") if not line.startswith("%")]
-    words = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
-    ours = "begin end toprule midrule bottomrule textbf underline textbackslash textasciitilde"
-    ours += " textasciicircum textless textgreater mid pm dagger ddagger S par footnotesize"
-    assert set(words) <= {*ours.split(), *"\\_%&#${}"}
+    commands = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
+    allowed = "begin end toprule midrule bottomrule textbf underline textbackslash textasciitilde"
+    allowed += " textasciicircum textless textgreater mid pm dagger ddagger S par footnotesize"
+    assert set(commands) <= {*allowed.split(), *"\\_%&#${}"}
     plain = re.sub(r"\\([A-Za-z]+|.)", "", "\n".join(body))
     assert not set(plain) & set("%#^_~\\")
-    assert plain.count("$") == 2 * sum(word in ("mid", "pm", "dagger", "ddagger") for word in words)
+    in_maths = ("mid", "pm", "dagger", "ddagger")
+    assert plain.count("$") == 2 * sum(command in in_maths for command in commands)
     assert plain.count("{") == plain.count("}")
     rows = [line for line in body if line.endswith(r"\\")]
     assert len({re.sub(r"\\\\|\\&", "", row).count("&") for row in rows}) == 1
 
 
 def check_markdown(text: str) -> None:
-    """Nothing but our tables, as the pages of the project and as others read them."""
+    """Check that CommonMark and our site's renderer show only our tables."""
     assert all(line.isprintable() for line in text.split("\n"))
     pages = (
         MarkdownIt("commonmark").enable("table").render(text),
@@ -85,7 +86,7 @@ def check_markdown(text: str) -> None:
         elements = Elements(page).elements
         tags = {tag for tag, _ in elements}
         assert tags <= TAGS
-        assert {name for _, given in elements for name in given} <= {"style"}
+        assert {name for _, attributes in elements for name in attributes} <= {"style"}
         heads = [tag for tag, _ in elements].count("th")
         cells = [tag for tag, _ in elements].count("td")
         rows = [tag for tag, _ in elements].count("tr")
@@ -94,7 +95,7 @@ def check_markdown(text: str) -> None:
 
 
 def check_csv(text: str) -> None:
-    """No cell that a spreadsheet computes, also where the semicolon parts cells."""
+    """Check that no cell is a formula, also if semicolons separate cells."""
     rows = list(csv.reader(io.StringIO(text)))
     assert len({len(row) for row in rows}) == 1
     for field in (piece for row in rows for whole in row for piece in whole.split(";")):
@@ -108,7 +109,7 @@ def check_json(text: str) -> None:
 
     assert text.isascii()
     content = json.loads(text, parse_constant=refuse)
-    # A half character has no bytes.
+    # A lone surrogate cannot be encoded.
     json.dumps(content, ensure_ascii=False).encode()
 
 
@@ -123,12 +124,12 @@ CHECKS = {
 
 
 def check_page(text: str) -> None:
-    """No script, attribute or address but ours, and nothing that is not seen."""
+    """Check for event handlers, external addresses and invisible characters."""
     page = Elements(text)
     assert all(line.isprintable() for line in text.replace("?", "").split("\n"))
-    for tag, given in page.elements:
-        assert not {name for name in given if name.startswith("on")}
-        assert tag != "script" or set(given) <= {"src", "type"}
-        for address in (given.get("href"), given.get("src")):
+    for tag, attributes in page.elements:
+        assert not {name for name in attributes if name.startswith("on")}
+        assert tag != "script" or set(attributes) <= {"src", "type"}
+        for address in (attributes.get("href"), attributes.get("src")):
             assert address is None or re.match(r"(?![\w.+-]+:)[^/\\]", address)
     assert not {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "base", "style"}

@@ -1,4 +1,4 @@
-"""Small matrices for tests, and what is said of them."""
+"""Small random matrices, and the condition number and effective rank of a matrix."""
 
 import torch
 

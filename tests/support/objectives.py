@@ -1,4 +1,4 @@
-"""Every registered objective, made small by those of these keys that it and its model have."""
+"""Small runs of every registered objective, with the options that it supports."""
 
 from functools import cache
 
@@ -21,24 +21,24 @@ SMALL_MODEL = {
 }  # fmt: skip
 
 
-def reduced_words(*choices: str) -> list[str]:
-    """Return the choices, and the keys that make small what they choose."""
+def reduced_options(*choices: str) -> list[str]:
+    """Return the choices, and options that make them small."""
     keys = list_keys(compose_config("pretraining", choices))
-    wanted = {f"objective.{key}": value for key, value in REDUCED.items()}
-    wanted |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
-    return [*choices, *(f"{key}={value}" for key, value in wanted.items() if key in keys)]
+    values = {f"objective.{key}": value for key, value in REDUCED.items()}
+    values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
+    return [*choices, *(f"{key}={value}" for key, value in values.items() if key in keys)]
 
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return a small plan of an objective with the first model that it trains, and its words."""
-    # Vision Transformers first.
+    """Return a small plan of an objective with the first model that it trains, and its options."""
+    # Try Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):
-        words = reduced_words(f"objective={objective}", f"model={model}")
+        options = reduced_options(f"objective={objective}", f"model={model}")
         try:
-            plan = build(compose_config("pretraining", words))
+            plan = build(compose_config("pretraining", options))
             plan.objective.build(plan.encoder, Timeline(4, 2), seed=0, class_names=("a", "b"))
         except ConfigurationError:
             continue
-        return plan, tuple(words)
+        return plan, tuple(options)
     raise AssertionError(f"no model is trained by {objective}")

@@ -1,4 +1,4 @@
-"""A module of one's own, as a user has it: names of its own, blocks that give tuples, one size."""
+"""An encoder as users write them: own names, blocks that return tuples, a single input size."""
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """Takes 32 x 32 alone, because its positions are added without being resized."""
+    """An encoder of 32 x 32 images only, because its position embeddings are not resized."""
 
     def __init__(self, dim: int = 16, depth: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The commands that the pages show, as they stand there."""
+"""Collect the commands that the documentation pages show."""
 
 import re
 import shlex
@@ -18,13 +18,13 @@ _SHELLS = ("", "bash", "sh", "console", "shell")
 
 @dataclass(frozen=True)
 class PageCommand:
-    """One command of a page.
+    """A command on a page.
 
     Attributes:
-        page: Its path in the repository.
-        text: As it stands there, continued lines joined.
+        page: Path of the page in the repository.
+        text: The command, with continued lines joined.
         words: Program and arguments, without variables, comment, `...` and redirection.
-        in_block: Whether it is to be typed; in a sentence a bare name only speaks of it.
+        in_block: Whether it is in a code block. A sentence may only mention a command's name.
     """
 
     page: str
@@ -34,13 +34,13 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Whether a sentence names a command, a target or a module and says no more."""
+        """Return whether a sentence only mentions the name of a command."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """What follows `ssl-bench`, also where torchrun starts it; empty for other programs."""
+        """Return the arguments of `ssl-bench`, or none for another program."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:
@@ -49,14 +49,14 @@ class PageCommand:
 
 
 def page_commands(page: Path) -> list[PageCommand]:
-    """Those of the blocks of a page, then those of several words in its sentences and tables."""
+    """Return the commands in code blocks of a page, then those with arguments in its text."""
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]
     lines = [line for code in blocks for line in code.replace("\\\n", " ").splitlines()]
     spans = re.findall(r"`([^`]+)`", _FENCE.sub("", text))
-    found = [_command(name, line, in_block=True) for line in lines]
-    found += [_command(name, " ".join(span.split()), in_block=False) for span in spans]
-    return [one for one in found if one and (one.in_block or len(one.words) > 1)]
+    commands = [_command(name, line, in_block=True) for line in lines]
+    commands += [_command(name, " ".join(span.split()), in_block=False) for span in spans]
+    return [one for one in commands if one and (one.in_block or len(one.words) > 1)]
 
 
 def _command(page: str, line: str, *, in_block: bool) -> PageCommand | None:
@@ -72,4 +72,4 @@ def _command(page: str, line: str, *, in_block: bool) -> PageCommand | None:
 
 
 COMMANDS = list(dict.fromkeys(one for page in PAGES for one in page_commands(page)))
-"""Each once a page."""
+"""Commands of all pages, each once per page."""

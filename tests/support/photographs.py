@@ -1,4 +1,4 @@
-"""Small pictures of noise, and a probe that runs over them or over what else a test has."""
+"""Small noise images, and functions that run a probe on a dataset."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from ssl_bench.evaluation import Evaluation, Probe, ProbeContext
 from ssl_bench.models import Encoder
 from ssl_bench.results import Record, ResultStore
 
-# Width and height.
+# Width and height in pixels.
 SIZES = {"a": (60, 40), "b": (40, 60), "c": (50, 50)}
 
 
@@ -34,9 +34,9 @@ def silent(items: Iterable, description: str, total: int | None = None) -> Itera
 def context_of(
     encoder: Encoder, dataset: Any, layers: Sequence[int], folder: Path, **changes: Any
 ) -> ProbeContext:
-    """On the CPU, without a word; pictures go into the folder."""
-    usual: dict[str, Any] = {"progress": silent, "say": lambda _: None}
-    return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**usual, **changes})
+    """Return a context on the CPU without messages. Figures go into `folder`."""
+    silence: dict[str, Any] = {"progress": silent, "say": lambda _: None}
+    return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**silence, **changes})
 
 
 def evaluated(

@@ -1,9 +1,9 @@
-"""The environment of one of several processes, as torchrun would set it."""
+"""Set the environment variables of one of several processes, as torchrun does."""
 
 import pytest
 
 
 def one_of(monkeypatch: pytest.MonkeyPatch, count: int, **more: str) -> None:
-    usual = {"RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**usual, "MASTER_PORT": "29500", **more}.items():
+    defaults = {"RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**defaults, "MASTER_PORT": "29500", **more}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a step once for all runs of one shape; a short run would take most of it."""
+"""Cache FLOP counts of training steps, which take most of the time of a short run."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from pretrain import step as steps
 
-OF_EVERY_MODULE = vars(nn.Module()).keys()
+# Attributes that are the same in all modules.
+MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
-def shape(learner: nn.Module) -> str:
-    """Layers, their options and the sizes of their weights; no value of a weight."""
+def describe_shapes(learner: nn.Module) -> str:
+    """Return the layers, their options and the shapes of their weights, as text."""
     modules = [
-        (name, type(module), {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE})
+        (name, type(module), {k: v for k, v in vars(module).items() if k not in MODULE_ATTRIBUTES})
         for name, module in learner.named_modules()
     ]
     weights = (*learner.named_parameters(), *learner.named_buffers())
@@ -23,21 +24,21 @@ def shape(learner: nn.Module) -> str:
     return f"{modules} {sizes}"
 
 
-def remembered(count: Callable[..., Any]) -> Callable[..., Any]:
-    found: dict[Any, Any] = {}
+def cached_by_shape(count: Callable[..., Any]) -> Callable[..., Any]:
+    flops: dict[Any, Any] = {}
 
     @wraps(count)
     def once(learner: nn.Module, views: list[Tensor], step: int) -> Any:
         sizes = tuple((view.shape, view.dtype) for view in views)
         is_exact = torch.are_deterministic_algorithms_enabled()
-        key = (shape(learner), sizes, step, is_exact)
-        if key not in found:
-            found[key] = count(learner, views, step)
-        return found[key]
+        key = (describe_shapes(learner), sizes, step, is_exact)
+        if key not in flops:
+            flops[key] = count(learner, views, step)
+        return flops[key]
 
     return once
 
 
-def remember_needs() -> None:
-    """For this process and those that it forks."""
-    steps.count_training_flops = remembered(steps.count_training_flops)
+def cache_flop_counts() -> None:
+    """Count the FLOPs of a step once per shape, in this process and its forks."""
+    steps.count_training_flops = cached_by_shape(steps.count_training_flops)

@@ -1,4 +1,4 @@
-"""Files that change while their size and their time of change stay as they were."""
+"""Change files without changing their size and modification time."""
 
 import os
 import time
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def settle() -> None:
-    # The clock of files moves every four milliseconds.
+    # Timestamps of files have a resolution of four milliseconds.
     time.sleep(0.02)
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Change bytes of a file in its place; its size and its time of change stay as they were."""
+    """Change bytes of a file, by default the last 16, but not its size or time."""
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:

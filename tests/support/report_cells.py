@@ -1,4 +1,4 @@
-"""Records and pictures for the tests of the report."""
+"""Records and figures for the tests of the report."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -29,7 +29,7 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Add an interval as wide as that of `RECORD` if a value comes without one."""
+    """Add an interval as wide as that in `RECORD` if a value has none."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -60,7 +60,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record with the value that follows from its per-image values."""
+    """Save a record, with the value that is computed from its per-image values."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -74,7 +74,7 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """Elements of a page with their attributes, and its text outside scripts."""
+    """Parse the elements of a page with attributes, and its text outside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return right, predicted and true pixels of two classes for each image."""
+    """Return correct, predicted and true pixels of two classes, shape (images, 3, 2)."""
     return np.array(images, np.int32)
 
 
@@ -113,7 +113,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the only two checkpoints in the only panel."""
+    """Compare two checkpoints whose records form one panel, a group of comparable scores."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))

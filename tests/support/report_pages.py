@@ -1,4 +1,4 @@
-"""A report of two checkpoints for the tests in a browser, and how they open a page of it."""
+"""Create a report on two checkpoints for the browser tests, and open its pages."""
 
 import math
 from dataclasses import replace
@@ -16,11 +16,11 @@ NAME = "skipless <script>alert(1)</script>"
 PAGES = ("index.html", "checkpoint-*.html", "compare-*.html")
 
 SHEET_WIDTH = 900
-"""Width in pixels of a picture of all blocks."""
+"""Width in pixels of a figure of all blocks."""
 
 
 def browsed_report(root: Path) -> Path:
-    """Two checkpoints of three blocks, scored and drawn on two images, some panels folded."""
+    """Create a report on two checkpoints of three blocks."""
     store, random = ResultStore(root), np.random.default_rng(0)
     for layer, num_hits in enumerate((9, 0, 10)):
         for record, hits in (

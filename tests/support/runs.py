@@ -1,4 +1,4 @@
-"""Runs of pretraining: their logs, whether two are the same, and what it takes to stop one."""
+"""Read, compare and interrupt pretraining runs."""
 
 import json
 import os
@@ -23,13 +23,13 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """The rows of a run's log, without what hangs on the clock unless `timed`."""
+    """Return the rows of a run's log, without measured times unless `timed`."""
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Same state, log and encoder to the bit, but for the number of data workers."""
+    """Check that states, logs and encoders are equal bit by bit, except for `num_workers`."""
     states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
@@ -44,7 +44,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Send this process a signal when so many parts of batches have come to the device."""
+    """Send this process a signal at the `number`-th micro-batch on the device."""
     finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -66,19 +66,19 @@ def assert_goes_on_to_the_bit(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """A run that is stopped and goes on is one that was never stopped.
+    """Check that a resumed run is bit-identical to an uninterrupted run.
 
     Args:
-        plan: Of a run of more steps than `steps`.
-        folder: Where both runs go, "whole" and "stopped".
-        parts: After which the signal comes; several where a step accumulates.
-        steps: That the stopped run has taken then.
-        sent: The signal.
-        error: How the stopped run ends.
-        workers: Of the second half, where that has others.
+        plan: Plan of a run with more steps than `steps`.
+        folder: Folder of both runs, "whole" and "stopped".
+        parts: Number of the micro-batch at which the signal is sent.
+        steps: Number of steps that the stopped run completes.
+        sent: Signal that is sent.
+        error: Exception with which the stopped run ends.
+        workers: Number of data workers after resuming, if it differs.
 
     Returns:
-        The encoder of the whole run.
+        The path of the encoder of the uninterrupted run.
     """
     path = plan.run(folder / "whole", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Return a folder of two short runs, of DINO and of labels, with epochs of 3 and 2 steps."""
+    """Return a folder of a DINO run and a supervised run, with 3 and 2 steps an epoch."""
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():
@@ -114,7 +114,7 @@ def pretrain_two(root: Path) -> Path:
 
 
 def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write a log of rows, of which texts are written as they are."""
+    """Write the log of a run. Rows that are text are written unchanged."""
     folder.mkdir(parents=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / LOG).write_text("".join(f"{line}\n" for line in lines))

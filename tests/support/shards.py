@@ -1,4 +1,4 @@
-"""Tar files in the format of WebDataset."""
+"""Write tar files in the WebDataset format."""
 
 import io
 import tarfile
@@ -18,7 +18,7 @@ def write_tar(path: Path, members: Mapping[str, bytes] | Iterable[tuple[str, byt
 
 
 def tars_of(images: Path, folder: Path, *, per_tar: int = 4, labels: bool = True) -> Path:
-    """Write the images below a folder to `000.tar` and so on; the first folder is the class."""
+    """Write the images of class folders, by default with labels, to `000.tar` and so on."""
     paths = sorted(path for path in images.rglob("*") if path.is_file())
     names = [path.relative_to(images).as_posix() for path in paths]
     classes = sorted({name.split("/")[0] for name in names})

@@ -1,10 +1,9 @@
-"""An MPS device without a Mac: values stay on the host, and float64 is refused as Metal refuses it.
+"""A simulated MPS device: tensors stay on the host, and float64 is refused as on a Mac.
 
-The machinery is that of `tests.support.simulated_cuda`, which says where a tensor is supposed to
-lie, and refuses what mixes devices. Here a tensor of the device can have no float64, and no
-operator may leave one there.
+The modes of `tests.support.simulated_cuda` record the simulated device of each tensor and refuse
+mixed devices. In addition, no operator or copy may create a float64 tensor on the device.
 
-Not seen: which operators have no kernel for Metal, its rounding, its autocast, speed, memory.
+Not simulated: operators without a Metal kernel, rounding, autocast, speed and memory.
 """
 
 import threading
@@ -14,25 +13,30 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.simulated_cuda.device import KIND, Asking, Operators
-from tests.support.simulated_cuda.simulation import Generator, grouping, loading, running
+from tests.support.simulated_cuda.device import KIND, Operators, TorchFunctions
+from tests.support.simulated_cuda.simulation import (
+    Generator,
+    patched_grouping,
+    patched_load,
+    patched_run,
+)
 
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """A process with an MPS device, in this thread and in those that start meanwhile."""
+    """Simulate an MPS device, in this thread and in new threads."""
     group = "_group_tensors_by_device_and_dtype"
     patches = [
         (torch.backends.mps, "is_available", lambda: True),
         (torch, "Generator", Generator),
-        (torch, "load", loading(torch.load)),
-        (torch._C, group, grouping(getattr(torch._C, group))),
-        (threading.Thread, "run", running(threading.Thread.run)),
+        (torch, "load", patched_load(torch.load)),
+        (torch._C, group, patched_grouping(getattr(torch._C, group))),
+        (threading.Thread, "run", patched_run(threading.Thread.run)),
     ]
     with ExitStack() as stack:
         stack.callback(KIND.__setitem__, 0, KIND[0])
         KIND[0] = "mps"
         for owner, name, value in patches:
             stack.enter_context(patch.object(owner, name, value))
-        with Operators(), Asking():
+        with Operators(), TorchFunctions():
             yield

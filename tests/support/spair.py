@@ -1,4 +1,4 @@
-"""A small dataset in the layout of SPair-71k, whose targets are known warps of its sources."""
+"""A small dataset in the layout of SPair-71k, in which a target is its source at another size."""
 
 import json
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+# Width and height in pixels.
 SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """One pair as it is written; sizes are width and height."""
+    """A pair of images. `points` are keypoints (x, y) of the source, in pixels."""
 
     number: int
     source: str
@@ -26,7 +27,7 @@ class WrittenPair:
         return f"{self.number:06d}-{self.source}-{self.target}:{self.category}"
 
     def annotation(self, **changed: Any) -> dict[str, Any]:
-        """All fields that a published annotation has."""
+        """Return an annotation with all published fields."""
         scale = np.divide(TARGET_SIZE, SOURCE_SIZE)
         target = np.rint(np.array(self.points) * scale).astype(int).tolist()
         return {
@@ -59,7 +60,7 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write pictures, annotations and the list of the split `test`."""
+    """Write images, annotations and the list of the split `test`. Return the folder."""
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)
@@ -80,6 +81,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """The same for all pictures of a category, so that their warps are those of their sizes."""
+    """Return the image from which all images of a category are resized."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

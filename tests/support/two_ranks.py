@@ -1,8 +1,8 @@
-"""Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
+"""Run pretraining in two processes, one of which has a fault. Print how both end, as JSON.
 
 `python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault: first those of all faults that sleep, then the others, three at a time. It runs in a
-process of its own, because a process that has computed gradients must not be forked.
+for each fault: first all faults that sleep, then the others, three at a time. It runs in a separate
+process, because a process that has computed gradients must not be forked.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 
-AT = 3  # the step, from 0, in which it happens
+AT = 3  # the step of the fault, from 0
 SECONDS = 90
 AT_ONCE = 3
-# Twice as long as processes wait for each other with `_SHORT`.
+# In seconds, twice the timeout of `_SHORT`.
 PAUSE = 8.0
 MONITOR = ("monitor.knn_epochs=9", "monitor.neighbours=2")
 OPTIONS = (
@@ -46,17 +46,17 @@ OPTIONS = (
 
 
 def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a function that replaces a method by what `make` makes of it."""
+    """Return a function that replaces a method with the result of `make(method)`."""
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
-def at_step(happens: Callable[[], Any]) -> Callable[[], None]:
-    """Let something happen when this process reads its part of that step."""
+def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that installs a fault in reading the data of the step `AT`."""
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
-            found = happens() if piece == AT else None
-            return usual(self, piece) if found is None else found
+            result = fault() if piece == AT else None
+            return usual(self, piece) if result is None else result
 
         return getitem
 
@@ -88,12 +88,12 @@ def full_log(usual: Any) -> Any:
     return write
 
 
-def at_state(happens: Callable[[int], None]) -> Callable[[], None]:
-    """Let something happen when a state is written, after so many steps."""
+def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that installs a fault in writing a state at a step."""
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
-            happens(values["step"])
+            fault(values["step"])
             usual(values, file)
 
         return write
@@ -123,7 +123,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """A file that this process alone cannot read."""
+    """Return a `__getitem__` that cannot read one of the files."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -159,8 +159,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow monitor": _SLOW_MONITOR,
     "slower monitor": _SLOW_MONITOR,
 }
-# Options of faults that need more than the others.
 _SHORT = f"train.timeout_minutes={PAUSE / 2 / 60:.3f}"
+# Options that a fault needs in addition.
 MORE: dict[str, tuple[str, ...]] = {
     "skipped": ("data.on_bad_image=skip",),
     "states": ("train.checkpoint_epochs=1",),
@@ -172,7 +172,7 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """One process of a run, to its end; what it said goes into a file."""
+    """Run one process of a run to its end, and write its stderr to a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # A test run under nohup hands down an ignored SIGHUP, which the command would keep ignoring.
@@ -180,30 +180,30 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     name, _, where = fault.partition(":")
     if int(where) == number:
         FAULTS[name]()
-    said, code = io.StringIO(), 1
+    stderr, code = io.StringIO(), 1
     try:
-        with contextlib.redirect_stderr(said):
-            words = [*words_of(photos, out), *MORE.get(name, ())]
-            code = cli.main([*words, f"monitor.root={photos.parent / 'classes'}"])
+        with contextlib.redirect_stderr(stderr):
+            arguments = [*run_arguments(photos, out), *MORE.get(name, ())]
+            code = cli.main([*arguments, f"monitor.root={photos.parent / 'classes'}"])
     finally:
-        Path(f"{out}.{number}").write_text(said.getvalue())
-        # Not through the interpreter, which is that of the parent.
+        Path(f"{out}.{number}").write_text(stderr.getvalue())
+        # Without the interpreter's shutdown, which is for the parent process.
         os._exit(code)
 
 
-def words_of(photos: Path, out: Path) -> list[str]:
-    """The command of a run without a fault."""
+def run_arguments(photos: Path, out: Path) -> list[str]:
+    """Return the arguments of a run without a fault."""
     return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork both processes, and return their ids."""
+    """Fork both processes, and return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     pids = []
     for number in range(2):
         if not (pid := os.fork()):
@@ -213,14 +213,14 @@ def start(fault: str, photos: Path, out: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
-    """Exit codes and lines of both processes."""
+    """Return the exit codes and the stderr of both processes."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
-    return {"codes": codes, "said": [Path(f"{out}.{n}").read_text() for n in range(2)]}
+    return {"codes": codes, "stderr": [Path(f"{out}.{n}").read_text() for n in range(2)]}
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Of a child; None for one that had to be ended."""
+    """Return the exit code of a child, or None if it was killed at time `end`."""
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -232,7 +232,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """What all processes have in common, before they are forked."""
+    """Set up what all processes share, before they are forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs takes as long as the run, and no fault depends on it.
@@ -241,7 +241,7 @@ def prepare() -> None:
 
 def main() -> None:
     photos, out = map(Path, sys.argv[1:3])
-    faults, found = sys.argv[3:], {}
+    faults, results = sys.argv[3:], {}
     prepare()
     folders = {fault: out / fault.replace(":", "-") for fault in faults}
     sleeping = [fault for fault in faults if fault.startswith("slow")]
@@ -250,9 +250,9 @@ def main() -> None:
     for first in range(0, len(others), AT_ONCE):
         several = others[first : first + AT_ONCE]
         pids |= {fault: start(fault, photos, folders[fault]) for fault in several}
-        found |= {fault: wait_for(pids[fault], folders[fault]) for fault in several}
-    found |= {fault: wait_for(pids[fault], folders[fault]) for fault in sleeping}
-    print(json.dumps(found))
+        results |= {fault: wait_for(pids[fault], folders[fault]) for fault in several}
+    results |= {fault: wait_for(pids[fault], folders[fault]) for fault in sleeping}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A web server of this machine that knows ranges and can misbehave."""
+"""A local web server that supports range requests and can misbehave."""
 
 import hashlib
 import re
@@ -11,16 +11,16 @@ from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves one file at every address.
+    """Serve one file at every address.
 
     Attributes:
-        ranges: The Range of each request so far, "" where it had none.
-        cut_after: Bytes after which the connection breaks, once.
-        delay: Seconds before it answers.
-        knows_ranges: Else it sends the whole file always.
-        gone: Nothing is found.
-        headers: In place of those that are right, or beside them; None leaves one out.
-        chunked: The length is not said before.
+        ranges: The Range header of each request so far, or "" if it has none.
+        cut_after: Bytes after which the next response breaks off.
+        delay: Seconds before each response.
+        knows_ranges: Whether Range headers are respected.
+        gone: Whether every request gets a 404.
+        headers: Headers that replace or extend the correct ones. None removes a header.
+        chunked: Whether responses are chunked, without a Content-Length.
         pause: Seconds before each thousand bytes.
     """
 
@@ -53,22 +53,22 @@ class _Handler(BaseHTTPRequestHandler):
     server: WebServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def do_GET(self) -> None:
-        server, asked = self.server, self.headers.get("Range", "")
-        server.ranges.append(asked)
+        server, requested = self.server, self.headers.get("Range", "")
+        server.ranges.append(requested)
         time.sleep(server.delay)
         if server.gone:
             self.send_error(404)
             return
-        found = re.fullmatch(r"bytes=(\d+)-", asked) if server.knows_ranges else None
-        self._answer(int(found[1]) if found else None)
+        match = re.fullmatch(r"bytes=(\d+)-", requested) if server.knows_ranges else None
+        self._answer(int(match[1]) if match else None)
 
-    def _answer(self, asked: int | None) -> None:
-        server, start, total = self.server, asked or 0, len(self.server.content)
+    def _answer(self, first: int | None) -> None:
+        server, start, total = self.server, first or 0, len(self.server.content)
         headers: dict[str, str | None] = {"Content-Length": str(total - start)}
-        status = 200 if asked is None else 206
-        if asked is not None:
+        status = 200 if first is None else 206
+        if first is not None:
             headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
-        if asked is not None and start >= total:
+        if first is not None and start >= total:
             status = 416
             headers = {"Content-Range": f"bytes */{total}"}
         if server.chunked:
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.server.chunked and cut is None:
                 self.wfile.write(b"0\r\n\r\n")
         except OSError:
-            # The other side has had enough.
+            # The client has closed the connection.
             self.close_connection = True
 
     def _write(self, piece: bytes) -> None:

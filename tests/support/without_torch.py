@@ -1,4 +1,4 @@
-"""Commands in a process of their own, which must not import torch."""
+"""Run commands in a separate process that must not import torch."""
 
 import os
 import subprocess
@@ -9,22 +9,22 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def said_without_torch(
+def stdout_without_torch(
     folder: Path, commands: Sequence[Sequence[str]], *, nor: Sequence[str] = ()
 ) -> str:
-    """What commands, carried out in a folder one after the other, print on stdout.
+    """Run commands in a folder, one after the other, and return their stdout.
 
     Args:
-        folder: Where they start.
-        commands: The words after `ssl-bench` of each.
-        nor: Other packages that must not be imported either.
+        folder: Working folder of the commands.
+        commands: The arguments of `ssl-bench` for each command.
+        nor: Other packages that must not be imported.
     """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"
         f"assert not any([main(command) for command in {[list(one) for one in commands]}])\n"
-        f"found = {{'torch', *{list(nor)}}} & sys.modules.keys(); assert not found, found"
+        f"imported = {{'torch', *{list(nor)}}} & sys.modules.keys(); assert not imported, imported"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -32,5 +32,5 @@ def said_without_torch(
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout

@@ -1,4 +1,4 @@
-"""A folder of results, and the commands that read it."""
+"""A results folder and a function that runs commands on it."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def store(tmp_path) -> ResultStore:
 
 @pytest.fixture
 def printed(store, capsys) -> Callable[..., Any]:
-    """Run a command on the folder of results, and return what it prints to stdout and stderr."""
+    """Return a function that runs a command on the results and returns its stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> Any:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Paired differences, by hand where a resample leaves no choice, else by an independent loop."""
+"""Paired differences, compared with hand counts or an independent loop."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ ALONE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a record for each block, with the hits of the images where there are some."""
+    """Save a record for each block, with per-image hits if the record has them."""
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
@@ -46,7 +46,7 @@ def compared(store, shas="ad"):
 
 
 def between(first, second, metric="corloc"):
-    """Return the row of the first minus the second of two arrays of contributions."""
+    """Return the row for the first minus the second per-image values."""
     curve = ImageCurve(metric, {})
     scores = [PairedScore(curve.estimate(values), (0,)) for values in (first, second)]
     return subtract("0", *scores)
@@ -73,7 +73,7 @@ def test_four_images_that_all_change_do_not_prove_that_every_image_does():
 
     assert (same.value, same.low, same.is_significant) == (0, -same.high, False)
     assert 40 < same.high < 50
-    # As if of six images five had gained and one had lost: 66.7 minus 1.96 times 30.4.
+    # Adds one gain and one loss, which makes 5 of 6 images: 66.7 minus 1.96 times 30.4.
     assert (every.value, every.low, every.high) == pytest.approx((100, 7.02, 100), abs=0.01)
     assert every.is_significant
 
@@ -238,7 +238,7 @@ def test_a_choice_among_different_blocks_is_noted(store, printed):
 
 @pytest.mark.parametrize(("metric", "value"), [("miou", 25.0), ("pixel_accuracy", 50.0)])
 def test_a_choice_of_blocks_that_predict_different_classes_is_noted(store, printed, metric, value):
-    # Of two images of class 0 each block takes another one for a class of its own.
+    # Both images show class 0. Each block confuses a different image with its own class.
     for layer in (0, 1):
         counts = np.zeros((2, 3, 3), np.int64)
         counts[:, 2, 0] = counts[layer, :2, 0] = counts[1 - layer, 1, 1 + layer] = 10
@@ -284,7 +284,7 @@ def test_the_reason_why_encoders_cannot_be_compared_is_printed(store, printed, w
 
     assert reason in printed(*PAIR, code=3).err
 
-    # It is also printed beside another task that can be compared.
+    # It is also printed if another task can be compared.
     for sha in "ad":
         save(store, sha, {0: IMAGES}, task="retrieval")
     said = printed(*PAIR).err
@@ -325,7 +325,7 @@ def test_blocks_of_one_encoder_from_different_code_are_warned_of(store, printed)
 
 
 def by_hand(ps: list[float]) -> set[int]:
-    """Holm's procedure as he describes it: the smallest first, until one is not significant."""
+    """Return the p-values that Holm's step-down procedure rejects at level 0.05, as indices."""
     rejected = set[int]()
     while left := [n for n in range(len(ps)) if n not in rejected]:
         least = min(left, key=lambda n: ps[n])

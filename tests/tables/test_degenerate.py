@@ -1,4 +1,4 @@
-"""A block most of whose images are degenerate is marked everywhere and best nowhere."""
+"""A block that is degenerate on most images is marked in all tables and never the best."""
 
 import csv
 import io
@@ -39,7 +39,7 @@ def make(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[tupl
 
 @pytest.fixture
 def store(tmp_path) -> ResultStore:
-    """Results of two encoders, one of which is degenerate at every block."""
+    """Return results of two encoders, one of which is degenerate at every block."""
     store = ResultStore(tmp_path)
     for record, hits in (*make("a", "skip", SKIP), *make("d", "skipless", SKIPLESS)):
         store.save(record, hits)

@@ -1,4 +1,4 @@
-"""Two runs over their epochs: by hand, and against the comparison of two encoders."""
+"""Two runs compared over epochs, checked by hand and against the comparison of encoders."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
 
 
 def test_holm_counts_only_the_printed_blocks(tmp_path):
-    """Last blocks with different indices are a row of `compare`, but not of epochs."""
+    """`compare` has a row for last blocks with different indices, the table of epochs has none."""
     store = ResultStore(tmp_path)
     for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
         for layer, number in hits.items():

@@ -1,4 +1,4 @@
-"""Ours beside published values: never as equals, and with everything that differs."""
+"""Our scores next to published values, with all differences between both protocols."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def laid(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table beside the records of these encoders."""
+    """Return a published table next to the scores of these encoders."""
     known = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)
     return paper_table(published, store.records(), store, encoders=known, choice=choice)
@@ -122,7 +122,7 @@ def test_the_series_nearest_to_the_paper_is_shown(store):
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
     )
-    # Of series that differ only in their images, the one with the most images is shown.
+    # If series differ only in their images, the series with the most images is shown.
     save(store, "a", 5, hits(*(1, 1, 1, 1, 0)), dataset_fingerprint="c" * 64, **oracle)
     (chosen,) = laid(store, "table2", shas="a").entries.values()
     assert (chosen.value, chosen.records[0].num_images) == (80.0, 5)
@@ -164,7 +164,7 @@ def test_a_column_has_the_block_of_its_paper(store):
     # Figure 3 shows the best block on the scored images, TokenCut's own table the last one.
     assert chosen("a", "figure3", "skip, soap", "VOC2012") == ((0,), 100.0)
     assert chosen("a", "tokencut", "ViT-S/16, DINO", "VOC2012", "oracle") == ((11,), 75.0)
-    # Its number of a block is the mean over all blocks up to it, whatever is asked for.
+    # This column's value is a mean over all blocks so far, so `choice` has no effect.
     for choice in (None, "holdout", "oracle"):
         cell = ("graying_exponent", "no token graying", "condition number before")
         assert chosen("d", *cell, choice) == ((1,), 100.0)

@@ -1,4 +1,4 @@
-"""Encoders against datasets; choices of the block counted by hand."""
+"""Tables of encoders by datasets, with chosen blocks counted by hand."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from tests.core.test_results import RECORD
 
 NAMES = {"a": "skip", "d": "skipless", "e": "other"}
 PIVOT = ("table", "--pivot")
-# Ten images: block 1 wins by one image, and the fold that holds this image chooses block 0.
+# Ten images: block 1 wins by one image, and the fold that contains this image chooses block 0.
 ONE = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0], bool)
 TWO = np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 0], bool)
 
@@ -34,7 +34,7 @@ def chosen_block(records, store, choice) -> Entry:
 
 
 def save(store, sha, layer, values, *, keep: bool = True, **changes: Any):
-    """Save a record whose value is the share of the hits, and the hits beside it."""
+    """Save a record whose value is the percentage of hits, and the hits if `keep` is true."""
     record = replace(
         RECORD,
         checkpoint_sha256=sha * 64,
@@ -56,7 +56,7 @@ def cells(table):
 
 
 def chosen_by_folds():
-    """Return for each fold its images, and whether the other images choose block 1."""
+    """Return for each fold its images, and whether the other images select block 1."""
     folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
     others = [np.setdiff1d(np.arange(10), fold) for fold in folds]
     return [
@@ -267,7 +267,7 @@ def test_seeds_at_other_blocks_are_not_pooled(store, printed):
 
     out = printed(*PIVOT).out
 
-    # Of the first seeds 0 and 2, both at block 2; of the second seed 1, which has two blocks.
+    # The first encoder has seeds 0 and 2 at block 2; the second has seed 1 and two blocks.
     assert "33.3 (2 seeds) @2" in out
     assert "(1 seed) @3" in out
     assert "seed 0, 1, 2 is left out" in out

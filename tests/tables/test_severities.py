@@ -1,4 +1,4 @@
-"""Scores by severity of a corruption, and how much of the clean score is lost."""
+"""Scores by severity of a corruption, and the loss relative to the clean score."""
 
 from dataclasses import replace
 from typing import Any

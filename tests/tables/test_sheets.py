@@ -1,4 +1,4 @@
-"""Sheets in every style, with characters that have a meaning there."""
+"""Sheets in every style, with characters that are special in that style."""
 
 import re
 

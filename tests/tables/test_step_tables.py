@@ -1,4 +1,4 @@
-"""Tables over steps: the logs of real runs, and logs whose means are counted by hand."""
+"""Tables over training steps, from real logs and from logs whose means are counted by hand."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.steps import format_logged, step_table
 from tests.support.faults import expect_error
 from tests.support.runs import log_rows, write_log
-from tests.support.without_torch import said_without_torch
+from tests.support.without_torch import stdout_without_torch
 
 
 @pytest.fixture
@@ -181,5 +181,5 @@ def test_two_folders_of_one_name_are_told_apart(tmp_path, printed):
     places = [write_log(tmp_path / name / "run", steps(2, loss=float)) for name in "ab"]
 
     assert body(printed(*places))["step"] == [str(place) for place in places]
-    text = said_without_torch(tmp_path, [["table", "--over-steps", "a/run"]])
+    text = stdout_without_torch(tmp_path, [["table", "--over-steps", "a/run"]])
     assert "of run: loss" in text

@@ -1,4 +1,4 @@
-"""Colours and dashes of encoders, which figures and reports share."""
+"""Colours and line styles of encoders, which figures and reports share."""
 
 from dataclasses import replace
 from itertools import pairwise

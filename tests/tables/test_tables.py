@@ -1,4 +1,4 @@
-"""Tables of blocks by encoders: what a cell shows, what stands below, and the drawn curves."""
+"""Tables of blocks by encoders: their cells, footnotes and curves."""
 
 import csv
 import io
@@ -332,7 +332,7 @@ def test_the_size_of_the_images_stands_below_a_table():
     assert note(squashed) == [f"{images}, squash=224"]
     # A setting that the title states is not repeated.
     assert note(replace(squashed, changed={"squash": 224})) == [images]
-    # Each encoder at its own size.
+    # Each encoder is evaluated at its own image size.
     task, other = RECORD.task, sized(SKIPLESS, None, 96)
     assert note(sized(RECORD, None), other) == [
         f"{images}, image_size=64 ({task} of skip), image_size=96 ({task} of skip_less)"

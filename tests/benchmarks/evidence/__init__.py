@@ -1,1 +1,1 @@
-"""What two CPU cores could show of the papers' tables: the pages of a finished queue of runs."""
+"""Compare the papers' claims with runs on two CPU cores; generate the pages about them."""

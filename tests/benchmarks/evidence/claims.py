@@ -1,4 +1,4 @@
-"""What each row of the queue may claim and what would refute it, written down before any run.
+"""Claims that the experiments test and their refuting outcomes, as fixed before any run.
 
 Later commits changed the wording only.
 """
@@ -11,16 +11,16 @@ from ssl_bench.tables.published import load_published_table
 
 TOP1 = "top1"
 MOST_BYTES = 6_000_000
-"""Of a demonstration encoder."""
+"""Size limit of the file of a demonstration encoder."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A sum of arms that the claim says is above 0.
+    """A weighted sum of variants' scores that a claim says is above 0.
 
     Attributes:
-        weights: By the name of the arm; they sum to 0.
-        metric: In the ledger.
+        weights: Weights by the name of the variant; they sum to 0.
+        metric: Name of the score in the records.
     """
 
     text: str
@@ -30,11 +30,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Above:
-    """Every contrast is above 0: supported where all intervals are, refuted where one is below.
+    """Supported if all contrasts' intervals are above 0, refuted if one is below 0.
 
     Attributes:
-        over: Whether the interval is over seeds, or over the images of the only seed.
-        zero_refutes: An interval that holds 0 refutes as well; else it leaves the claim undecided.
+        over: Whether intervals are over seeds, or over the images of the only seed.
+        zero_refutes: Whether an interval that contains 0 refutes the claim, or leaves it undecided.
     """
 
     contrasts: Sequence[Contrast]
@@ -44,12 +44,12 @@ class Above:
 
 @dataclass(frozen=True)
 class Outside:
-    """The last of each group is below all others and below their intervals over seeds.
+    """Supported if `last` of each group is below all others and below the interval of `near`.
 
-    Refuted by a last arm that is not last, or lies within the interval of `near`.
+    Refuted if its mean is not the lowest, or not below that interval over seeds.
 
     Attributes:
-        groups: (others, near, last) each; `near` is one of the others.
+        groups: (others, near, last) for each group; `near` is one of the others.
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -57,10 +57,10 @@ class Outside:
 
 @dataclass(frozen=True)
 class SameBest:
-    """One of several has the highest score in each group, whatever it is; else undecided.
+    """Supported if the same choice has the highest score in each group, else undecided.
 
     Attributes:
-        groups: Names of arms by what is chosen, such as a reading.
+        groups: For each group, the variant of each choice, such as a reading.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -68,10 +68,10 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """k-NN of every arm is above random weights from a block on; intervals over images.
+    """Supported if all k-NN accuracies exceed those of random weights, over images.
 
     Attributes:
-        first: Block, counted from 0.
+        first: First compared block, counted from 0.
     """
 
     first: int
@@ -79,10 +79,10 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class Small:
-    """Every demonstration encoder was written, was loaded again and is below a size.
+    """Supported if the file of every demonstration encoder is below a size.
 
     Attributes:
-        bytes: That none may have.
+        bytes: Upper limit of the size.
     """
 
     bytes: int
@@ -90,14 +90,14 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """Some arm keeps its patches apart and learns no worse than the first.
+    """Supported if a variant keeps its patches apart and its loss is at most that of `plain`.
 
-    The arm that is trained whole is, of those whose loss is not above that of `plain`, the one
-    whose patches have the lowest cosine with the mean patch of their image, mean over the blocks.
+    Of the variants that meet the bound on the loss, the longer run uses the one whose patches have
+    the lowest cosine with the mean patch of their image, averaged over the blocks.
 
     Attributes:
-        plain: Arm whose loss is the bound.
-        merged: Percent of the patches that may be one token, in no block as many.
+        plain: Variant whose loss is the bound.
+        merged: In every block, less than this percentage of patches may be nearly equal.
     """
 
     plain: str
@@ -109,18 +109,18 @@ Rule = Above | Outside | SameBest | AboveRandom | Small | Apart
 
 @dataclass(frozen=True)
 class Claim:
-    """A line of the queue.
+    """A claim about one row of runs, and its published values.
 
     Attributes:
-        name: Of the line; letters where one row of runs bears several claims.
-        row: Of runs.
-        asks: What is compared, as a phrase.
-        published: Table, row and column of the published values; empty where there are none.
-        said: What is published where it is no value of a table.
-        says: What may be claimed, as a clause.
-        refuted: What refutes it, as a sentence.
-        limits: What differs from the paper or is not shown, as a phrase; empty for nothing.
-        beside: Arms of the row that are shown and not compared.
+        name: Name of the claim, with a letter if a row has several claims.
+        row: Name of the row of runs.
+        asks: The comparison, as a phrase.
+        published: Table, row and column of each published value, if there are any.
+        said: The published statement, if it is not a value of a table.
+        says: The claim, as a clause.
+        refuted: The outcome that refutes it, as a sentence.
+        limits: Differences from the paper and open points, as a phrase, or empty.
+        beside: Variants that are shown but not compared.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Claim:
     beside: Sequence[str] = ()
 
     def published_text(self) -> str:
-        """The values in their order, and where they stand."""
+        """Return the published values and their sources."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         places = dict.fromkeys(
@@ -145,7 +145,7 @@ class Claim:
 
 
 def minus(one: str, other: str, metric: str = TOP1) -> Contrast:
-    """That an arm is above another."""
+    """Return the contrast of two variants."""
     text = f"{one} - {other}" + ("" if metric == TOP1 else f", {metric}")
     return Contrast(text, {one: 1.0, other: -1.0}, metric)
 
@@ -370,4 +370,4 @@ CLAIMS = (
         limits="5 epochs instead of the published 20",
     ),
 )
-"""In the order of the queue."""
+"""Claims in the order of the experiments."""

@@ -1,7 +1,7 @@
-"""What this suite has shown and its runs: two pages and their pictures, from the ledger alone.
+"""Generate the pages and figures about the experiments from the records of the runs.
 
-results/tables/evidence.md, a line a claim and nothing else; beside it evidence_runs.md, and
-results/figures/evidence_ROW.svg of rows whose runs were measured after every epoch.
+results/tables/evidence.md has a line for each claim, and evidence_runs.md describes the runs.
+results/figures/evidence_ROW.svg shows rows that were measured after every epoch.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 
 def page(runs: Runs) -> str:
-    """Markdown of a ledger's content."""
+    """Return the page of claims as Markdown."""
     lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
@@ -95,7 +95,7 @@ _CURVES = {
 
 
 def runs_page(runs: Runs) -> str:
-    """Markdown of a ledger's content."""
+    """Return the page of runs as Markdown."""
     text = _RUNS_BEGINNING
     text += "\n## Over the epochs\n"
     for row in figures(runs):
@@ -122,7 +122,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """How the rate of each arm was chosen."""
+    """Return table lines with the scores that chose each rate."""
     lines = []
     for row, asked in ROWS.items():
         for arm in asked.arms if asked.chosen_by and len(asked.rates) > 1 else ():
@@ -150,7 +150,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _compared(row: str, runs: Runs) -> str:
-    """How far the patches of each encoder have become one token."""
+    """Return a table of nearly equal patches in each block."""
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
         first = first_run(row, arm, runs)
@@ -176,12 +176,12 @@ def figure_name(row: str) -> str:
 
 
 def figures(runs: Runs) -> list[str]:
-    """Rows that have something to draw."""
+    """Return the names of the rows that have curves."""
     return [row for row in ROWS if curves(row, runs)]
 
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """What is drawn of a row: by what is measured, arm and seed, a number an epoch."""
+    """Return the curves of a row: {metric: {(variant, seed): a value per epoch}}."""
     found: dict[str, dict[tuple[str, int], list[float]]] = {}
     for metric in _CURVES:
         lines = {
@@ -196,7 +196,7 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """A panel a measure, a colour an arm, a line a seed; equal runs give equal bytes."""
+    """Draw a panel per metric and a line per seed. Equal runs give identical files."""
     import matplotlib as mpl
 
     mpl.use("Agg")

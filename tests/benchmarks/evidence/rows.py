@@ -1,4 +1,4 @@
-"""The rows of the queue: which runs each took, by name; their options stand at their commits."""
+"""The rows of experiments and the names of their runs. The runs' commits have the options."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """One question: arms that differ in one thing each.
+    """A question, answered by variants ("arms") that differ in one option each.
 
     Attributes:
-        chosen_by: What is highest at the chosen rate, on held-out training images; empty where the
-            paper's rate was taken.
-        seeds: None of a row where the runs that chose the rate say it all.
-        rates: The grid that a rate was chosen from.
-        probed: Whether the encoders were probed, beside random weights.
-        starts: Of arms whose patches were compared, what each has different from the first.
-        whole: The arms that were trained with the seeds; None for all.
+        chosen_by: Held-out metric that chooses the learning rate; empty for the paper's rate.
+        seeds: Seeds of the reported runs; empty if the runs that choose the rate suffice.
+        rates: Grid of learning rates.
+        probed: Whether the encoders were probed and compared with random weights.
+        starts: For variants whose patches are compared, the options that differ from the first.
+        whole: Variants that were trained with the seeds; None for all.
     """
 
     arms: Sequence[str]
@@ -33,7 +32,7 @@ _UNIFORM, _UNSCALED, _GAINLESS, _IDENTITY = (
     f"model.init_options.{option}"
     for option in ("noise=uniform", "cancel_logit_scale=true", "suo_gain=false", "beta=3.0")
 )
-# Each undoes one reason for which patches merge where there are no skips: attention that is far
+# Each removes one reason why patches merge without skips: attention that is far
 # from the identity, or an MLP that gives all tokens the same mean.
 _APART = {
     "published": [],
@@ -84,41 +83,41 @@ ROWS = {
     "one_skip": Row(["both", "no_attention_skip", "no_mlp_skip"], "top1", seeds=(0, 1)),
     "covariance": Row(["uniform", "covariance"], "top1", seeds=range(5)),
 }
-"""In the order of the queue."""
+"""Rows in the order of the experiments."""
 
 
 def rate_run(row: str, arm: str, rate: float) -> str:
-    """Name of a run that chose the rate."""
+    """Return the name of a run that chose a rate."""
     return f"{row}-{arm}-rate{rate:g}"
 
 
 def rate_runs(row: str, arm: str) -> list[str]:
-    """Names of all runs that chose an arm's rate; none where the paper's was taken."""
+    """Return the names of the runs that choose a variant's rate; empty for the paper's rate."""
     return [rate_run(row, arm, rate) for rate in (ROWS[row].rates if ROWS[row].chosen_by else ())]
 
 
 def seed_run(row: str, arm: str, seed: int) -> str:
-    """Name of a run that is reported."""
+    """Return the name of a reported run."""
     return f"{row}-{arm}-seed{seed}"
 
 
 def probes_of(run: str) -> str:
-    """Name of what the probes found in the encoder of a run."""
+    """Return the name of the probe results of a run."""
     return f"{run}-probes"
 
 
 def patches_of(run: str) -> str:
-    """Name of how close to each other the patches of a reported run's encoder are."""
+    """Return the name of the patch similarities of a run's encoder."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Name of what is known of the file of `demo:NAME`."""
+    """Return the name of the record about the file of `demo:NAME`."""
     return f"demo-{name}"
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Every finished thing that some arms of a row have in the ledger."""
+    """Return the names of all records of some variants of a row."""
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
     patches = [patches_of(run) for run in reported] if ROWS[row].starts else []
@@ -127,7 +126,7 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Names of the runs that are reported and chose nothing; none of a row without seeds."""
+    """Return the names of the reported runs, without runs that only choose a rate."""
     trained = ROWS[row].whole
     named = [arm for arm in arms if trained is None or arm in trained]
     return [seed_run(row, arm, seed) for arm in named for seed in ROWS[row].seeds]

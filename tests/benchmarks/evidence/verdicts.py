@@ -1,4 +1,4 @@
-"""From finished runs to what they say of a claim. Pure: a ledger in, words and intervals out."""
+"""Compute the verdict on each claim from the records of finished runs, without file access."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,18 @@ from tests.benchmarks.evidence.rows import (
 
 Word = Literal["supported", "refuted", "undecided"]
 Run = dict[str, Any]
-"""What is kept of a finished run, as JSON."""
+"""The record of a finished run, as JSON values."""
 Runs = Mapping[str, Run]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a comparison came to.
+    """A mean or a difference that supports or refutes a claim.
 
     Attributes:
-        value: In percent of the images or letters.
-        over_seeds: 95 % interval of Student's t over seeds, paired by seed; None below two.
-        over_images: Of the mean of the seeds, by a bootstrap of the images, paired; None where
-            images were not kept.
+        value: Percentage of correct images or letters, or the loss if `text` says so.
+        over_seeds: 95 % Student t interval over seeds, paired by seed, if there is one.
+        over_images: Paired bootstrap interval of the mean over seeds, if images were kept.
     """
 
     text: str
@@ -54,12 +53,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be said of a claim.
+    """The verdict on a claim and the numbers behind it.
 
     Attributes:
-        ours: Mean over seeds of every arm, by its name.
-        seeds: How many the arms were trained with.
-        hours: Of core, of all runs of the claim's arms.
+        ours: Mean score over seeds of each variant, by its name.
+        seeds: Number of seeds.
+        hours: Core hours of all runs of these variants.
     """
 
     word: Word
@@ -70,15 +69,15 @@ class Verdict:
 
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
-    """What the runs of the claim's row say, all of which are finished."""
+    """Return the verdict on a claim. All runs of its row must be finished."""
     row, arms = claim.row, _arms(claim)
     if isinstance(claim.rule, Small):
-        # Megabytes are ours; no run is counted, as the row's own claim counts them.
+        # Scores are megabytes. Another claim of the row counts the runs and their hours.
         sizes = {f"{DEMO}:{name}": runs[demo_of(name)]["bytes"] for name in NAMES}
         word: Word = "supported" if max(sizes.values()) < claim.rule.bytes else "refuted"
         return Verdict(word, [], {name: size / 1e6 for name, size in sizes.items()}, 1, 0.0)
     if isinstance(claim.rule, Apart):
-        # Of starts their first runs alone.
+        # These variants are compared by their first runs only.
         names = [name for arm in arms for name in rate_runs(row, arm)]
         ours = {arm: fmean(first_run(row, arm, runs)["cosine"]) for arm in arms}
         seeds = 1
@@ -111,7 +110,7 @@ def _judged(claim: Claim, runs: Runs) -> tuple[list[Found], Word]:
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """The last score of every seed of an arm; none of what was not measured."""
+    """Return the last measured score of an arm for each seed."""
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
@@ -127,17 +126,17 @@ def _contrast(row: str, contrast: Contrast, runs: Runs) -> Found:
 
 
 def over_seeds(values: Sequence[float]) -> Interval | None:
-    """95 % interval of Student's t of a mean; None of a single value, or of equal ones.
+    """Return the 95 % Student t interval of a mean, or None without variance.
 
     Args:
-        values: One a seed.
+        values: One value per seed.
     """
     margin = mean_estimate(np.array(values)).margin
     return None if np.isnan(margin) else (fmean(values) - margin, fmean(values) + margin)
 
 
 def _over_images(row: str, contrast: Contrast, runs: Runs) -> Interval | None:
-    """Each image brings what it does to the contrast, summed over the seeds."""
+    """Return the bootstrap interval of a contrast over images, if there is one."""
     total, seeds = 0.0, ROWS[row].seeds
     for arm, weight in contrast.weights.items():
         for seed in seeds:
@@ -189,7 +188,7 @@ def _outside(row: str, rule: Outside, runs: Runs) -> tuple[list[Found], Word]:
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """The highest held-out score of an arm over the rates."""
+    """Return the highest held-out score of a variant over the rates."""
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
@@ -218,13 +217,13 @@ def _above_random(row: str, rule: AboveRandom, runs: Runs) -> tuple[list[Found],
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """The only run that chose the rate of an arm."""
+    """Return the only run that chose the rate of a variant."""
     (name,) = rate_runs(row, arm)
     return runs[name]
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """First runs whose loss is not above that of `plain`, the most apart first; see `Apart`."""
+    """Return first runs with at most the loss of `plain`, by rising cosine; see `Apart`."""
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]
     able = {arm: run for arm, run in first.items() if run["loss"][-1] <= bound}
@@ -244,7 +243,7 @@ def _apart(row: str, rule: Apart, runs: Runs) -> tuple[list[Found], Word]:
 
 
 def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
-    """Means over the seeds of every arm of the row that the claim speaks of."""
+    """Return the mean score over seeds of each variant of a claim."""
     if not ROWS[claim.row].seeds:
         return {arm: best_of_rates(claim.row, arm, runs) for arm in _arms(claim)}
     metrics = ["top1", "loss"]
@@ -259,7 +258,7 @@ def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
 
 
 def _arms(claim: Claim) -> list[str]:
-    """Those that the claim speaks of, in the order of the row."""
+    """Return the variants of a claim in the order of its row."""
     arms = list(ROWS[claim.row].arms)
     if not isinstance(claim.rule, Above):
         return arms

@@ -1,17 +1,16 @@
-"""A CUDA device without one: values stay on the host, and what a device would refuse is refused.
+"""A simulated CUDA device: tensors stay on the host, and errors of a real device are raised.
 
 `python -m pytest -p tests.support.simulated_cuda.plugin -m gpu` runs tests on it.
 
-Every tensor is a CPU tensor whose storage says where it is supposed to lie. Two modes
-keep up the appearance: one of torch's functions, through which `device`, `to`, `numpy` and all
-that makes tensors answer as a device would, and one of its operators, forwards and backwards,
-which refuses mixed devices and what has no kernel, and counts waits and copies by file and line.
-`simulation` answers for `torch.cuda`. Nothing else is simulated: this device is there for launches,
-waits and the places of tensors.
+Every tensor is a CPU tensor whose storage records its simulated device. The mode `TorchFunctions`
+makes `device`, `to`, `numpy` and the functions that create tensors behave as on a real device. The
+mode `Operators` sees each operator, forward and backward. It refuses mixed devices and operators
+without a kernel, and counts waits and copies by file and line. `simulation` replaces functions of
+`torch.cuda`.
 
-Not seen: the device's own rounding (TF32, atomic additions), its autocast, speed, memory, races,
-what cuBLAS, cuSOLVER and NCCL refuse, compiled code (nothing is compiled), several devices or
-processes (a tensor has no index).
+Not simulated: rounding (TF32, atomic additions), autocast, speed, memory, races, errors of cuBLAS,
+cuSOLVER and NCCL, compiled code (nothing is compiled), and several devices or processes (a tensor
+has no device index).
 """
 
 from tests.support.simulated_cuda.device import LEDGER

@@ -1,16 +1,16 @@
-"""`pytest -p tests.support.simulated_cuda.plugin`: the tests see a simulated CUDA device."""
+"""Pytest plugin that simulates a CUDA device: `pytest -p tests.support.simulated_cuda.plugin`."""
 
 from contextlib import ExitStack
 
 import pytest
 
-from tests.support.simulated_cuda.simulation import simulation, why_not
+from tests.support.simulated_cuda.simulation import reason_to_skip, simulation
 
 _STACK = ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if why_not() is None:
+    if reason_to_skip() is None:
         _STACK.enter_context(simulation())
 
 
@@ -19,11 +19,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Not before the tests' hook that checks shapes: it would come too late for these modules.
+    # Imported here, because the hook that checks shapes must be installed first.
     from pretrain import resources
 
-    # The rate of a real device's products is measured with larger matrices.
+    # The larger matrices for a real device are slow on the host.
     resources._LARGE_SIDE = 64
-    if (reason := why_not()) is not None:
+    if (reason := reason_to_skip()) is not None:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=reason))

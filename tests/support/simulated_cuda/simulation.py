@@ -1,4 +1,4 @@
-"""What torch says of the machine meanwhile, and how the simulation begins and ends."""
+"""Replace functions with which torch describes the machine, and run the simulation."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ from tests.support.simulated_cuda.device import (
     CURRENT,
     KIND,
     LEDGER,
-    Asking,
     Operators,
     Place,
+    TorchFunctions,
     names_device,
     put,
     tensors_in,
@@ -33,15 +33,15 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Generator(torch.Generator):
-    """Draws on the host and says it is where it was asked to be."""
+    """A generator that draws on the host and reports the requested device."""
 
     _place: torch.device
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        made = super().__new__(cls, "cpu")  # pyrefly: ignore[bad-argument-count]
+        generator = super().__new__(cls, "cpu")  # pyrefly: ignore[bad-argument-count]
         # pyrefly: ignore[read-only]
-        made._place = torch.device(KIND[0] if names_device(device) else "cpu")
-        return made
+        generator._place = torch.device(KIND[0] if names_device(device) else "cpu")
+        return generator
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +49,7 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only one."""
+    """The only stream. `synchronize` counts as a wait."""
 
     def synchronize(self) -> None:
         LEDGER.wait("Stream.synchronize")
@@ -59,12 +59,12 @@ class Stream:
 
 
 class CudaEvent:
-    """Waiting for it is waiting for what was asked for before it, not for all."""
+    """A simulated event. `synchronize` completes pending copies but does not count as a wait."""
 
     def record(self, _: Any = None) -> None: ...
 
     def synchronize(self) -> None:
-        LEDGER.arrive()
+        LEDGER.complete_copies()
 
 
 def _set_device(device: Any) -> None:
@@ -104,8 +104,8 @@ ACCELERATOR: dict[str, Any] = {
 }
 
 
-def patched_start(start: Callable[..., None]) -> Callable[..., None]:
-    """`torch.autocast.__init__`, for which "cuda" is the CPU."""
+def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
+    """Return `torch.autocast.__init__` with "cuda" replaced by "cpu"."""
 
     def begin(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *more: Any,
@@ -118,17 +118,17 @@ def patched_start(start: Callable[..., None]) -> Callable[..., None]:
     return begin
 
 
-def patched_question(ask: Callable[[str], Any]) -> Callable[..., Any]:
-    """`torch.is_autocast_enabled` and the like; without a device they mean CUDA."""
-    return lambda device="cuda": ask("cpu" if device == "cuda" else device)
+def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
+    """Return a query such as `torch.is_autocast_enabled`, with "cuda" as the CPU."""
+    return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
 
-# It relies on what torch does inside; other versions may do it otherwise.
+# The simulation relies on internals of torch, which differ between versions.
 TESTED_TORCH = "2.15"
 
 
-def why_not() -> str | None:
-    """Why this process cannot have the device; None if it can."""
+def reason_to_skip() -> str | None:
+    """Return why this process cannot simulate the device, or None if it can."""
     if torch.__version__.split(".")[:2] != TESTED_TORCH.split("."):
         return f"the simulated device is made for torch {TESTED_TORCH}, this is {torch.__version__}"
     if torch.version.cuda is None:
@@ -142,7 +142,7 @@ def is_simulated() -> bool:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """A process with a CUDA device, in this thread and in those that start meanwhile."""
+    """Simulate a CUDA device, in this thread and in new threads."""
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(patch.object(owner, name, value, create=True))
@@ -152,7 +152,7 @@ def simulation() -> Iterator[None]:
 
 @contextmanager
 def _modes() -> Iterator[None]:
-    with Operators(), Asking():
+    with Operators(), TorchFunctions():
         yield
 
 
@@ -162,47 +162,47 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name, value in ACCELERATOR.items():
         yield torch.accelerator, name, value
     yield torch, "Generator", Generator
-    yield torch, "load", loading(torch.load)
-    yield torch.autocast, "__init__", patched_start(torch.autocast.__init__)
+    yield torch, "load", patched_load(torch.load)
+    yield torch.autocast, "__init__", patched_autocast(torch.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
-        yield torch, name, patched_question(getattr(torch, name))
+        yield torch, name, patched_autocast_query(getattr(torch, name))
     available = torch.amp.is_autocast_available
-    yield torch.amp, "is_autocast_available", patched_question(available)
+    yield torch.amp, "is_autocast_available", patched_autocast_query(available)
     group = "_group_tensors_by_device_and_dtype"
-    yield torch._C, group, grouping(getattr(torch._C, group))
+    yield torch._C, group, patched_grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", lambda *_, **__: None
     yield augmentation, "_compiled_jitter", lambda: augmentation.jitter_all
     # Without Triton, pixel losses use the same operators as on a CPU.
     yield losses, "find_spec", lambda _: None
-    yield threading.Thread, "run", running(threading.Thread.run)
+    yield threading.Thread, "run", patched_run(threading.Thread.run)
 
 
-def loading(load: Callable[..., Any]) -> Callable[..., Any]:
+def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
     def loaded(file: Any, map_location: Any = None, **options: Any) -> Any:
         if not isinstance(map_location, str | torch.device) or not names_device(map_location):
             return load(file, map_location=map_location, **options)
-        found = load(file, map_location="cpu", **options)
-        for tensor in tensors_in(found):
+        content = load(file, map_location="cpu", **options)
+        for tensor in tensors_in(content):
             put(tensor, Place.DEVICE)
-        return found
+        return content
 
     return loaded
 
 
-def grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Groups of tensors by device and type, under the device that they say."""
+def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that groups tensors by simulated device and type."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
-        found = group(tensors, *options)
+        groups = group(tensors, *options)
         return {
             (tensors_in(members[0])[0].device, dtype): (members, indices)
-            for (_, dtype), (members, indices) in found.items()
+            for (_, dtype), (members, indices) in groups.items()
         }
 
     return grouped
 
 
-def running(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+def patched_run(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     def run_in_modes(self: threading.Thread) -> None:
         with _modes():
             run(self)
