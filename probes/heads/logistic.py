@@ -28,7 +28,7 @@ from probes.heads.sgd import (
 )
 from ssl_bench.composition.fields import Count, Positive
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import to_float64
+from ssl_bench.system.device import to_device, to_float64
 
 _Values = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
@@ -138,6 +138,7 @@ class LogisticRegression(Training):
             for source in range(len(sources)):
                 own = (chosen // num_values == source).nonzero()[:, 0]
                 if len(own):
+                    own = to_device(own, values.device)
                     banks.append((source, own, bank_of(source, values[own])))
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
@@ -147,7 +148,7 @@ class LogisticRegression(Training):
                     loss[own] += share * to_float64(losses[0])
                     flat = torch.cat([gradients[0][0].flatten(1), gradients[1][0]], 1)
                     gradient[own] += share * to_float64(flat)
-            weights, penalties = values[:, :num_weights], penalty[chosen]
+            weights, penalties = values[:, :num_weights], penalty[to_device(chosen, values.device)]
             gradient[:, :num_weights] += penalties[:, None] * weights
             return loss + penalties * weights.square().sum(1) / 2, gradient
 
@@ -220,7 +221,7 @@ class Minimum:
     """Result of `minimise`. A problem is one of the minimised functions.
 
     Attributes:
-        converged: Whether no entry of the gradient exceeds the tolerance.
+        converged: Whether no entry of the gradient exceeds the tolerance, on the CPU.
         stalled: Whether a problem ended unconverged because several steps lowered neither its loss
             nor its gradient. All other unconverged problems reached the maximum number of steps.
     """
@@ -242,8 +243,8 @@ def minimise(
     """Minimise several smooth convex functions at once by L-BFGS, one for each row of `start`.
 
     Args:
-        objective: Function of the indices of some problems and of their parameters. It returns
-            their losses and gradients.
+        objective: Function of the indices of some problems, on the CPU, and of their parameters. It
+            returns their losses and gradients.
         start: Initial parameters of each problem.
         precondition: Function that multiplies the gradients of all problems by an approximate
             inverse Hessian.
@@ -255,49 +256,54 @@ def minimise(
     for steps whose change of the loss is a rounding error.
     """
     values, pairs, num_steps = start.clone(), list[_Pair](), 0
-    loss, gradient = objective(torch.arange(len(start), device=start.device), start)
+    everything = torch.arange(len(start))
+    loss, gradient = objective(everything, start)
     largest = gradient.abs().amax(1)
-    without_progress = torch.zeros_like(largest)
+    # These are on the CPU, which waits for the device only once after each trial.
+    converged = (largest <= gradient_tolerance).cpu()
+    without_progress = torch.zeros(len(start), dtype=torch.int64)
     for _ in iterations:
-        converged = largest <= gradient_tolerance
-        active = (~converged & (without_progress < _PATIENCE)).nonzero()[:, 0]
-        if not len(active):
+        pending = everything[~converged & (without_progress < _PATIENCE)]
+        if not len(pending):
             break
         direction = _direction(gradient, pairs, precondition)
         slope, length = _dot(gradient, direction), torch.ones_like(loss)
-        old_values, old_loss, old_gradient = values.clone(), loss.clone(), gradient.clone()
+        old_values, old_gradient = values.clone(), gradient.clone()
         # Shorten each step until the loss of its problem decreases enough.
-        pending = active
         for _ in range(_MAX_TRIALS):
-            step = length[pending, None] * direction[pending]
-            new_values = old_values[pending] + step
+            own = to_device(pending, start.device)
+            before, predicted = loss[own], slope[own]
+            new_values = values[own] + length[own, None] * direction[own]
             new_loss, new_gradient = objective(pending, new_values)
-            before, predicted = old_loss[pending], slope[pending]
-            new_slope = _dot(new_gradient, direction[pending])
-            falls = new_loss <= before + _SUFFICIENT_DECREASE * length[pending] * predicted
+            new_slope = _dot(new_gradient, direction[own])
+            falls = new_loss <= before + _SUFFICIENT_DECREASE * length[own] * predicted
             flattens = new_slope <= -_SUFFICIENT_FLATTENING * predicted
             flattens &= new_loss <= before + _LOSS_NOISE * (1 + before.abs())
-            is_accepted = falls | flattens
-            accepted, pending = pending[is_accepted], pending[~is_accepted]
-            values[accepted], loss[accepted] = new_values[is_accepted], new_loss[is_accepted]
-            gradient[accepted] = new_gradient[is_accepted]
+            accepted = falls | flattens
+            new_largest = new_gradient.abs().amax(1)
+            is_progress = before - new_loss > _LOSS_TOLERANCE * before.abs()
+            is_progress |= new_largest < largest[own]
+            values[own] = torch.where(accepted[:, None], new_values, values[own])
+            gradient[own] = torch.where(accepted[:, None], new_gradient, gradient[own])
+            loss[own] = torch.where(accepted, new_loss, before)
+            largest[own] = torch.where(accepted, new_largest.minimum(largest[own]), largest[own])
             # If the slope changes linearly, it is 0 here.
-            zero = predicted / (predicted - new_slope)
-            length[pending] *= zero[~is_accepted].clamp(0.1, 0.5)
+            length[own] *= (predicted / (predicted - new_slope)).clamp(0.1, 0.5)
+            flags = torch.stack([accepted, is_progress, new_largest <= gradient_tolerance]).cpu()
+            chosen = pending[flags[0]]
+            without_progress[chosen] = (without_progress[chosen] + 1) * ~flags[1, flags[0]]
+            converged[chosen] = flags[2, flags[0]]
+            pending = pending[~flags[0]]
             if not len(pending):
                 break
+        # A problem without an acceptable step cannot continue.
+        without_progress[pending] = _PATIENCE
         step, change = values - old_values, gradient - old_gradient
         curvature = _dot(step, change)
         is_positive = curvature > 1e-12 * _dot(step, step)
         weight = torch.where(is_positive, 1 / curvature.where(is_positive, 1.0), 0.0)
         pairs = [*pairs, (step, change, weight)][-_MEMORY:]
-        new_largest = gradient.abs().amax(1)
-        is_progress = (old_loss - loss > _LOSS_TOLERANCE * old_loss.abs()) | (new_largest < largest)
-        without_progress = torch.where(is_progress, 0, without_progress + 1)
-        # A problem without an acceptable step cannot continue.
-        without_progress[pending] = _PATIENCE
-        largest, num_steps = torch.minimum(largest, new_largest), num_steps + 1
-    converged = gradient.abs().amax(1) <= gradient_tolerance
+        num_steps += 1
     stalled = ~converged & (without_progress >= _PATIENCE)
     return Minimum(values, converged, stalled, num_steps)
 

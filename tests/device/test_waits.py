@@ -134,9 +134,9 @@ def count_steps() -> Iterator[list[int]]:
     original = logistic.minimise
 
     def minimise(objective, *args, **options):
-        def counted(values):
+        def counted(*problems):
             steps.append(1)
-            return objective(values)
+            return objective(*problems)
 
         return original(counted, *args, **options)
 
