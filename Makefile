@@ -45,7 +45,7 @@ gpu-report: $(READY)
 # Tests with coverage take 1.4 times as long, so no other target measures it.
 coverage: $(READY)
 	mkdir -p build
-	SSL_BENCH_CHECK_SHAPES=1 $(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=term-missing:skip-covered
+	SSL_BENCH_CHECK_SHAPES=1 $(PYTEST) -m "not gpu and not browser" --cov --cov-report=term-missing:skip-covered
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Plant the faults of tests/mutants.yaml one at a time and check that a fast test notices each.
+"""Plant the faults of tests/mutants.yaml one at a time and check that a test notices each.
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
@@ -35,7 +35,7 @@ HEAVY = (
     "faiss", "hydra", "omegaconf", "matplotlib.pyplot", "jinja2", "jaxtyping", "beartype.door",
     "hypothesis", "tqdm", "safetensors.torch",
 )  # fmt: skip
-FAST = "not slow and not gpu and not browser"
+SELECTED = "not gpu and not browser"
 LIMIT_SECONDS = 900
 FORK = mp.get_context("fork")
 
@@ -97,7 +97,7 @@ def run_pytest(tree: Path, tests: Sequence[str], answer: Connection) -> None:
     words = [
         "-x",
         "-m",
-        FAST,
+        SELECTED,
         f"--basetemp={tree}-tmp-{os.getpid()}",
         "--hypothesis-seed=0",
         *tests,

@@ -96,6 +96,7 @@ def mixer(workdir) -> list[str]:
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_out_the_tasks_that_a_run_leaves_out(workdir, capsys, mixer):
     for number in (1, 2, 3):
         (workdir / f"photos/{number}.jpg").unlink()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ssl_bench.cli.__main__ import main
@@ -45,6 +46,7 @@ def test_the_batch_size_of_probes_is_that_of_the_encoder(workdir, capsys):
     assert "`probe.training.batch_size=3`" in said
 
 
+@pytest.mark.slow
 def test_no_pictures_are_drawn_when_none_are_wanted(workdir, capsys):
     words = ["--checkpoint", "encoder.safetensors", "--layer", "0", "dataset.num_train=10"]
     words += ["dataset.num_val=2", "--pictures", "0"]

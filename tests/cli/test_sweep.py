@@ -78,6 +78,7 @@ def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
 
 
+@pytest.mark.slow
 def test_a_plan_holds_every_task_that_fits(workdir, capsys):
     words = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
     words += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={workdir}/toy"]

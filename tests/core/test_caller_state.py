@@ -105,6 +105,7 @@ def trained(between: Callable[[nn.Module, int], Any]) -> list[Any]:
     return [*weights, torch.rand(2), torch.tensor([np.random.rand(), random.random()])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "task"),
     [
@@ -134,6 +135,7 @@ class MaskedAndKeeping(own_module.Own):
         return output
 
 
+@pytest.mark.slow
 def test_a_module_may_draw_random_numbers_and_keep_activations(tmp_path):
     module = MaskedAndKeeping().train()
     module(torch.rand(2, 3, 32, 32)).mean().backward()
@@ -183,6 +185,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return scores(own_module.own(), tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -204,6 +207,7 @@ def test_torch_settings_change_no_score_and_are_restored(tmp_path, plain, settin
     assert found == pytest.approx(plain, rel=1e-4, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_figures_of_the_caller_stay_open(tmp_path):
     from matplotlib import get_backend, pyplot
 

@@ -97,6 +97,7 @@ def test_freed_memory_is_kept_unless_the_user_configures_it(monkeypatch, configu
     assert library.calls == ([] if configured else [(-3, 2**28), (-1, 2**29)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the page faults that Linux counts")
 def test_large_tensors_reuse_memory():
     script = (

@@ -158,9 +158,11 @@ PROBING: Mapping[str, object] = {
     "dataset.num_val": 3,
 }
 HERE = {"FILE": "FILE.safetensors", "FILE_OR_URI": "FILE.safetensors", "runs/mixer": "mixer"}
+# test_quickstart.py runs the demonstration encoders.
+HERE |= {"demo:skip": "runs/skip", "demo:skipless": "runs/skipless"}
 RUNS = {"RUN": "runs/skip", "OTHER": "runs/skipless"}
 PUBLISHED = re.compile(r"timm:vit_small_patch16_224\.dino$")
-LAYERS = {"11": "2", "0,5,-1": "0,1,-1"}
+LAYERS = {"11": "2", "0,5,-1": "0,1,-1", "3,7,11": "0,1,2", "2,5,8,11": "0,1,2"}
 
 
 def cut_down(words: Sequence[str], place: Path) -> list[str]:
@@ -221,6 +223,7 @@ def _changes(
     probes = [config["probe"]["_target_"].split(".")[1] for config in configs if "probe" in config]
     takers = {
         *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
+        *("attention", "depth", "tracking"),
     }
     if takers.intersection(probes) and not any("image_size" in word for word in words):
         yield "probe.image_size", 32

@@ -171,6 +171,7 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     assert typed.tasks == ["pca", "knn"]
 
 
+@pytest.mark.slow
 def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()

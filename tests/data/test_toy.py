@@ -184,6 +184,7 @@ def test_missing_photographs_and_unwritable_folders_are_reported(tmp_path, monke
         Painter("train", 0)
 
 
+@pytest.mark.slow
 def test_the_objects_of_the_scenes_are_cut_out_and_named(toy, tmp_path):
     objects = ToyObjects(num_train=12, num_val=4, cache=tmp_path)
     assert objects.images().ids == objects.train().ids

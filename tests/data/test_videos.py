@@ -233,6 +233,7 @@ def test_missing_videos_frames_and_masks_are_refused(tmp_path):
         FrameFolders(root, name="davis2017")
 
 
+@pytest.mark.slow
 def test_the_objects_of_generated_videos_move(tmp_path):
     videos = ToyVideo(num_val=2, cache=tmp_path).val()
 

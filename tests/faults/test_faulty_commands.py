@@ -316,6 +316,7 @@ def test_other_probes_and_objectives_run_beside_a_broken_file(tmp_path):
     assert len(list((workdir / "results/records").glob("*"))) >= 4
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_torchvision_network_loads_it(workdir, capsys):
     torch.save(torchvision.models.convnext_tiny().state_dict(), "weights.pth")
     message = expect_error(capsys, ["models", "weights.pth"], 4)

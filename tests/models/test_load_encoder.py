@@ -114,6 +114,7 @@ OTHER_ARCHIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHER_ARCHIVES)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_the_advice_for_another_archive_loads_its_weights(tmp_path, monkeypatch, what):

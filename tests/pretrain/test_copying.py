@@ -118,6 +118,7 @@ def test_fixed_strings_are_those_of_their_length_alone():
     assert not torch.equal(one.flatten(), other.flatten())
 
 
+@pytest.mark.slow
 def test_a_run_logs_how_far_it_copies(tmp_path):
     PLAN.run(tmp_path, device="cpu")
 

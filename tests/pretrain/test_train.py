@@ -101,6 +101,7 @@ def test_a_stopped_run_continues_bit_for_bit(root, tmp_path, number, error, opti
     assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_repeats_the_steps_after_its_checkpoint(root, tmp_path, monkeypatch):
     plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
     plan.run(tmp_path / "whole", device="cpu")
@@ -249,6 +250,7 @@ def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
     assert built.monitor == Monitor()
 
 
+@pytest.mark.slow
 @unchecked_types()
 def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
     for name, accumulation in (("whole", 1), ("parts", 2)):

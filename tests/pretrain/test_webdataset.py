@@ -43,6 +43,7 @@ def test_tar_files_give_the_weights_of_the_folder(root, tmp_path, objective):
     assert log_rows(tmp_path / "folder") == log_rows(tmp_path / "tars")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
     assert_goes_on_to_the_bit(plan_of(root / "shards", num_workers=2), tmp_path, workers=0)
 

@@ -200,6 +200,7 @@ def test_a_record_is_the_same_whichever_other_blocks_are_requested(task, workdir
     assert alone == results_of(all_blocks(task, workdir), layer=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupted_run_continues_with_the_same_results(task, workdir, monkeypatch):
     save, saved = ResultStore.save, list[Record]()

@@ -38,6 +38,7 @@ for side, images in ((1, 2), (3, 2), (4, 1), (4, 2), (14, 2)):
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_equals_the_plain_loss():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command, root = [sys.executable, "-c", COMPARE], Path(__file__).parents[2]
@@ -46,6 +47,7 @@ def test_the_kernel_equals_the_plain_loss():
     assert len(done.stdout.splitlines()) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cells", "pixels"), [(1024, 1), (64, 16), (4, 256), (1, 1024)])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernel_compiles_without_spilling_registers(capability, cells, pixels):

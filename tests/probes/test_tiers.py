@@ -122,6 +122,7 @@ def _killed_after(steps):
     return progress
 
 
+@pytest.mark.slow
 def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path):
     encoder, said = tiny_encoder(), []
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
