@@ -126,7 +126,7 @@ def test_another_architecture_is_refused_by_name(workdir, capsys):
 
     config = ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1)
     start = saved(workdir / "mixer.safetensors", config)
-    with pytest.raises(ConfigurationError, match="VisionTransformer.*ConvMixer"):
+    with pytest.raises(ConfigurationError, match=r"VisionTransformer.*ConvMixer"):
         load_initial_weights(str(start), [build_vit(TINY, seed=0)])
     encoder = build_encoder(config, seed=0)
     load_initial_weights(str(start), [encoder])
