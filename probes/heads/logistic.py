@@ -221,7 +221,7 @@ class Minimum:
     """Result of `minimise`. A problem is one of the minimised functions.
 
     Attributes:
-        converged: Whether no entry of the gradient exceeds the tolerance, on the CPU.
+        converged: Whether no entry of the gradient exceeds the tolerance, as a tensor on the CPU.
         stalled: Whether a problem ended unconverged because several steps lowered neither its loss
             nor its gradient. All other unconverged problems reached the maximum number of steps.
     """
