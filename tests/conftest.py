@@ -1,14 +1,14 @@
 """Check the shapes of tensors if SSL_BENCH_CHECK_SHAPES=1, and load the fixtures of all tests.
 
-The checks take 25 % more time. `make test-all`, `make coverage` and `make mutants` enable them.
+`make test-all`, `make coverage` and `make mutants` enable the checks.
 """
 
 import os
 import re
 from pathlib import Path
 
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
 from tests.support import checked
 
@@ -24,7 +24,12 @@ if os.environ.get("SSL_BENCH_CHECK_SHAPES") == "1":
         if shapes.search(text := path.read_text()) and not kernels.search(text)
     ]
     modules = [".".join(path.parts) for path in with_shapes]
-    install_import_hook(modules, f"{checked.__name__}.checked")
+    jaxtyping.jaxtyped = checked.check_first_calls
+    jaxtyping.install_import_hook(modules, "beartype.beartype")
+
+
+def pytest_runtest_setup() -> None:
+    checked.calls.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,16 +1,20 @@
-"""Decorate functions so that the types of their arguments and results are checked.
+"""Check the types of the arguments and results of functions in the first calls of each test."""
 
-Functions inside other functions are not checked. They are created anew at each call, and preparing
-their checks took a third of a training step.
-"""
-
-from functools import cache
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from beartype import beartype
+import jaxtyping
+
+# Later calls within a test rarely have other types, and checking all took a tenth of the time.
+CALLS_PER_TEST = 4
+calls: Counter[Callable[..., Any]] = Counter()
+_check_all_calls = jaxtyping.jaxtyped
 
 
-@cache
+@functools.cache
 def _can_check() -> bool:
     # Imported here, because the process that starts the workers of xdist needs no torch.
     import torch
@@ -20,7 +24,28 @@ def _can_check() -> bool:
     return torch.__version__ >= "2.15" and not torch.cuda.is_available()
 
 
-def checked(function: Any, *options: Any, **more: Any) -> Any:
-    if not _can_check() or "<locals>" in function.__qualname__:
+def check_first_calls(function: Any = None, **options: Any) -> Any:
+    """Decorate like `jaxtyping.jaxtyped`, but check only the first calls in each test.
+
+    The checks of a function are prepared when it is first called, because preparing those of all
+    functions takes 5 s in each process. Functions inside other functions are not checked. They are
+    created anew at each call, and preparing their checks took a third of a training step.
+    """
+    if function is None:
+        return functools.partial(check_first_calls, **options)
+    if not isinstance(function, types.FunctionType):
+        return _check_all_calls(function, **options)
+    if "<locals>" in function.__qualname__ or not _can_check():
         return function
-    return beartype(function, *options, **more)
+
+    @functools.cache
+    def with_checks() -> Callable[..., Any]:
+        return _check_all_calls(function, **options)
+
+    @functools.wraps(function)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        calls[function] += 1
+        run = function if calls[function] > CALLS_PER_TEST else with_checks()
+        return run(*args, **kwargs)
+
+    return check
