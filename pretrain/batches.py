@@ -32,7 +32,8 @@ from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.endings import STOP_SIGNALS
 from ssl_bench.system.process import free_shared_memory, local_world_size
 
-# First number of each seed, so that the random numbers for order, crops and steps are independent.
+# The first number of each seed. It makes the random numbers for the order of images, for crops and
+# for steps independent.
 _ORDER, _SAMPLE, _STEP = range(3)
 # Number of chunks that a data worker prepares in advance.
 _PREFETCH = 2
@@ -47,9 +48,9 @@ Samples = ImageSet | Sequence[Sample]
 class BatchChunks(Dataset[Any]):
     """Map the number of a chunk to the crops of its images.
 
-    Chunks are numbered in the order in which this process trains on them. Step s has the
-    micro-batches from s * `num_micro_batches` onwards. Micro-batch m has the chunks from
-    m * `num_chunks` onwards. The crops of an image do not depend on the sizes of batches,
+    Chunks are numbered in the order in which this process trains on them. The first micro-batch of
+    step s has the number s * `num_micro_batches`, and the first chunk of micro-batch m has the
+    number m * `num_chunks`. The crops of an image do not depend on the sizes of batches,
     micro-batches and chunks.
 
     An item is the return value of `cut`, or a `ChunkWithReplacements`. If an image cannot be read
@@ -58,20 +59,22 @@ class BatchChunks(Dataset[Any]):
 
     Source of repeated augmentation: https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
-    `RASampler` gives the repeats of an image to different processes. This suite gives them to one.
+    `RASampler` gives the repeats of an image to different processes. This suite gives all of them
+    to one process.
 
     Attributes:
         images: Training images.
-        cut: Function from images and their random generators to crops.
-        batch_size: Number of images in an optimizer step, over all processes. An image that occurs
-            several times counts each time.
+        cut: Function that returns the crops of images, given the images and one random generator
+            for each.
+        batch_size: Number of images in an optimizer step, over all processes. Each repeat of an
+            image counts.
         seed: Seed of the run.
         num_micro_batches: Number of micro-batches of each process in a step.
         rank: Rank of this process.
         num_ranks: Number of processes that share a batch.
-        repeats: Number of consecutive times that an image occurs in an epoch, each time with other
-            crops. The length of an epoch does not change, so each epoch draws another subset of
-            1 / `repeats` of the images.
+        repeats: Number of times that an image occurs in an epoch, each time with other crops. The
+            repeats of an image are consecutive. The number of steps in an epoch does not change, so
+            each epoch draws another subset of 1 / `repeats` of the images.
         num_chunks: Number of chunks in a micro-batch. Their sizes differ by at most one image.
         image_ids: Ids of the images. If they are given, the next readable image replaces an image
             that cannot be read.
@@ -95,7 +98,7 @@ class BatchChunks(Dataset[Any]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole batches in the training images."""
+        """Number of complete batches in an epoch."""
         return len(self.images) // self.batch_size
 
     def __getitem__(self, index: int) -> Any:
@@ -135,7 +138,7 @@ class BatchChunks(Dataset[Any]):
         return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
-        """Return a mask of the images that the first `num_steps` steps of all processes use."""
+        """Return a mask of the images that the first `num_steps` steps use in all processes."""
         is_used = np.zeros(len(self.images), bool)
         for epoch in range(-(-num_steps // self.steps_per_epoch)):
             steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
@@ -148,7 +151,7 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """Identify one use of an image: the epoch, the index of the image, and the repeat, from 0."""
+    """Key of one use of an image: the epoch, the index of the image, and the repeat, from 0."""
 
     epoch: int
     index: int
@@ -156,10 +159,10 @@ class SampleKey(NamedTuple):
 
 
 class ChunkWithReplacements(NamedTuple):
-    """Crops of a chunk in which other images replace unreadable images.
+    """The crops of a chunk in which readable images have replaced unreadable ones.
 
     Attributes:
-        crops: Return value of `cut`.
+        crops: Return value of `BatchChunks.cut`.
         left_out: Indices of the unreadable images.
     """
 
@@ -171,7 +174,7 @@ class ChunkWithReplacements(NamedTuple):
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
     """Return the indices of all images in the random order of an epoch.
 
-    The images after the last whole batch are not used in the epoch.
+    The images after the last complete batch are not used in the epoch.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -181,7 +184,8 @@ def make_sample_generator(
 ) -> np.random.Generator:
     """Return the random generator for the crops of one use of an image.
 
-    The generator does not depend on the batch, the process or the data worker of the image.
+    The generator does not depend on the batch, the process or the data worker that the image
+    belongs to.
     """
     key = (_SAMPLE, seed, epoch, index)
     # The first repeat has the same crops as in a run without repeats.
@@ -199,10 +203,10 @@ def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
 
     Args:
         images: Training images.
-        skip: Replace an image that cannot be read by the next readable image.
+        skip: Whether to replace an image that cannot be read by the next readable image.
 
     Raises:
-        DataError: An image cannot be read, or no image can be read if `skip` is set.
+        DataError: An image cannot be read, or, with `skip`, none of the images can be read.
     """
     try:
         samples = (_read_image(images, index, may_replace=skip) for index in range(len(images)))
@@ -223,14 +227,14 @@ def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Number of data workers of a process, and their use of shared memory.
+    """Number of data workers of a process, and the shared memory that they use.
 
     Attributes:
         num_requested: Number of data workers that `train.num_workers` requests.
-        num_workers: Number of data workers that shared memory suffices for. With 0, the training
-            process reads images itself.
+        num_workers: Number of data workers for which there is enough shared memory. With 0, the
+            training process reads images itself.
         num_chunks: Number of chunks in each micro-batch.
-        shared_bytes: Largest use of shared memory by all processes of this machine.
+        shared_bytes: Maximum use of shared memory by all processes of this machine together.
         free_bytes: Free shared memory. None if it does not limit the plan.
     """
 
@@ -241,7 +245,7 @@ class WorkerPlan:
     free_bytes: int | None = None
 
     def __str__(self) -> str:
-        """Return one line for the user."""
+        """Describe the plan in one line."""
         processes = f" for each of {local_world_size()} processes" if local_world_size() > 1 else ""
         line = f"data workers: {self.num_workers}{processes}, up to "
         line += f"{self.shared_bytes / _GIB:.2g} GiB of shared memory"
@@ -253,7 +257,7 @@ class WorkerPlan:
 
 
 def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> WorkerPlan:
-    """Choose a number of data workers and a size of chunks that fit into shared memory.
+    """Choose the number of data workers and the chunk size so that they fit into shared memory.
 
     Each data worker keeps two chunks in shared memory in advance, and the training process reads
     one more chunk. Chunks are as large as the limit allows. If even chunks of a single image exceed
@@ -262,7 +266,7 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     At most half of the free shared memory is used, because other programs may need the rest.
 
     Args:
-        batches: Dataset with undivided micro-batches, that is `num_chunks` = 1.
+        batches: Dataset in which each micro-batch is one chunk (`num_chunks` = 1).
         num_requested: Number of data workers that this process requests.
         max_gib: Limit of shared memory in GiB, for all processes of this machine together.
     """
@@ -274,7 +278,7 @@ def plan_workers(batches: BatchChunks, num_requested: int, max_gib: float) -> Wo
     else:
         free = None
     budget = max_bytes // local_world_size()
-    # The crops of a blank image have the sizes of all crops.
+    # The crops of a blank image are as large as those of any other image.
     blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
     tensors = list(_iterate_tensors(batches.cut([blank], [np.random.default_rng(0)])))
     image_bytes, padding = sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
@@ -312,7 +316,7 @@ def load_chunks(
     workers.
 
     Args:
-        batches: Dataset with undivided micro-batches, that is `num_chunks` = 1.
+        batches: Dataset in which each micro-batch is one chunk (`num_chunks` = 1).
         workers: Number of data workers, and number of chunks to divide each micro-batch into.
         micro_batches: Numbers of the micro-batches.
         device: Device of this process. For CUDA devices, tensors are copied to pinned memory.
@@ -326,7 +330,7 @@ def load_chunks(
         prefetch_factor=_PREFETCH if workers.num_workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_stop_signals,
-        # Without a generator of its own, DataLoader would advance PyTorch's global generator.
+        # Without this argument, DataLoader would draw from PyTorch's global generator.
         generator=torch.Generator(),
     )
     chunks, children_before = None, active_children()
@@ -358,8 +362,8 @@ def _postpone_worker_deaths() -> Generator[None]:
     """Report the death of a data worker only while the training process waits for a chunk.
 
     The signal handler of torch raises an error as soon as a data worker dies, even in the middle of
-    an optimizer step. Without this handler, the loader checks its data workers every five seconds
-    while it waits.
+    an optimizer step. With the default handler, the loader instead checks its data workers every
+    five seconds while it waits.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGCHLD"):
@@ -373,10 +377,10 @@ def _postpone_worker_deaths() -> Generator[None]:
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Keep a data worker alive if a signal stops the whole process group.
+    """Keep a data worker alive when a signal stops the whole process group.
 
-    A data worker ignores only the first SIGTERM. If a data worker hangs, the training process ends
-    it with a second SIGTERM.
+    A data worker ignores only the first SIGTERM, so that the training process can end a worker that
+    hangs with a second one.
     """
     del worker
     for name in (*STOP_SIGNALS, "SIGINT"):

@@ -7,11 +7,11 @@ Each checkpoint is written in this order:
 3. `state.pt` is renamed to `state.previous.pt`, and `state.new.pt` to `state.pt`.
 4. `last.safetensors`: the encoder, and its SHA-256 in a file beside it.
 
-Each file appears complete or not at all, so a kill or a full disk leaves at least one usable state.
-After a kill before step 2, that is the old `state.pt`. After a later kill, it is the new state,
-under one of its two names. `load_state` finds the newest complete state. After step 3,
-`last.safetensors` may still be older than the state. After the last step of the run,
-`state.previous.pt` is deleted.
+Each file appears complete or not at all, so at least one usable state remains if the process is
+killed or the disk is full. If the process is killed before step 2, this is the old `state.pt`. If
+it is killed later, this is the new state, under one of its two names. `load_state` finds the newest
+complete state. If the process is killed after step 3, `last.safetensors` may be older than the
+state. After the last step of the run, `state.previous.pt` is deleted.
 
 `epochNNNN.safetensors` are encoders that `train.keep_epochs` and `train.keep_every` keep.
 `pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
@@ -55,10 +55,10 @@ _START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 
 
 class Saver:
-    """Writer of states and encoders in a thread of its own, one file after the other.
+    """A thread that writes states and encoders, one file after the other.
 
-    A process that exits waits for this thread, because torch aborts the process if a thread is cut
-    off in its code.
+    A process that exits waits for this thread, because torch aborts the process if a thread is
+    stopped while it runs torch code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,14 +75,14 @@ class Saver:
     ) -> None:
         """Copy a state to host memory, and let the thread replace the saved state and encoder.
 
-        The caller waits for the copy, but not for the disk. A state with weights that are not
-        finite is not written, because it would replace the last usable state.
+        The caller waits for the copy, but not for the disk. A state whose weights are not finite is
+        not written, because it would replace the last usable state.
 
         Args:
             state: State of the run. Its "learner" contains the weights.
             encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
             metadata: Metadata of the encoder's file.
-            say: Function that prints a message.
+            say: Function that prints a message. The thread calls it.
         """
         state = copy_to_host(state)
 
@@ -104,7 +104,11 @@ class Saver:
     ) -> None:
         """Let the thread write the encoder of an epoch to a file such as `epoch0100.safetensors`.
 
-        `encoder` is a copy in host memory, as for `save`.
+        Args:
+            epoch: Number of epochs that the run has completed.
+            encoder: A copy of the encoder in host memory, as `copy_to_host` returns it.
+            metadata: Metadata of the encoder's file.
+            say: Function that prints a message. The thread calls it.
         """
         name = epoch_file_name(epoch)
 
@@ -118,8 +122,8 @@ class Saver:
         """Let the thread call `work` after all earlier jobs.
 
         A waiting job of the same name is cancelled. If the disk is slow, only the newest of several
-        states is therefore written. `work` may only use data that the training loop does not
-        change.
+        waiting states is therefore written. `work` may only use data that the training loop does
+        not change.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
         self._jobs = [*others, (name, self._thread.submit(work))]
@@ -133,7 +137,7 @@ class Saver:
                 raise error
 
     def wait(self) -> None:
-        """Wait until all files are written, and raise an error as `check` does."""
+        """Wait until all files are written, and raise the error of a job that has failed."""
         futures.wait([job for _, job in self._jobs])
         self.check()
 
@@ -153,12 +157,12 @@ T = TypeVar("T")
 
 
 def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
-    """Return a deep copy with all tensors in host memory. The host waits for the device once.
+    """Return a deep copy with all tensors in CPU memory. The CPU waits for the device only once.
 
     Args:
         value: Nested dictionaries, lists and tuples of tensors and plain values, or an object that
             contains tensors.
-        tensors: The tensors of an object, if it is not such a nested container.
+        tensors: All tensors in `value`, if it is an object and not such a container.
     """
     if tensors is None:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -172,7 +176,7 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
     for group, original, on_host in zip(
         groups.values(), originals, to_host(originals), strict=True
     ):
-        # `to_host` returns a tensor of the host itself, which the next step would change.
+        # `to_host` does not copy tensors in CPU memory, so the next step would change them.
         copied = on_host.clone() if on_host is original else on_host
         for tensor in group:
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -187,8 +191,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
     Args:
         folder: The run folder.
-        state: Tensors, numbers, texts, and containers of them, because no other types can be loaded
-            without running code of the file.
+        state: Tensors, numbers, strings, and containers of them. Other types could only be loaded
+            by running code from the file.
 
     Raises:
         MachineError: The folder cannot be written or the disk is full. Older states are kept.
@@ -211,7 +215,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # After an error of the disk, torch also fails to close its archive, with this error.
+        # After an error of the disk, torch also fails to close its archive and raises this error.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
@@ -224,8 +228,8 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
     state is complete if it matches the checksums that torch has stored in it.
 
     Raises:
-        CheckpointError: Every state is truncated, changed, or of another version. The state also
-            raises this error if a missing key is read.
+        CheckpointError: Every state is truncated, changed, or of another version. The returned
+            state also raises this error if a missing key is read.
     """
     problems, digests = [], {digest for digest, _ in read_digests(folder / _DIGESTS)}
     for path in (folder / name for name in _CANDIDATES):
@@ -279,7 +283,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 class _State(dict[str, Any]):
-    """A loaded state, which raises CheckpointError if a missing key is read."""
+    """A loaded state, which raises a CheckpointError if code reads a missing key."""
 
     def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
         super().__init__(parts)
@@ -292,7 +296,7 @@ class _State(dict[str, Any]):
 def unusable_state_error(path: Path, problem: str) -> CheckpointError:
     """Return the error for a state from which no run can continue.
 
-    `problem` is a predicate of the path, such as "lacks 'step'".
+    `problem` continues a sentence that starts with the path, such as "lacks 'step'".
     """
     return CheckpointError(
         f"{path} {problem}. Use the version of ssl-bench that wrote it, or start again without "
@@ -302,7 +306,7 @@ def unusable_state_error(path: Path, problem: str) -> CheckpointError:
 
 
 def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Delete what killed processes left in a run folder, and a previous run if it is overwritten.
+    """Delete temporary files of killed processes, and a previous run that is to be overwritten.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.
@@ -326,7 +330,7 @@ def require_no_run(folder: Path) -> None:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the paths of configuration, log and encoders of a run. The files may be missing."""
+    """Return the paths of a run's configuration, log, encoders and digests. Some may not exist."""
     kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
     encoders = [folder / ENCODER, *kept]
     digests = [path.with_name(f"{path.name}.sha256") for path in encoders]

@@ -9,7 +9,7 @@ from ssl_bench.composition.compose import get_default
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 
-# Keys that may change when a run is resumed. They affect speed, place and end, not the weights.
+# Keys that may change when a run is resumed, because they do not affect the weights.
 _MAY_CHANGE = (
     "init_from",  # the sha256 of the checkpoint is compared instead
     "data.root",
@@ -33,11 +33,11 @@ _MAY_CHANGE = (
     *(warmup.key for warmup in INITIAL_PHASES),  # the state stores the warm-ups in steps
 )
 LENGTH_KEYS = ("train.epochs", "train.max_steps")
-"""Keys that `--extend` may increase."""
+"""Keys whose values `--extend` may increase."""
 
 
 def describe(component: Any) -> Any:
-    """Return a component as plain values. A dataclass becomes a mapping with its `_target_`."""
+    """Return a component as plain values. A dataclass becomes a mapping with a `_target_`."""
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
         return {"_target_": _get_target(component)} | values
@@ -49,15 +49,16 @@ def describe(component: Any) -> Any:
 
 
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """Convert the description of a run that an older version wrote to the current format.
+    """Convert a description that an older version of ssl-bench wrote to the current format.
 
-    A missing field gets the default of the dataclass, because that is what the run did before the
-    field existed. The module of a class and renamed fields of an encoder are updated too. If the
-    class of a part has changed, its description stays as it is.
+    A missing field gets the default of the dataclass, because the run behaved like this before the
+    field existed. The module of a class and renamed fields of an encoder are updated, too. If a
+    component now has another class, its description does not change.
 
     Args:
-        older: What `describe` returned in an older version.
-        component: The component of this run. It has the current fields and their defaults.
+        older: Description of the component, as `describe` returned it in an older version.
+        component: The component of the current run, which has the current fields and their
+            defaults.
     """
     updated, target = dict(older), _get_target(component)
     if str(updated.get("_target_")).rpartition(".")[2] != target.rpartition(".")[2]:
@@ -84,7 +85,7 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences that affect the weights, in texts such as "train.seed: 3 -> 4"."""
+    """Return the differences that affect the weights, as strings such as "train.seed: 3 -> 4"."""
     old, new = _flatten(before), _flatten(now)
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
@@ -96,7 +97,7 @@ def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of nested mappings with dots."""
+    """Flatten nested mappings, and join their keys with dots."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -17,7 +17,8 @@ from ssl_bench.errors import MachineError, SslBenchError
 from ssl_bench.system.process import get_process_info
 
 T = TypeVar("T")
-# Reading all images and writing the last checkpoint may take hours.
+# The process of rank 0 may read all images or write the last checkpoint for hours while others
+# wait.
 _OBJECT_TIMEOUT = timedelta(days=1)
 # torch 2.15 renamed the option `broadcast_buffers`, and the old name prints a warning.
 _NEW_OPTION, _OLD_OPTION = "forward_sync_buffers", "broadcast_buffers"
@@ -27,17 +28,17 @@ _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """Connect this process to the other processes that share every batch.
+    """The processes that share every batch, as seen from this process.
 
-    Each process has a device of its own. An error inside `fail_together` ends all processes, so
-    that no process waits for a process that has already ended.
+    Each process has its own device. An error inside `fail_together` ends all processes, so that no
+    process waits for a process that has already ended.
 
     Attributes:
         device: Device of this process.
         rank: Rank of this process, from 0.
         world_size: Number of processes.
-        group: Process group for values on the CPU, with a timeout of one day. It is None in a run
-            of one process.
+        group: Process group for values in CPU memory, with a timeout of one day. It is None if
+            there is only one process.
     """
 
     device: torch.device
@@ -71,17 +72,17 @@ class TrainingRanks:
     def raise_on_all(self, error: Exception | None = None) -> None:
         """Raise an error in all processes if any process passes one.
 
-        All processes must call this method the same number of times. In a run of several processes,
-        the raised error has `is_raised_on_all_ranks = True`. If such an error is passed, it is
-        raised again without communication.
+        All processes must call this method the same number of times. If there are several
+        processes, the raised error has `is_raised_on_all_ranks = True`. If such an error is passed,
+        it is raised again without communication.
 
         Args:
             error: Error of this process, or None.
 
         Raises:
-            Exception: `error` itself, if this is the only process. In a run of several processes,
-                any other error than an `SslBenchError` becomes a `MachineError`. Processes without
-                an error raise that of the first rank that passed one.
+            Exception: `error` itself, if this is the only process. If there are several processes,
+                any error other than an `SslBenchError` becomes a `MachineError`. A process without
+                an error raises the error of the lowest rank that has one.
         """
         if self.world_size > 1 and not getattr(error, "is_raised_on_all_ranks", False):
             error = self._exchange_errors(error)
@@ -107,7 +108,10 @@ class TrainingRanks:
 
     @contextmanager
     def fail_together(self) -> Generator[None]:
-        """Raise an error of any process in all processes at the end of a `with` block."""
+        """Run a `with` block in all processes. If it fails in one of them, raise in all of them.
+
+        The error is raised at the end of the block.
+        """
         try:
             yield
         except Exception as error:
@@ -147,7 +151,7 @@ def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRa
 
     Args:
         device: Device of this process. CUDA devices exchange tensors through NCCL.
-        timeout: Longest wait for the tensors of another process within a step.
+        timeout: Maximum time to wait for the tensors of another process within a step.
 
     Raises:
         ConfigurationError: An environment variable of torchrun is missing or invalid.

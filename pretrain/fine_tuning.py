@@ -21,7 +21,7 @@ from ssl_bench.models.vit import resize_positions
 from ssl_bench.system.files import expand_path, resolve_links
 
 INIT_FROM, INIT_FROM_SHA256 = "init_from", "init_from_sha256"
-"""Keys of the address of the checkpoint and of its sha256, in the description of a run."""
+"""Keys in the description of a run: the address of the initial checkpoint, and its sha256."""
 
 
 def load_initial_weights(
@@ -35,7 +35,7 @@ def load_initial_weights(
     are not copied.
 
     Args:
-        address: Address of the checkpoint, as `load_encoder` accepts it.
+        address: Address of the checkpoint, in the form that `load_encoder` accepts.
         encoders: Encoders of the run, such as those of a student and a teacher.
         normalization: Mean and standard deviation with which the run normalises its images.
 
@@ -50,8 +50,9 @@ def load_initial_weights(
     if (source.mean, source.std) != normalization:
         mean, std = (f"[{','.join(map(repr, values))}]" for values in (source.mean, source.std))
         raise ConfigurationError(
-            f"init_from={address} expects images with another mean and standard deviation than "
-            "those of the run. Start from another checkpoint, or use its values",
+            f"init_from={address} expects images that are normalised with another mean and "
+            "standard deviation than in this run. Use the values of the checkpoint, or start from "
+            "another checkpoint",
             hint=(f"data.mean={mean}", f"data.std={std}"),
         )
     for encoder in encoders:
@@ -72,15 +73,16 @@ def load_initial_weights(
 def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
     """Return the sha256 of the checkpoint that a resumed run started from.
 
-    If the checkpoint no longer exists, the sha256 in the state of the run is returned. The file
-    itself is not needed, because a resumed run reads its weights from its own state.
+    If the checkpoint no longer exists, its sha256 is read from the state of the run. The checkpoint
+    itself is not needed, because a resumed run loads its weights from its own state.
 
     Args:
         address: Address of the checkpoint in the current command.
         saved: Description of the run in its state.
 
     Raises:
-        CheckpointError: There is no checkpoint at the address, and the state names another address.
+        CheckpointError: There is no checkpoint at the address, and the state has no sha256 for this
+            address.
     """
     try:
         return identify_encoder(address).sha256
@@ -100,7 +102,7 @@ def require_other_folder(address: str, out: Path) -> None:
     Raises:
         ConfigurationError: The checkpoint lies in `out`.
     """
-    # The file of RUN@EPOCH lies in RUN.
+    # The checkpoint RUN@EPOCH is a file in the folder RUN.
     names = (address, re.sub(r"@\d{1,9}$", "", address))
     paths = [resolve_links(expand_path(name)) for name in names]
     if any(resolve_links(out) in (path, path.parent) for path in paths):
@@ -114,10 +116,10 @@ def require_other_folder(address: str, out: Path) -> None:
 def _require_same_architecture(
     source: Encoder, encoder: EncoderModule, address: str
 ) -> EncoderModule:
-    """Return the module of `source` if its weights can be used in `encoder`.
+    """Return the module of `source`, after checking that `encoder` can use its weights.
 
     Raises:
-        ConfigurationError: The modules have different classes or different configurations.
+        ConfigurationError: The two modules have different classes or incompatible configurations.
     """
     module, config = source.module, encoder.config
     if not isinstance(module, type(encoder)):
@@ -128,11 +130,12 @@ def _require_same_architecture(
         )
     may_differ = {"image_size", *config.training_fields}
     if isinstance(config, ViTConfig) and config.position_embedding == "sinusoidal":
-        # Fixed positions are not copied but computed, and the weights expect the same scale.
+        # Fixed position embeddings are computed instead of copied, and the copied weights expect
+        # the same scale.
         may_differ.remove("position_scale")
     names = [item.name for item in fields(config) if item.name not in may_differ]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
-    # Fixed positions of a checkpoint may become learned positions, but not the reverse.
+    # Learned position embeddings may start from fixed ones, but not the other way round.
     allowed = ("position_embedding", "sinusoidal")
     wrong = [pair for pair in pairs if pair[1] != pair[2] and (pair[0], pair[2]) != allowed]
     if wrong:
@@ -146,5 +149,5 @@ def _require_same_architecture(
 
 
 def _format_value(value: Any) -> str:
-    """Return a value of a configuration as a user types it on the command line."""
+    """Return a configuration value in the form in which a user types it on the command line."""
     return str(value) if isinstance(value, str | bool) else json.dumps(value, separators=(",", ":"))

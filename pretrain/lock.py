@@ -33,12 +33,13 @@ _MAX_COMMAND, _MAX_BYTES = 200, 4096
 
 @contextmanager
 def lock_folder(folder: Path) -> Generator[None]:
-    """Lock a folder for this process in this context. The folder is created if it is missing.
+    """Lock a folder for this process inside a `with` block, and create the folder if necessary.
 
-    At the end of the context, the lock file is deleted, and the folder too if it is empty.
+    At the end of the block, the lock file is deleted. The folder is deleted, too, if it is empty.
 
     Raises:
-        ConfigurationError: Another process has locked the folder. The message describes it.
+        ConfigurationError: Another process has locked the folder. The message describes this
+            process.
         MachineError: The folder cannot be written.
     """
     try:
@@ -53,7 +54,8 @@ def lock_folder(folder: Path) -> Generator[None]:
     try:
         yield
     finally:
-        # The file is deleted before it is unlocked, or it could be that of the next process.
+        # The file is deleted before it is unlocked. Otherwise the next process could already have
+        # locked it, and would lose its lock file.
         with suppress(OSError):
             (folder / _LOCK_FILE).unlink()
         os.close(descriptor)
@@ -68,7 +70,7 @@ def _acquire_lock(path: Path) -> int:
         try:
             _lock_file(descriptor, path)
             # The previous process may have deleted the file after it was opened here. A lock on a
-            # deleted file locks nobody out, so try again with the file that has this name now.
+            # deleted file has no effect, so try again with the file that has this name now.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     os.ftruncate(descriptor, 0)

@@ -1,4 +1,4 @@
-"""Report the steps of a run: `log.jsonl`, the progress bar, timing, and runs that stop learning."""
+"""Log the steps of a run, show its progress, time it, and stop it if it does not learn."""
 
 import json
 import math
@@ -27,29 +27,30 @@ _FIRST_KEYS = ("step", "epoch", "loss")
 _SECONDS_BETWEEN_LINES = 20.0
 # After this number of steps, the remaining time can be estimated.
 _STEPS_BEFORE_ESTIMATE = 3
-# The last half of this number of steps shows how long steps wait for data. Before, workers start.
+# The second half of this number of steps measures how long steps wait for data. During the first
+# half, data workers start.
 _STEPS_BEFORE_WAITING = 50
-# The user is told what shortens waits for data if they take more than this percentage of the time,
-# and if the run needs more than this number of seconds.
+# A message recommends options that shorten waiting for data. It appears if waiting takes more than
+# this percentage of the time and the run takes more than this number of seconds.
 _MUCH_WAITING, _FEW_MINUTES = 10.0, 300.0
 _HOUR = 3600.0
-# The user is told how to shorten a run if it takes more seconds than this.
+# A message explains how to shorten a run that takes more than this number of seconds.
 _LONG = 3 * _HOUR
 
 
 class StepReporter:
     """Write the metrics of each step to the log and the progress bar, and stop runs that fail.
 
-    Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the
-    next step was launched, so that the CPU never waits for a step that it has just launched.
+    Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
+    step has been launched. The CPU therefore never waits for the step that it has just launched.
 
     Args:
         log: Log of the run in the process of rank 0. None in the other processes.
         options: Training options of the run.
         timeline: Planned length of the run.
         ranks: Processes that share every batch.
-        diagnose: Function that returns an error if a row shows a run that does not learn, and
-            None otherwise.
+        diagnose: Function that returns an error if a row of the log shows that the run does not
+            learn, and None otherwise.
         done: Number of steps that the run completed before it was resumed.
         started: Start of the command, as returned by `time.monotonic`.
 
@@ -80,7 +81,8 @@ class StepReporter:
             quiet=not ranks.is_main,
             stop_time=started + 60 * max_minutes,
         )
-        # Row, names of the metrics, their values, and the event of their arrival on the CPU.
+        # For each step: the row, the names of the metrics, their values, and the CUDA event after
+        # which the values are in CPU memory.
         self._pending: deque[tuple[dict[str, Any], list[str], Tensor, Any]] = deque()
         self._delay = 1 if ranks.device.type == "cuda" else 0
         self._num_non_finite = self._num_not_learning = 0
@@ -143,13 +145,13 @@ class StepReporter:
                 if options.uses_bfloat16(self._ranks.device):
                     precision = ("train.precision=float32",)
                 raise ConfigurationError(
-                    f"loss or gradient was not finite for {self._num_non_finite} steps up to step "
-                    f"{row['step']}. Start a new run in another folder",
+                    f"the loss or gradient was not finite in {self._num_non_finite} consecutive "
+                    f"steps up to step {row['step']}. Start a new run in another folder",
                     hint=("--out", "{folder}", "optimizer.lr={lower_rate}", *precision),
                 )
             return
         self._num_non_finite = 0
-        # During the warm-up, every run looks as if it did not learn.
+        # During the warm-up, every run looks like one that does not learn.
         problem = self._diagnose(row) if row["step"] > self._warmup_steps else None
         self._num_not_learning = self._num_not_learning + 1 if problem else 0
         if problem and self._num_not_learning >= options.collapse_patience:
@@ -169,7 +171,7 @@ class LogFile:
     """Append one JSON object for each step to `log.jsonl`, and send it to the trackers.
 
     Args:
-        path: Path of `log.jsonl`. Rows of an interrupted run are kept up to `last_step`.
+        path: Path of `log.jsonl`. Rows of an interrupted run up to step `last_step` are kept.
         last_step: Number of steps in the checkpoint that the run continues from. Rows of later
             steps are deleted, because the run repeats these steps.
         trackers: Trackers that receive every row. They are closed together with the file.
@@ -306,13 +308,18 @@ class Clock:
 
     @contextmanager
     def count_waiting(self) -> Generator[None]:
-        """Count the time inside a `with` block as waiting for data."""
+        """Count the duration of a `with` block as waiting for data."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start
 
     def end_step(self) -> tuple[float, float]:
-        """Return the seconds since the last step, and how many of them were spent waiting."""
+        """End the timing of a step.
+
+        Returns:
+            The seconds since the previous step ended, and the part of them that was spent waiting
+            for data.
+        """
         now = time.monotonic()
         seconds, waited = now - self._step_start, self._waited
         self._step_start, self._waited = now, 0.0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from torch.utils.data import default_convert
 
-from pretrain.objectives.objective import Generating, Views
+from pretrain.objectives.objective import GeneratingObjective, Views
 from pretrain.plan import Pretraining
 from pretrain.step import Trainer
 from ssl_bench.data.samples import Sample
@@ -21,16 +21,17 @@ class OutOfMemory(MachineError):
 def out_of_memory_error(
     reason: str, step: int, plan: Pretraining, trainer: Trainer, *, has_state: bool
 ) -> OutOfMemory:
-    """Compute smaller and smaller parts of blank images, and recommend the first that fits.
+    """Return the error for a step that ran out of memory, with settings that need less memory.
 
-    Afterwards the weights are not those of the run any more, so it must not be saved.
+    To find them, the function computes smaller and smaller micro-batches of blank images until one
+    fits into memory. This changes the weights, so the run must not be saved afterwards.
 
     Args:
-        reason: Message of the error of torch.
+        reason: Message of torch's error.
         step: Number of the step that ran out of memory, from 0.
         plan: The run.
         trainer: The trainer of the run.
-        has_state: Whether the run folder contains a state, which must not be overwritten.
+        has_state: Whether the run folder contains a saved state, which must not be overwritten.
     """
     crops, options, ranks = plan.objective.crops, plan.train, trainer.ranks
     sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
@@ -57,7 +58,7 @@ def out_of_memory_error(
             f"{message}, but {images // accumulation} would fit",
             hint=(f"train.accumulation={accumulation}", *out),
         )
-    if isinstance(plan.objective, Generating):
+    if isinstance(plan.objective, GeneratingObjective):
         return OutOfMemory(f"{message}, and fewer do not fit", hint=("model.dim={smaller}",))
     return OutOfMemory(
         f"{message}, and fewer do not fit",
@@ -66,17 +67,17 @@ def out_of_memory_error(
 
 
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
-    """Return a larger `train.accumulation` for which a micro-batch fits into memory.
+    """Return the smallest tried `train.accumulation` for which a micro-batch fits into memory.
 
-    Every tried value divides the images equally and is at least twice the one before.
+    Each tried value divides the images equally and is at least twice the previous one.
 
     Args:
-        images: Images of a step that one process computes.
-        accumulation: Number of parts for which memory has run out. It divides `images`.
-        fits: Function that returns whether a part with a number of images fits into memory.
+        images: Number of images that one process computes in a step.
+        accumulation: Number of micro-batches for which memory has run out. It divides `images`.
+        fits: Function that returns whether a micro-batch with a number of images fits into memory.
 
     Returns:
-        The accumulation, or None if not even a part of a single image fits.
+        The accumulation, or None if not even a micro-batch of a single image fits.
     """
     while accumulation < images:
         least = min(2 * accumulation, images)

@@ -1,6 +1,7 @@
-"""Evaluate the encoder on labelled images every few epochs of a run.
+"""Evaluate the encoder of a run on labelled images every few epochs.
 
-The accuracy of a finished supervised run can also be stored among the records of the probes.
+The accuracy of a finished supervised run can also be stored as records, next to those of the
+probes.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.fine_tuning import INIT_FROM_SHA256
-from pretrain.objectives.objective import Learner, Measuring
+from pretrain.objectives.objective import Learner, PeriodicEvaluation
 from pretrain.objectives.supervised import SupervisedLearner
 from pretrain.options import DataOptions
 from pretrain.schedules import Timeline
@@ -53,7 +54,7 @@ from ssl_bench.system.process import count_usable_cores, provenance_fields
 
 KNN = "knn_top1"
 _MAX_THREADS = 16
-# Groups of settings that a record leaves out, because they name folders and files.
+# Settings that a record does not contain, because they are paths.
 _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 
@@ -70,15 +71,15 @@ class Monitor:
         known_only: Leave out validation images of classes that the training split lacks. Otherwise
             such images are an error.
         knn_epochs: Number of epochs between two k-NN evaluations, which log `knn_top1` in percent.
-            A validation image is assigned the class for which its nearest training images vote. The
-            encoder is also evaluated after the last step.
+            The nearest training images of a validation image vote for its class. The encoder is
+            also evaluated after the last step.
         accuracy_epochs: Number of epochs between two evaluations of the head of a supervised run,
             which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
             of images whose class is among the five most likely classes. `val_loss` is the
             cross-entropy without label smoothing. The head is also evaluated after the last step.
-        results: Folder of results that receives the last `val_top1` and `val_top5` as records.
+        results: Folder in which the last `val_top1` and `val_top5` are stored as records.
         neighbours: Number of training images that vote for the class of a validation image.
-        temperature: The vote of a neighbour is exp(cosine similarity / temperature).
+        temperature: A neighbour votes with the weight exp(cosine similarity / temperature).
         train_images: Largest number of training images that vote. The same random subset is used in
             all evaluations.
         val_images: Largest number of validation images. The same random subset is used in all
@@ -113,9 +114,9 @@ class Monitor:
     def build_evaluator(
         self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
     ) -> "Evaluator | None":
-        """Find the labelled images, and return the evaluator of a run.
+        """Find the labelled images, and return an object that evaluates the learner during a run.
 
-        No image is decoded. The result is None if nothing is evaluated.
+        No image is decoded. The result is None if neither k-NN nor the head is to be evaluated.
 
         Args:
             learner: Learner of the run.
@@ -125,9 +126,10 @@ class Monitor:
 
         Raises:
             ConfigurationError: There is no folder of images, the learner has no classification
-                head, the run has other classes, or there are fewer training images than neighbours.
-            DataError: The images are missing, or the head or the k-NN classifier is fitted to
-                images that it is evaluated on.
+                head, the images have other classes than the run, or there are fewer training images
+                than neighbours.
+            DataError: The images are missing, or the head or the k-NN classifier would be evaluated
+                on images that it is fitted to.
         """
         if self.knn_epochs is None and self.accuracy_epochs is None:
             return None
@@ -188,17 +190,17 @@ class Monitor:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluator(Measuring):
-    """Evaluate a learner on the images of a monitor.
+class Evaluator(PeriodicEvaluation):
+    """An evaluation of a learner on the images of a monitor.
 
-    No random number is drawn and the learner is not changed, so a run gives the same weights with
-    and without a monitor.
+    The evaluation draws no random numbers and does not change the learner. A run therefore gives
+    the same weights with and without a monitor.
 
     Attributes:
         options: Options of the monitor.
         learner: Learner of the run.
         timeline: Planned length of the run.
-        normalization: Mean and standard deviation of the training images.
+        normalization: Mean and standard deviation with which the run normalises its images.
         train: Training images of the k-NN classifier.
         val: Validation images.
         all_val: All images of the validation split, of which `val` is a subset.
@@ -206,7 +208,7 @@ class Evaluator(Measuring):
         num_shared_files: Number of validation images that are also training images.
     """
 
-    costs_by: ClassVar[str] = "monitor.train_images, .val_images and its epochs"
+    cost_options: ClassVar[str] = "monitor.train_images, .val_images and its epochs"
 
     options: Monitor
     learner: Learner
@@ -218,8 +220,8 @@ class Evaluator(Measuring):
     root: Path
     num_shared_files: int
 
-    def measures(self, step: int) -> dict[str, float]:
-        """Return the metrics that are due after a step, with accuracies in percent.
+    def measure_if_due(self, step: int) -> dict[str, float]:
+        """Compute the metrics that are due after a step. Accuracies are in percent.
 
         A metric is NaN if the encoder or the head gives values that are not finite.
 
@@ -249,8 +251,8 @@ class Evaluator(Measuring):
     ) -> list[Path]:
         """Evaluate the head, and store its accuracy as records.
 
-        The name of the image folder becomes the dataset of the record. Published tables find the
-        record only if the folder has the name of their dataset.
+        The name of the image folder becomes the dataset of the records. A table finds the records
+        only if this name is that of its dataset.
 
         Args:
             results: Folder of a `ResultStore`. Several runs may share it.
@@ -326,8 +328,9 @@ class Evaluator(Measuring):
         """Classify the validation images by their logits.
 
         Returns:
-            For k = 1, and for k = 5 with at least six classes: whether the class of each image is
-            among the k most likely classes. None if the head gives values that are not finite.
+            For each k, whether the true class of each image is among the k most likely classes, or
+            None if a logit is not finite. The values of k are 1, and 5 if there are at least six
+            classes.
         """
         is_finite = bool(logits.features.isfinite().all())
         ranks = rank_true_classes(logits.features, logits.labels)
@@ -337,8 +340,8 @@ class Evaluator(Measuring):
 
     def _compute_knn_accuracy(self) -> float:
         """Return the top-1 accuracy of k-NN in percent, or NaN if a feature is not finite."""
-        # `forward` is called directly, because torch.compile would compile the module again for the
-        # shapes of these images.
+        # `forward` is called directly. Otherwise torch.compile would compile the module again for
+        # the shapes of these images.
         compute = self.learner.encoder.forward
         train, val = (self._compute_outputs(images, compute) for images in (self.train, self.val))
         if not (train.features.isfinite().all() and val.features.isfinite().all()):
@@ -389,9 +392,9 @@ def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
 def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
-    """Return how many classes the classifier ranks before the true class of each image.
+    """Return how many classes the classifier ranks higher than the true class of each image.
 
-    Of classes with equal logits, the class with the lower index comes first.
+    If classes have equal logits, the class with the lower index ranks higher.
     """
     order = logits.argsort(dim=1, descending=True, stable=True)
     return (order == labels[:, None]).int().argmax(1)

@@ -38,7 +38,8 @@ from ssl_bench.system.process import count_usable_cores, local_world_size
 
 _MAX_WORKERS = 16
 _DEFAULT_BATCH, _MIN_STEPS_PER_EPOCH = 64, 4
-# Larger sets are not searched for unreadable images before the first step, because it takes long.
+# Only sets of at most this size are searched for unreadable images before the first step, because
+# the search takes long.
 _MAX_CHECKED_IMAGES = 2_000
 _MINUTES_PER_WEEK = 10_080
 Epochs = Annotated[Sequence[Count], ListLength(0, 10_000)]
@@ -50,8 +51,8 @@ class DataOptions:
 
     Attributes:
         root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
-            in subfolders are included. The tar files are one file, a folder of them, or a pattern.
-            Without a root, the images are the toy scenes.
+            in subfolders are included. Tar files are given as one file, as a folder of them, or as
+            a pattern. The default is the generated toy scenes.
         image_size: Side of the large crops in pixels. The encoder is built for this size. The
             default is the image size of the model.
         in_memory: Decode all images once and keep them in memory.
@@ -62,13 +63,13 @@ class DataOptions:
             the objective.
         fingerprint: How a resumed run recognises its images. "content" reads every file once.
             "stat" trusts sizes and modification times.
-        bits: Number of used bits in 16-bit images whose files do not state it.
-        allow_overlap: Allow the monitor to score images that its k-NN or a supervised run is fitted
-            to.
-        limit: Maximum number of images, which are spread evenly over the whole set.
-        mean: RGB mean in [0, 1] that is subtracted from the images, which are then divided by
-            `std`. With zeros and ones, images stay in [0, 1]. RandAugment always fills with the
-            mean of ImageNet.
+        bits: Number of significant bits of 16-bit images, for files that do not state it.
+        allow_overlap: Allow the monitor to score images that its k-NN classifier or the supervised
+            run is fitted to.
+        limit: Maximum number of images, chosen at even intervals from the whole set.
+        mean: RGB mean in [0, 1] that is subtracted from images before they are divided by `std`.
+            With a mean of 0 and a standard deviation of 1, images stay in [0, 1]. RandAugment
+            always fills empty areas with the mean of ImageNet.
         std: RGB standard deviation in (0, 1].
     """
 
@@ -86,7 +87,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
-        # YAML gives lists. Equal options must compare equal.
+        # YAML files give lists. Tuples make equal options compare as equal.
         mean, std = self.normalization
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "std", std)
@@ -114,7 +115,7 @@ class DataOptions:
             shards = WebDataset(self.root)
             images = shards.pretraining_images() if self.labels else shards.images()
             say_once(
-                f"found {len(images):,} images in tar files, which are read in place; --resume "
+                f"found {len(images):,} images in tar files, which are read in place. --resume "
                 "continues with the next batch"
             )
         elif self.labels:
@@ -125,22 +126,22 @@ class DataOptions:
         return limit_images(images, self.limit) if self.limit else images
 
     def describe_unreadable_images(self, images: ImageSet) -> str:
-        """Return a line about the unreadable images of a small set, or "" if there are none.
+        """Return a line about unreadable images in a set of at most 2,000, or "" if there are none.
 
-        The line is also empty for toy scenes and for sets of more than 2,000 images.
+        The line is also empty for the toy scenes and for larger sets.
         """
         if self.root is None or len(images) > _MAX_CHECKED_IMAGES:
             return ""
         unreadable = describe_unreadable(images, find_read_errors(images, {}))
         if not unreadable:
             return ""
-        outcome = "each is replaced by the next readable image"
+        outcome = "Each is replaced by the next readable image"
         if self.on_bad_image == "fail":
             outcome = (
-                "the run stops when it reaches one. To leave them out, add --on-bad-image skip. To "
+                "The run stops when it reaches one. To leave them out, add --on-bad-image skip. To "
                 "see what is wrong with them, run `ssl-bench data check`"
             )
-        return f"of {len(images)} images {'; '.join(unreadable)}; {outcome}"
+        return f"of {len(images)} images, {'; '.join(unreadable)}. {outcome}"
 
 
 @dataclass(frozen=True)
@@ -152,48 +153,57 @@ class TrainOptions:
         max_steps: Maximum length of the run in optimizer steps. All schedules end with the run.
         max_minutes: Save and stop after this time. The schedules do not depend on it, and
             `--resume` continues the run.
-        batch_size: Images in an optimizer step, over all processes and accumulated parts. The
-            default is 64, or for small sets the largest power of two that leaves four steps per
-            epoch.
-        accumulation: Number of parts in which a batch is computed, so that it fits into memory.
-        repeats: How often an image occurs in an epoch, in consecutive places of the batch and with
-            a new crop each time. The epoch keeps its number of steps, so it contains fewer
-            different images. DeiT uses 3.
-        num_workers: Processes that read and crop images. With 0, the training process reads them.
-            The default is one for each usable CPU core on a GPU, and 0 on a CPU.
+        batch_size: Number of images in an optimizer step, over all processes and micro-batches. The
+            default is 64, or, for small sets, the largest power of two that gives at least four
+            steps per epoch.
+        accumulation: Number of micro-batches into which each process divides its share of a batch,
+            so that it fits into memory.
+        repeats: Number of times that an image occurs in an epoch, each time with another crop. The
+            repeats are consecutive in the batch. The number of steps in an epoch does not change,
+            so an epoch contains fewer different images. DeiT uses 3.
+        num_workers: Number of data workers that read and crop images for each training process.
+            With 0, the training process reads them itself. On a GPU, the default divides the usable
+            CPU cores among the processes of the machine, with at most 16 workers for each. On a
+            CPU, the default is 0.
         shared_memory_gib: Maximum use of /dev/shm by all data workers of a machine. It is limited
-            to half of the free space. If a batch does not fit, workers pass it in smaller pieces.
-        seed: Seed of weights, order of images, crops and all other random numbers.
-        warmup_epochs: Length of the learning rate's warm-up, which cannot exceed the run. The
-            default is 10 epochs, but at most a tenth of the run.
-        schedule: Schedule of the learning rate: a warm-up and a cosine down to `final_lr`, or the
-            triangle of `pretrain.schedules.Triangle`, which uses neither a warm-up nor `final_lr`.
+            to half of the free space. If a micro-batch does not fit, data workers pass it in
+            smaller pieces.
+        seed: Seed of the initial weights, the order of images, the crops and all other random
+            numbers.
+        warmup_epochs: Length of the learning rate's warm-up in epochs, which cannot exceed the run.
+            The default is 10 epochs, but at most a tenth of the run.
+        schedule: Schedule of the learning rate: "cosine" (a warm-up, then a cosine down to
+            `final_lr`), or "triangular" (`pretrain.schedules.Triangle`, without a warm-up and
+            `final_lr`).
         final_lr: Learning rate at the end of the cosine.
-        layer_decay: Factor of the learning rate from each layer to the layer below, in (0, 1]. The
-            head has the full rate. Common values for fine-tuning are 0.65 to 0.75. With 1, all
-            layers have the same rate.
+        layer_decay: Factor by which the learning rate decreases from each layer to the layer below,
+            in (0, 1]. The head has the full learning rate. Common values for fine-tuning are 0.65
+            to 0.75. With 1, all layers have the same learning rate.
         weight_decay: Weight decay at the first step. It follows a cosine to `final_weight_decay`.
         final_weight_decay: Weight decay at the end of the run.
         decay_tokens: Apply weight decay to class token, registers, mask token and position
             embedding, as the official DINO does. DeiT and timm exempt them. Biases and vectors are
             always exempt.
-        max_grad_norm: Maximum gradient norm of each parameter tensor, or None for no clipping.
-        global_norm: Apply `max_grad_norm` to the norm of all gradients together.
+        max_grad_norm: Gradients with a larger norm are clipped to this norm, separately for each
+            parameter tensor. With None, gradients are not clipped.
+        global_norm: Clip the norm of all gradients together, instead of each tensor separately.
         precision: "auto" means bfloat16 on CUDA and float32 on other devices.
         compile: Use torch.compile. The default is true on CUDA and false on other devices.
-        deterministic: Use only operations that give the same bits every time, which is slower. A
-            resumed run then equals an uninterrupted one on a GPU too. On a CPU it always does.
-        checkpoint_minutes: Save a checkpoint if the last one is this old.
-        checkpoint_epochs: Also save a checkpoint each time after this number of epochs.
-        keep_epochs: Keep the encoder after these epochs, in files such as
-            `epoch0100.safetensors`. `ssl-bench probe` addresses this file as `RUN@100`.
-        keep_every: Also keep the encoder each time after this number of epochs.
-        timeout_minutes: How long processes wait for each other within a step before the run fails.
-            While the first process runs the monitor, all others wait.
+        deterministic: Use only operations with bitwise reproducible results, which are slower. A
+            resumed run on a GPU is then bitwise identical to an uninterrupted run, as it always is
+            on a CPU.
+        checkpoint_minutes: Save a checkpoint when the last one is this many minutes old.
+        checkpoint_epochs: Also save a checkpoint every `checkpoint_epochs` epochs.
+        keep_epochs: Keep the encoder after these epochs, in files such as `epoch0100.safetensors`.
+            In `ssl-bench probe`, the address of this file is `RUN@100`.
+        keep_every: Also keep the encoder every `keep_every` epochs.
+        timeout_minutes: Time that processes wait for each other within a step before the run fails.
+            All other processes wait while the process of rank 0 runs the monitor.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
-        collapse_patience: Stop if the objective reports for this number of consecutive steps after
-            the warm-up that the run does not learn, such as a collapsed teacher.
+        collapse_patience: Stop after this number of consecutive steps in which the objective
+            reports that the run does not learn, for example because of a collapsed teacher. Steps
+            of the warm-up do not count.
         tensorboard: Also write the log for TensorBoard (extra `track`).
         wandb: Also send the log to this project of Weights & Biases (package `wandb`).
     """
@@ -233,29 +243,33 @@ class TrainOptions:
         check_fields(self, "train")
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
-                "train.schedule=triangular has no separate warm-up, because its rate rises during "
-                f"two fifths of the run; got train.warmup_epochs={self.warmup_epochs:g}",
+                "train.schedule=triangular has no separate warm-up, because its learning rate "
+                "already rises during the first two fifths of the run; got "
+                f"train.warmup_epochs={self.warmup_epochs:g}",
                 hint=("train.warmup_epochs=null",),
             )
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
             raise ConfigurationError(
-                f"train.keep_epochs expects epochs up to {self.epochs}, the last one, got "
+                f"train.keep_epochs expects epochs from 1 to {self.epochs}, the last epoch, got "
                 f"{', '.join(map(str, late))}",
                 hint=(f"train.epochs={max(late)}",),
             )
 
     def should_keep(self, epoch: int) -> bool:
-        """Return whether the encoder after this number of epochs is kept in a file of its own."""
+        """Return whether the encoder after this epoch is kept in its own file."""
         return epoch in (self.keep_epochs or ()) or (
             self.keep_every is not None and epoch % self.keep_every == 0
         )
 
-    def with_batch_size(self, num_images: int) -> "TrainOptions":
-        """Return these options, with the default batch size for a set of images if none is given.
+    def resolve_batch_size(self, num_images: int) -> "TrainOptions":
+        """Return these options with a batch size. If it is None, it becomes the default.
 
-        The default only depends on the number of images, so that a command gives the same results
+        The default depends only on the number of images, so that a command gives the same results
         on every machine.
+
+        Args:
+            num_images: Number of training images.
         """
         if self.batch_size is not None:
             return self
@@ -266,15 +280,15 @@ class TrainOptions:
 
     @property
     def batch(self) -> int:
-        """Return `batch_size` of options that `with_batch_size` returned."""
-        assert self.batch_size is not None, "call with_batch_size first"
+        """Return the batch size, which `resolve_batch_size` must have set."""
+        assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 
     def timeline(self, num_images: int) -> Timeline:
         """Return the planned length of a run over a number of images.
 
         Raises:
-            ConfigurationError: There are fewer images than a batch needs.
+            ConfigurationError: There are fewer images than the batch size.
         """
         if num_images < self.batch:
             raise ConfigurationError(
@@ -290,7 +304,7 @@ class TrainOptions:
         return LR_WARMUP.count_steps(self.warmup_epochs, timeline)
 
     def lr_schedule(self, top: float, timeline: Timeline) -> Schedule:
-        """Return the schedule of the learning rate, whose largest value is `top`."""
+        """Return the schedule of the learning rate, whose maximum is `top`."""
         if self.schedule == "triangular":
             return Triangle(top, timeline.total_steps)
         return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))

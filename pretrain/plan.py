@@ -16,12 +16,12 @@ from pretrain.fine_tuning import require_other_folder
 from pretrain.lock import lock_folder
 from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino
-from pretrain.objectives.objective import Generating, Objective
+from pretrain.objectives.objective import GeneratingObjective, Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.signals import stop_requests
-from pretrain.step import deterministic
+from pretrain.step import use_deterministic_operations
 from ssl_bench.composition.fields import check_fields
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
@@ -35,14 +35,14 @@ class Pretraining:
     """A pretraining run.
 
     Attributes:
-        model: The encoder. Its image size is replaced by that of the large crops.
+        model: The encoder. Its image size is replaced by `data.image_size`, if that is set.
         objective: What the encoder is trained for.
         optimizer: The optimizer and its hyperparameters.
         data: The training images.
-        train: Length, speed and numerics.
-        monitor: Measurements during the run. By default there are none.
-        init_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
-            starts with. The default is random weights.
+        train: Length, speed and numerics of the training.
+        monitor: Evaluation of the encoder during the run. By default there is none.
+        init_from: Address of a checkpoint with whose weights the encoder starts, in the form that
+            `load_encoder` accepts. The default is random weights.
     """
 
     model: EncoderConfig = field(default_factory=ViTConfig)
@@ -55,7 +55,7 @@ class Pretraining:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        if isinstance(self.objective, Generating):
+        if isinstance(self.objective, GeneratingObjective):
             for name, options in (("data", self.data), ("monitor", self.monitor)):
                 if options != type(options)():
                     raise ConfigurationError(
@@ -73,7 +73,7 @@ class Pretraining:
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Return the model, built for the size of the large crops."""
+        """Return the configuration of the encoder, with the size of the large crops."""
         if not self.model.reads_images:
             return self.model
         return replace(self.model, image_size=self.data.image_size or self.model.image_size)
@@ -85,13 +85,17 @@ class Pretraining:
             DataError: There are no images.
             ConfigurationError: The images have no labels, and the objective needs labels.
         """
-        if isinstance(self.objective, Generating):
+        if isinstance(self.objective, GeneratingObjective):
             return self.objective.images()
         return self.data.open()
 
-    def with_batch_size(self, num_images: int) -> "Pretraining":
-        """Return this run with the default batch size for a set of images if none is given."""
-        return replace(self, train=self.train.with_batch_size(num_images))
+    def resolve_batch_size(self, num_images: int) -> "Pretraining":
+        """Return this run with a batch size. If it is None, it becomes the default.
+
+        Args:
+            num_images: Number of training images.
+        """
+        return replace(self, train=self.train.resolve_batch_size(num_images))
 
     def outline(
         self, out: Path, *, may_exist: bool = False, device: torch.device | str | None = None
@@ -100,7 +104,8 @@ class Pretraining:
 
         Args:
             out: Folder of the run.
-            may_exist: Whether `out` may contain a run, which would be resumed or overwritten.
+            may_exist: Whether `out` may contain a run, because the command would resume or
+                overwrite it.
             device: Device of the run, which must be available.
 
         Raises:
@@ -112,7 +117,7 @@ class Pretraining:
         if not may_exist:
             checkpoints.require_no_run(out)
         images = self.images()
-        train = self.train.with_batch_size(len(images))
+        train = self.train.resolve_batch_size(len(images))
         timeline, noun = train.timeline(len(images)), self.objective.noun
         epochs = timeline.total_steps / timeline.steps_per_epoch
         objective, optimizer = (type(part).__name__ for part in (self.objective, self.optimizer))
@@ -141,14 +146,16 @@ class Pretraining:
     ) -> Path:
         """Train the encoder, and save encoder, configuration, log and training state in `out`.
 
-        If torchrun has started several processes, they share every batch and end together.
+        If torchrun has started several processes, they divide every batch among themselves and end
+        together.
 
         Args:
             out: Folder of the run.
-            resume: Continue the run in `out`. If there is none, start one.
+            resume: Continue the run in `out`, or start a run if there is none.
             must_resume: Continue the run in `out`, which must exist.
             extend: Continue the run in `out`, which must exist, with more `train.epochs` or
-                `train.max_steps`. From here on, schedules are those of the new length.
+                `train.max_steps`. From then on, the schedules are those of a run with the new
+                length.
             overwrite: Delete the run in `out`.
             device: Device to train on. The default is a GPU if there is one.
             config: Content of `config.yaml`. The default is this object as plain values.
@@ -157,14 +164,14 @@ class Pretraining:
             Path of the encoder's weights.
 
         Raises:
-            ConfigurationError: `out` contains a run that is in progress or differs from this one,
-                or no run although one must be resumed. Or `init_from` has another architecture, or
-                training diverged.
+            ConfigurationError: `out` contains a run that is still in progress, that differs from
+                this run, or that must not be replaced. Or `out` contains no run to resume,
+                `init_from` has another architecture, or training has diverged.
             CheckpointError: `init_from` or the saved state cannot be read.
             DataError: An image cannot be read. The state is saved.
             Preempted: SIGTERM, SIGHUP or SIGUSR1 was received. The state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed. After the first one during training, the state
-                is saved. After a second one, the last checkpoint remains.
+            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C during training, the state is
+                saved. After two, the last checkpoint remains.
             MachineError: Memory ran out, a file cannot be written, or TensorBoard or Weights &
                 Biases is required and not installed.
         """
@@ -179,13 +186,13 @@ class Pretraining:
             require_other_folder(self.init_from, out)
         continues = resume or must_resume or extend
         with ExitStack() as stack:
-            # From here on, a signal only asks to stop.
+            # From here on, a signal no longer ends the process but requests a stop.
             request = stack.enter_context(stop_requests())
             timeout = timedelta(minutes=self.train.timeout_minutes)
             chosen = choose_device(None if device is None else str(device))
             ranks = stack.enter_context(join_ranks(chosen, timeout))
-            stack.enter_context(deterministic(self.train.deterministic))
-            # The random generators of the caller stay as they are.
+            stack.enter_context(use_deterministic_operations(self.train.deterministic))
+            # At the end, restore the random generators of the caller.
             gpus = [chosen] if chosen.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(gpus))
 
@@ -222,8 +229,8 @@ class Pretraining:
         return out / checkpoints.ENCODER
 
     def describe_next_step(self, out: Path) -> str:
-        """Return a line that says what to do with the finished run in `out`."""
-        if isinstance(self.objective, Generating):
+        """Return a line that recommends what to do with the finished run in `out`."""
+        if isinstance(self.objective, GeneratingObjective):
             return f"test scores: see the last line of {out / checkpoints.LOG}"
         line = f"next: ssl-bench probe --task all --checkpoint {out}"
         state = out / checkpoints.STATE

@@ -21,21 +21,22 @@ _LARGE_SIDE, _SMALL_SIDE = 8_192, 768
 def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     """Count the floating-point operations of the forward and backward pass of a micro-batch.
 
-    Only matrix products and convolutions count. The learner is copied to the device "meta", whose
-    tensors have no values, so counting takes hardly any time, no memory and no random numbers.
-    DINO's loss computes its logits twice, and both times count. The second time adds 0.3 % to all
-    operations of ViT-S/16 with 2 + 8 crops.
+    Only matrix products and convolutions are counted. The learner is copied to the device "meta",
+    whose tensors have no values, so counting takes hardly any time, no memory and no random
+    numbers. DINO's loss computes its logits twice, and both computations are counted. The second
+    one adds 0.3 % to the operations of ViT-S/16 with 2 + 8 crops.
 
     Args:
-        learner: A `Learner`, which stays as it is.
-        views: Views of the images of the part, as `Learner.loss` takes them.
+        learner: A `Learner`, which is not changed.
+        views: Views of the images of a micro-batch, in the form that `Learner.loss` accepts.
         step: Number of the step, from 0.
     """
     tensors = chain(learner.parameters(), learner.buffers())
     memo: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in tensors}
     learner_copy: Any = copy.deepcopy(learner, memo)
     views = tree_map_only(Tensor, _without_values, views)
-    # The formula of torch treats every convolution as a dense one.
+    # The formula of torch is wrong for grouped convolutions, because it treats every convolution as
+    # dense.
     backward: Any = torch.ops.aten.convolution_backward
     formulas = {backward: _count_convolution_backward}
     with (
@@ -48,15 +49,15 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and type on the device "meta", which stores no values."""
+    """Return a tensor of equal shape and dtype on the device "meta", without values."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _ShapeOnlyResize(TorchDispatchMode):
-    """Compute only the shape of a bicubic resize.
+    """A dispatch mode that computes only the shape of a bicubic resize.
 
-    Without this mode, torch computes all weights of the interpolation, even on "meta".
+    Without this mode, torch computes all weights of the interpolation, even on the device "meta".
     """
 
     def __torch_dispatch__(
@@ -82,10 +83,13 @@ def _count_convolution_backward(
 
 @cache
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of a large matrix product on this device, as the best of three rounds."""
+    """Measure the FLOP/s of a large matrix product on this device.
+
+    The result is that of the fastest of three rounds.
+    """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)
-    # Random numbers, because processors multiply zeros faster.
+    # The matrices contain random numbers, because processors multiply zeros faster.
     left, right = (
         torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2)
     )

@@ -1,14 +1,15 @@
 """Save and restore the progress of a run, and check what has changed while it was stopped.
 
-A run is only resumed if it would give the same weights as without the stop, apart from rounding
-errors if the number of processes has changed. These things may change while it is stopped:
+A run is only resumed if it gives the same weights as an uninterrupted run. If the number of
+processes has changed, however, rounding errors may differ. The following may change while a run is
+stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
 - The content of an image file that no step has used, because the run has not reached the image or
-  could not read it. So a damaged image may be repaired, and an image that was not read may be
-  replaced. The names, the number and the classes of the images must stay the same.
-- The length of the run, which may become longer with `--extend`.
+  could not read it. For example, a damaged image may be repaired. The names, the number and the
+  classes of the images must stay the same.
+- The length of the run, which `--extend` may increase.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, join_alternatives
 from ssl_bench.system.process import reraise_out_of_memory
 
-# Keys of the state. Older versions wrote them too, apart from the number of processes.
+# Keys of the state. States of older versions contain all of them except the number of processes.
 _USED_FILES, _LEFT_OUT, _NEVER_USED = "learned_files", "left_out", "left_out_unlearned"
 _PROCESSES = "processes"
 # Keys of the description of a run.
@@ -44,11 +45,12 @@ class Progress:
     """Progress of a run, which `state.pt` stores.
 
     Attributes:
-        step: Number of optimizer steps that were taken.
+        step: Number of optimizer steps that the run has completed.
         extensions: One entry for each `--extend`, with the step at which it was made, and the
             lengths of the run before and after it.
         left_out: Indices of the images that could not be read and were replaced by others.
-        never_used: Indices of those left-out images that no earlier step had used.
+        never_used: Indices of those images in `left_out` that no step had used before they were
+            found to be unreadable.
     """
 
     step: int = 0
@@ -59,7 +61,7 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return what `state.pt` contains besides weights and moments."""
+        """Return the content of `state.pt` except for the learner and the optimizer."""
         return {
             "step": self.step,
             "configuration": description,
@@ -74,11 +76,12 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Describe a run with everything that must not change while it is stopped.
+    """Return the settings and digests of a run that are compared when it is resumed.
 
     Args:
         plan: The run, with a batch size.
-        images: The training images. Their ids and class names are described by a SHA-256.
+        images: The training images. The description contains a SHA-256 of their ids and class
+            names.
         fingerprint: Fingerprint of the content of the images.
         timeline: Length of the run.
     """
@@ -110,21 +113,23 @@ def restore_progress(
         state: The saved state.
         path: File of the state.
         plan: The run that continues.
-        description: What `describe_run` returned for it.
+        description: Description of this run, as `describe_run` returns it.
         timeline: Length of the run that continues.
-        images: Its training images.
-        batches: Its batches.
-        ranks: Its processes.
+        images: Training images of this run.
+        batches: Batches of this run.
+        ranks: Processes of this run.
         extend: Whether the run may be longer than the saved one.
 
     Raises:
-        CheckpointError: The state has an impossible step.
-        ConfigurationError: A setting that affects the weights has changed, or an image that a step
-            has used. Or `extend` is true, and the run is not longer than the saved one.
+        CheckpointError: The step in the state is not a non-negative integer or exceeds the saved
+            run.
+        ConfigurationError: A setting that affects the weights has changed, or a step has used an
+            image that has changed since. Or `extend` is true, and the run is not longer than the
+            saved one.
     """
     messages, step = list[str](), state["step"]
     if not isinstance(step, int) or step < 0:
-        raise unusable_state_error(path, f"has step {step!r}, expected a whole number from 0")
+        raise unusable_state_error(path, f"has step {step!r}, expected a non-negative integer")
 
     before = update_description(state["configuration"], plan)
     saved_lengths = {name: before["train"][name] for name in ("epochs", "max_steps")}
@@ -145,11 +150,13 @@ def restore_progress(
         can_extend = not extend and steps > saved_steps and changes == length_changes
         raise _changed_error(path, changes, can_extend)
     if step > saved_steps:
-        raise unusable_state_error(path, f"has step {step} of a run of {saved_steps} steps")
+        raise unusable_state_error(
+            path, f"has step {step}, but its run has only {saved_steps} steps"
+        )
 
     left_out = ranks.compute_on_main(partial(_find_unreadable, images, state[_LEFT_OUT]))
     extensions, message = [*state["extensions"]], f"continuing after step {step} of {steps}"
-    # An extended run that was stopped is continued by the same command. It is not extended again.
+    # If an extended run was stopped, the same command continues it and does not extend it again.
     if extend and (length_changes or not extensions):
         if steps <= saved_steps:
             raise ConfigurationError(
@@ -174,7 +181,7 @@ def restore_progress(
 
 
 def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
-    """Load weights and moments.
+    """Load the weights of the learner and the moments of the optimizer.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -197,7 +204,7 @@ def _digest_used_images(
 
 
 def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
-    """Return which of these images still cannot be read."""
+    """Return the indices of those images that still cannot be read."""
     unreadable = set[int]()
     for index in indices:
         try:
@@ -208,12 +215,13 @@ def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
 
 
 def _changed_error(path: Path, changes: list[str], can_extend: bool) -> ConfigurationError:
-    # Digests and warm-ups follow from settings. If a setting has changed, only name the setting.
+    # Digests and the lengths of warm-ups depend on settings. If a setting has changed, the message
+    # names only the setting.
     derived = (f"{_NAMES}:", f"{_FILES}:", f"{_WARMUPS}.")
     settings = [change for change in changes if not change.startswith(derived)]
     return ConfigurationError(
-        f"{path} is of a run with another configuration ({'; '.join(settings or changes)}). Type "
-        f"the settings of the first command again; {path.parent / CONFIG} contains them",
+        f"{path} belongs to a run with another configuration ({'; '.join(settings or changes)}). "
+        f"Use the settings of the first command, which {path.parent / CONFIG} contains",
         hint=join_alternatives(
             ("--extend",) if can_extend else (), ("--resume",), ("--out", "{folder}")
         ),

@@ -1,4 +1,4 @@
-"""Define learning-rate and other schedules as functions of the optimizer step."""
+"""Schedules of the learning rate and other values, as functions of the optimizer step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ class Timeline:
 
     Attributes:
         total_steps: Number of optimizer steps. Every schedule ends with the last step.
-        steps_per_epoch: Number of whole batches in the training images.
+        steps_per_epoch: Number of complete batches in an epoch.
     """
 
     total_steps: int
@@ -31,7 +31,7 @@ class Timeline:
         if self.total_steps < 1 or self.steps_per_epoch < 1:
             raise ConfigurationError(
                 f"a run needs at least one step, got {self.total_steps} steps with "
-                f"{self.steps_per_epoch} steps an epoch. See train.epochs and train.max_steps"
+                f"{self.steps_per_epoch} steps per epoch. See train.epochs and train.max_steps"
             )
 
     def get_epoch(self, step: int) -> int:
@@ -61,7 +61,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Rise linearly from 0 to `start` during the warm-up, then follow half a cosine to `end`.
+    """A linear rise from 0 to `start` during the warm-up, then half a cosine down or up to `end`.
 
     The last warm-up step and the first step after the warm-up both have the value `start`. The
     cosine would reach `end` one step after the last step of the run.
@@ -83,10 +83,10 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Triangle:
-    """Rise linearly from 0 to `peak`, then fall linearly to 0 in two stages.
+    """A linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
-    The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last
-    step. Step i of n, counted from 0, has the value at the fraction (i + 1) / n of the run.
+    The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
+    The value of step i of n, counted from 0, is that after the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
@@ -106,10 +106,10 @@ class Triangle:
 
 @dataclass(frozen=True)
 class Linear:
-    """Change linearly from `start` at step 0 to `end` at step `num_steps` - 1, then stay at `end`.
+    """A linear change from `start` at step 0 to `end` at step `num_steps` - 1, which then remains.
 
-    Official DINO changes the teacher temperature only once an epoch. For runs with one step an
-    epoch, the official schedule has the same values.
+    The official DINO changes the teacher temperature only once per epoch. For runs with one step
+    per epoch, its schedule has the same values.
     """
 
     start: float
@@ -126,14 +126,14 @@ class Linear:
 class InitialPhase:
     """Length of a phase at the start of a run, such as the warm-up of the learning rate.
 
-    A length that the user has set stays as it is. The default length is a number of epochs that
-    suits ImageNet. In a short run the default is limited to a fraction of the run, because the
-    phase could otherwise last longer than the run.
+    The default length is a number of epochs that suits ImageNet. It is limited to a fraction of the
+    run, because the phase could otherwise last longer than a short run. A length that the user has
+    set is not limited.
 
     Attributes:
         key: Config key of the length in epochs, such as "train.warmup_epochs".
         epochs: Default length in epochs.
-        max_fraction: Largest fraction of the run that the default length takes, in (0, 1].
+        max_fraction: Maximum default length as a fraction of the run, in (0, 1].
     """
 
     key: str
@@ -144,11 +144,11 @@ class InitialPhase:
         """Return the length of the phase in optimizer steps.
 
         Args:
-            epochs: Length that the user sets, in epochs. None selects the default length.
+            epochs: Length that the user has set, in epochs, or None for the default length.
             timeline: Planned length of the run.
 
         Raises:
-            ConfigurationError: The length that the user sets exceeds the run.
+            ConfigurationError: The length that the user has set exceeds the run.
         """
         if epochs is None:
             max_steps = math.ceil(self.max_fraction * timeline.total_steps)

@@ -1,4 +1,4 @@
-"""Note the signals that ask a run to stop. The training loop stops after the current step."""
+"""Record signals that request a stop. The training loop then stops after the current step."""
 
 import signal
 from collections.abc import Generator
@@ -11,11 +11,11 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 
 
 class StopRequest:
-    """The last signal that asked this process to stop.
+    """The last signal that requested this process to stop.
 
-    The first Ctrl-C (SIGINT) is only noted, like SIGTERM, SIGHUP and SIGUSR1. The training loop
-    finishes its step, saves and ends. A second Ctrl-C raises KeyboardInterrupt in the middle of the
-    step, which is then lost.
+    The first Ctrl-C (SIGINT) is only recorded, like SIGTERM, SIGHUP and SIGUSR1. The training loop
+    finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the
+    middle of the step, which is then lost.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StopRequest:
         return self.received is signal.SIGINT
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record a signal, or raise an exception if the stop must not wait."""
         del frame
         if self.is_interrupt and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -38,10 +38,12 @@ class StopRequest:
 
     @contextmanager
     def raise_immediately(self) -> Generator[None]:
-        """Raise an exception as soon as a signal arrives, while there is nothing to save yet.
+        """Raise an exception at once if a signal arrives inside a `with` block.
+
+        Use this while there is nothing to save. A signal from before the block is raised, too.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed before or in this context.
+            KeyboardInterrupt: Ctrl-C was pressed.
             Preempted: Another signal was received.
         """
         if self.received is not None:
@@ -60,7 +62,11 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Generator[StopRequest]:
-    """Note signals that ask to stop, instead of ending the process."""
+    """Record stop signals inside a `with` block, so that they do not end the process at once.
+
+    Yields:
+        The request, whose attribute `received` is the last signal, or None.
+    """
     request = StopRequest()
     with handle_signals((*STOP_SIGNALS, "SIGINT"), request.receive):
         yield request

@@ -1,7 +1,7 @@
-"""One optimizer step as a sequence of named operations. This file reads no data and no clock.
+"""Take one optimizer step as a sequence of named operations.
 
 A step depends only on the state (weights, moments and buffers), the views, the step number, the
-seed and the rank.
+seed and the rank. This file reads no data and no clock.
 """
 
 import copy
@@ -28,7 +28,8 @@ from ssl_bench.system.process import is_out_of_memory
 
 # `optimizer.lr` is the learning rate for this batch size.
 _REFERENCE_BATCH = 256
-# cuBLAS reads this variable when it starts. Without it, the order of its sums may change.
+# cuBLAS reads this environment variable when it starts. Without it, cuBLAS may sum in another order
+# in each run.
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -43,7 +44,8 @@ class Trainer:
         ranks: The processes that share every batch.
 
     Attributes:
-        flops: FLOPs of a step in this process. It is 0 before the first step.
+        flops: Number of floating-point operations that this process computes in a step. It is 0
+            before the first step.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class Trainer:
     def take_step(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
-        If the gradient is not finite, weights, moments and batch statistics stay as they are. A
-        teacher still moves towards the unchanged student. The host does not wait for the device.
+        If the gradient is not finite, weights, moments and batch statistics do not change. A
+        teacher still moves towards the unchanged student. The CPU does not wait for the device.
 
         Args:
             step: Number of the step, from 0.
@@ -92,10 +94,10 @@ class Trainer:
         self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
-            with self._eager_if_configured():
+            with self._force_eager_if_configured():
                 report = self._accumulate_gradients(step, micro_batches)
         except BaseException:
-            # A micro-batch could not be read or computed, so the step does not take place.
+            # A micro-batch could not be read or computed, so this step changes nothing.
             self._restore_statistics(statistics, torch.tensor(True))
             raise
         norms = clip_gradients(
@@ -106,10 +108,10 @@ class Trainer:
         report["gradient_norm"] = norms.norm()
         found_inf = ~report["gradient_norm"].isfinite()
         self._restore_statistics(statistics, found_inf)
-        # After clipping, as in the official DINO: frozen layers take part in the norm.
+        # After clipping, as in the official DINO: the norm includes the gradients of frozen layers.
         self.learner.freeze_gradients(step)
-        # Optimizers of torch and SOAP read these attributes, which GradScaler sets otherwise. If
-        # `found_inf` is 1, the step changes nothing.
+        # The optimizers of torch and SOAP read these attributes, which are usually set by
+        # GradScaler. If `found_inf` is 1, the step changes nothing.
         vars(self.optimizer).update(found_inf=found_inf.float(), grad_scale=None)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -117,19 +119,19 @@ class Trainer:
         return report
 
     def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
-        """Return whether a step fits into the free memory if its batch is divided into these views.
+        """Return whether a step fits into the free memory with micro-batches of these views.
 
-        Two steps of two micro-batches each are computed, because gradients of an earlier
-        micro-batch and moments of an earlier step need memory too. On a CPU, the state is also
-        copied, because a checkpoint needs this memory too. The step runs without torch.compile,
-        so the real run usually needs a little less memory. The weights change, so the run must end
+        The step is computed twice with two micro-batches each. The reason is that gradients of an
+        earlier micro-batch and moments of an earlier step need memory, too. On a CPU, the state is
+        also copied, because a checkpoint needs this memory. The run itself usually needs a little
+        less memory, because torch.compile is not used here. The weights change, so the run must end
         afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait
         for the other processes.
 
         Args:
-            step: Number of the step for which memory ran out.
+            step: Number of the step that ran out of memory, from 0.
             make_views: Function that creates the views of a micro-batch on the device.
         """
         self.optimizer.zero_grad()
@@ -156,12 +158,10 @@ class Trainer:
         return True
 
     def utilisation(self, seconds: float) -> float:
-        """Return the model FLOPs utilisation, which is `mfu` in the log.
+        """Return the model FLOPs utilisation (MFU) of a step in percent, which is `mfu` in the log.
 
-        It is the FLOP/s of a step as a percentage of the FLOP/s of a large matrix product.
-
-        The value is at most 100. Without this limit it could be larger if the device was busy while
-        the matrix product was timed.
+        The MFU is the FLOP/s of the step divided by the FLOP/s of a large matrix product. It is
+        limited to 100, because the device may have been busy while the matrix product was timed.
 
         Args:
             seconds: Duration of the step.
@@ -169,7 +169,7 @@ class Trainer:
         return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
     def describe_rising_lr(self) -> str | None:
-        """Return a warning if the learning rate would rise to `train.final_lr`, else None."""
+        """Return a warning if the learning rate would rise to `train.final_lr`, or None if not."""
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
             return None
@@ -180,7 +180,7 @@ class Trainer:
         )
 
     def values(self, step: int) -> dict[str, float]:
-        """Return all scheduled values of a step, for the log."""
+        """Return the learning rate and all other scheduled values of a step, for the log."""
         rates = {"lr": self.lr(step), "weight_decay": self.weight_decay(step)}
         return rates | self.learner.values(step)
 
@@ -203,13 +203,17 @@ class Trainer:
         groups = self.optimizer.param_groups
         for group in groups:
             group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
-        # The groups alternate: one with weight decay, then one that is exempt from it.
+        # Groups with weight decay alternate with groups without it.
         decayed_groups = groups[::2]
         for group in decayed_groups:
             group["weight_decay"] = self.weight_decay(step)
 
     def _accumulate_gradients(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
-        """Compute the gradient of the mean loss of all micro-batches, and return a mean report."""
+        """Compute the gradient of the mean loss of all micro-batches.
+
+        Returns:
+            The values for the log, averaged over the micro-batches.
+        """
         reports = []
         for number, views in enumerate(micro_batches, start=1):
             if not self.flops:
@@ -225,30 +229,33 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch to the sum, and return its report."""
+        """Add the gradients of one micro-batch to `grad`, and return its values for the log."""
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
         (loss / self.options.accumulation).backward()
         return {"loss": loss.detach(), **report}
 
-    def _eager_if_configured(self) -> AbstractContextManager[object]:
+    def _force_eager_if_configured(self) -> AbstractContextManager[object]:
         return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], where: Bool[Tensor, ""]) -> None:
-        """Restore the batch statistics from before the step if `where` is true."""
+        """Restore the batch statistics `before` the step if the scalar `where` is true."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(where.to(buffer.device), old, buffer))
 
 
 @contextmanager
-def deterministic(is_required: bool) -> Generator[None]:
-    """Use only operations that give the same bits every time, if this is required.
+def use_deterministic_operations(is_required: bool) -> Generator[None]:
+    """Allow only operations with bitwise reproducible results inside a `with` block, if required.
 
-    Two runs are then equal on devices of one kind with the same version of torch. CPUs do not need
-    this context.
+    Two runs then give bitwise identical results on devices of the same kind with the same version
+    of torch. CPUs do not need this context.
+
+    Args:
+        is_required: Whether to change anything.
 
     Raises:
-        ConfigurationError: An operation of the run has no deterministic form.
+        ConfigurationError: An operation of the run has no deterministic implementation.
     """
     if not is_required:
         yield
@@ -263,7 +270,7 @@ def deterministic(is_required: bool) -> Generator[None]:
             raise
         operation = str(error).partition(" does not have")[0][:100]
         raise ConfigurationError(
-            f"{operation} has no deterministic form on this device",
+            f"{operation} has no deterministic implementation on this device",
             hint=("train.deterministic=false",),
         ) from error
     finally:

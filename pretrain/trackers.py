@@ -12,12 +12,12 @@ _RUN_ID_FILE = "run-id.txt"
 
 
 class TensorBoardLog:
-    """Write event files for TensorBoard.
+    """A tracker that writes event files for TensorBoard.
 
     Args:
         folder: Folder of the event files.
         last_step: Number of steps in the checkpoint that the run continues from. TensorBoard hides
-            the points of later steps that earlier event files contain.
+            points of later steps in older event files.
     """
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
@@ -34,7 +34,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Send rows to a run of Weights & Biases.
+    """A tracker that sends rows of the log to a run of Weights & Biases.
 
     A resumed pretraining run continues the same run of Weights & Biases. Weights & Biases rejects a
     step number that it has received before. The step is therefore sent as a metric named `step`,
@@ -43,7 +43,7 @@ class WandbLog:
     `folder` and needs no network.
 
     Args:
-        project: Name of the project. Weights & Biases creates a missing project.
+        project: Name of the project. Weights & Biases creates it if it does not exist.
         folder: Folder for the files of Weights & Biases and for the id of the run.
         config: Description of the pretraining run.
         last_step: Number of steps in the checkpoint that the run continues from. With 0, a new run
@@ -80,7 +80,7 @@ class WandbLog:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Send the metrics of one step."""
+        """Send the metrics of one step to Weights & Biases."""
         self._run.log(dict(row))
 
     def close(self) -> None:

@@ -1,30 +1,30 @@
 """The training loop: build the parts of a run, take its steps, log, save and stop.
 
-What is written:
+A run writes these files:
 
 - `config.yaml` before the first step, and again after images were left out.
-- After each step, in this order: one row of `log.jsonl`, with the monitor's values if it is due;
-  `epochNNNN.safetensors` after the epochs of `train.keep_epochs` and `train.keep_every`; and a
+- After each step, one row of `log.jsonl`, with the monitor's measurements if they are due. Then
+  `epochNNNN.safetensors` after the epochs of `train.keep_epochs` and `train.keep_every`. Then a
   checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`.
 - A checkpoint after the last step. `pretrain/checkpoints.py` describes its files.
 
-What ends a run before its last step:
+These events end a run before its last step:
 
-- The first Ctrl-C, another signal, or `train.max_minutes`: the current step (on a GPU also the next
-  one) is finished and saved.
+- The first Ctrl-C, another signal, or `train.max_minutes`: the run finishes the current step (on a
+  GPU also the next one) and saves a checkpoint.
 - A second Ctrl-C: the current step and all unsaved steps are lost. Checkpoints that wait for the
   disk are still written. A further Ctrl-C completes only the file that is being written.
-- A `DataError` or `MachineError`, such as an image that cannot be read, a dead data worker, or a
-  full disk: all finished steps are saved, if the disk allows it.
-- Any other error, and `OutOfMemory`: nothing more is saved, and the last checkpoint remains. If
-  training has diverged, this is a `ConfigurationError`.
+- A `DataError` or `MachineError`, such as an unreadable image, a dead data worker or a full disk:
+  the run saves all finished steps, if the disk allows it.
+- Any other error, and `OutOfMemory`: nothing more is saved, and the last checkpoint remains. This
+  includes the `ConfigurationError` of a training that has diverged.
 
 `pretrain/resume.py` describes what may change before the run is resumed.
 
 If several processes train together, each of them calls the same functions in the same order. If a
-single process left the loop, the others would wait for it forever. So an error of one process is
-kept until all processes call `TrainingRanks.raise_on_all`, before their next step or after the last
-one, which raises the error in all of them.
+single process left the loop, the others would wait for it forever. Therefore, a process keeps its
+error until all processes call `TrainingRanks.raise_on_all`, before the next step or after the last
+one. This call raises the error in all processes.
 """
 
 import time
@@ -50,7 +50,7 @@ from pretrain.distributed import TrainingRanks
 from pretrain.fine_tuning import INIT_FROM_SHA256, find_initial_sha256, load_initial_weights
 from pretrain.memory import OutOfMemory, out_of_memory_error
 from pretrain.monitor import Evaluator
-from pretrain.objectives.objective import Generating, Measuring, Views
+from pretrain.objectives.objective import GeneratingObjective, PeriodicEvaluation, Views
 from pretrain.plan import Pretraining
 from pretrain.resume import Progress, describe_run, load_trainer_state, restore_progress
 from pretrain.signals import StopRequest
@@ -70,8 +70,8 @@ from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.process import is_out_of_memory
 
 _MAX_NAMES = 5
-# A message names the duration of the monitor if it exceeds these seconds and this share of the
-# training time since the last measurement.
+# A message reports the duration of the monitor if it exceeds this number of seconds and this share
+# of the training time since the last measurement.
 _MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
 
@@ -79,7 +79,7 @@ class Run:
     """A run of a plan in a folder.
 
     Args:
-        plan: What the run consists of.
+        plan: Encoder, objective, optimizer, images and options of the run.
         out: The run folder, which this process has locked.
         ranks: The processes that train together.
         request: Signals that this process receives.
@@ -94,7 +94,7 @@ class Run:
 
         # Images and the length of the run.
         self.images = images = plan.images()
-        self.plan = plan = plan.with_batch_size(len(images))
+        self.plan = plan = plan.resolve_batch_size(len(images))
         self.timeline = plan.train.timeline(len(images))
         self.trained_on = ranks.compute_on_main(self._read_fingerprint)
         self.description = describe_run(plan, images, self.trained_on.fingerprint, self.timeline)
@@ -127,8 +127,8 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=options.seed, class_names=images.class_names
         )
-        self.observer: Measuring | None
-        if isinstance(plan.objective, Generating):
+        self.observer: PeriodicEvaluation | None
+        if isinstance(plan.objective, GeneratingObjective):
             self.observer = plan.objective.observer(learner, self.timeline)
         else:
             self.observer = plan.monitor.build_evaluator(learner, self.timeline, plan.data, images)
@@ -146,7 +146,7 @@ class Run:
             return describe_training_images(self.images)
 
     def start(self) -> None:
-        """Start from random weights, or from those of `init_from`."""
+        """Start from random weights, or from the weights of the checkpoint `init_from`."""
         plan = self.plan
         if plan.init_from is not None:
             encoders = self.trainer.learner.encoders
@@ -155,7 +155,17 @@ class Run:
             )
 
     def resume(self, state: Mapping[str, Any], path: Path, *, extend: bool = False) -> None:
-        """Continue from a saved state, as `restore_progress` and `load_trainer_state` describe."""
+        """Continue the run from a saved state.
+
+        Args:
+            state: State of the run, as `load_state` returns it.
+            path: File of the state.
+            extend: Whether the run may be longer than the saved one.
+
+        Raises:
+            CheckpointError: The state is unusable.
+            ConfigurationError: Something has changed that affects the weights.
+        """
         address = self.plan.init_from
         if address is not None:
             self.description[INIT_FROM_SHA256] = find_initial_sha256(
@@ -176,7 +186,7 @@ class Run:
         self.messages += messages
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml: the settings, the extensions of the run and the left-out images."""
+        """Write config.yaml: the settings, the extensions and the ids of left-out images."""
         train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
         self._config = config = {**config, "train": train}
         lists = {
@@ -191,10 +201,10 @@ class Run:
         """Take steps until the last one, or until a signal, the time limit or an error.
 
         Raises:
-            Preempted: A signal other than Ctrl-C was received. The state is saved.
-            KeyboardInterrupt: Ctrl-C was pressed once, and the state is saved. Or it was pressed
-                twice, and the last checkpoint remains.
-            SslBenchError: This process or another one met this error.
+            Preempted: A process received a signal other than Ctrl-C. The state is saved.
+            KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C the state is saved. After two,
+                the last checkpoint remains.
+            SslBenchError: This error occurred in this process or in another one.
         """
         ranks, progress, total = self.ranks, self.progress, self.timeline.total_steps
         with ExitStack() as stack:
@@ -209,12 +219,12 @@ class Run:
                     for step in range(progress.step, total):
                         row, metrics = self._take_step(step, micro_batches)
                         progress.step = step + 1
-                        with self._errors_postponed():
+                        with self._postpone_errors():
                             row |= self._run_monitor()
                         # If one process should stop or save, `log.should_stop` or
                         # `log.should_save` becomes true in all processes after the same step.
                         log.add(row, metrics, stop=self._should_stop(), save=self._should_save())
-                        with self._errors_postponed():
+                        with self._postpone_errors():
                             log.write_rows()
                             self._keep_encoder()
                             if log.should_save and not log.should_stop and progress.step < total:
@@ -226,7 +236,8 @@ class Run:
                 # The weights may have changed while memory was tested.
                 raise
             except (DataError, MachineError):
-                # All processes wait for the files, because torchrun kills those that are left.
+                # All processes wait for the files, because torchrun kills the remaining processes
+                # when one process fails.
                 with ranks.fail_together():
                     self._save(wait=True)
                 log.say(f"{self._describe_saved()}. Continue with --resume")
@@ -263,7 +274,7 @@ class Run:
         )
 
     def _describe_start(self) -> Iterator[str]:
-        """Yield the messages before the first step."""
+        """Yield the messages to print before the first step."""
         if warning := self.trainer.describe_rising_lr():
             yield warning
         steps, batch = self.timeline.total_steps, self.plan.train.batch
@@ -298,7 +309,7 @@ class Run:
                 yield micro_batch
 
     def _read_chunk(self, chunks: Iterator[Any]) -> Any:
-        """Return the next chunk of a micro-batch, and note which images were left out."""
+        """Return the next chunk of a micro-batch, and record which images were left out."""
         with self.clock.count_waiting():
             chunk = next(chunks)
         if isinstance(chunk, SslBenchError):
@@ -318,8 +329,8 @@ class Run:
         """Train on one batch.
 
         Returns:
-            The values of the step's row that are known at once, and those that the device may still
-            be computing.
+            The values of the step's row that are already known, and the metrics that the device may
+            still be computing.
         """
         plan, trainer = self.plan, self.trainer
         views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
@@ -355,19 +366,23 @@ class Run:
         return crops.finish(micro_batch, self.ranks.device, data.normalization)
 
     @contextmanager
-    def _errors_postponed(self) -> Generator[None]:
-        """Keep an error of this process until all processes raise it before their next step."""
+    def _postpone_errors(self) -> Generator[None]:
+        """Store an error of this process. All processes raise it before the next step."""
         try:
             yield
         except Exception as error:
             self._error = self._error or error
 
     def _run_monitor(self) -> Mapping[str, float]:
-        """Return the measurements of this step, if they are due. Only one process measures."""
+        """Return the measurements that are due after this step.
+
+        Only the process of rank 0 measures. The mapping is empty in other processes, or if nothing
+        is due.
+        """
         if self.observer is None or not self.ranks.is_main:
             return {}
         step, start = self.progress.step, time.monotonic()
-        trained, measures = start - self.clock.training_start, self.observer.measures(step)
+        trained, measures = start - self.clock.training_start, self.observer.measure_if_due(step)
         if measures:
             values = "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
             self.log.say(f"step {step}/{self.timeline.total_steps}  {values}")
@@ -375,7 +390,7 @@ class Run:
             if seconds > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
                 self.log.say(
                     f"the monitor took {seconds:.0f} s after {trained:.0f} s of training. Its "
-                    f"duration depends on {self.observer.costs_by}"
+                    f"duration depends on {self.observer.cost_options}"
                 )
             # The time of the monitor does not count as time of the next step.
             self.clock.restart()
@@ -396,7 +411,7 @@ class Run:
         )
 
     def _keep_encoder(self) -> None:
-        """Write the encoder to a file of its own after the epochs of `train.keep_*`."""
+        """Write the encoder to its own file after the epochs of `train.keep_*`."""
         if self.saver is None:
             return
         self.saver.check()
@@ -410,9 +425,9 @@ class Run:
         """Save the training state and the encoder, unless a row shows that training has diverged.
 
         All processes must call this method together, because they exchange which images they have
-        left out. The first one copies the state to host memory and writes it in a thread. With
-        `wait`, it also waits for the files. Otherwise an error of the disk is raised by a later
-        step.
+        left out. The process of rank 0 copies the state to host memory and writes it in a thread.
+        With `wait`, it also waits for the files. Without `wait`, a later step raises an error of
+        the disk.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)
@@ -433,14 +448,14 @@ class Run:
         log.should_save = False
 
     def _report_left_out(self) -> None:
-        """Print which images were left out since the last time, and add them to config.yaml."""
+        """Print which images were left out since the last report, and add them to config.yaml."""
         left_out = self.progress.left_out
         new = self._get_ids(left_out - self._reported_left_out)
         if new:
             names = ", ".join(new[:_MAX_NAMES]) + (", ..." if len(new) > _MAX_NAMES else "")
             self.log.say(
-                f"left out as unreadable: {names}; {len(left_out)} of {len(self.images)} images so "
-                "far, each replaced by the next readable image"
+                f"left out as unreadable: {names}. So far, {len(left_out)} of {len(self.images)} "
+                "images were left out, each replaced by the next readable image"
             )
             self.write_config(self._config)
             self._reported_left_out |= left_out
@@ -455,7 +470,7 @@ class Run:
         return checkpoints.copy_to_host(encoder, tensors), metadata
 
     def _end(self) -> None:
-        """Finish a run after its last step, or say why it stops and how to continue it."""
+        """Finish a run after its last step, or report why the run stops and how to continue it."""
         saved = self._describe_saved()
         if self.progress.step == self.timeline.total_steps:
             if self.saver is not None:

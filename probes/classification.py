@@ -1,7 +1,8 @@
-"""Linear classification: how well do linear heads tell classes apart by the features of a block?
+"""Linear classification: how well can linear heads predict classes from the features of a block?
 
 `LinearClassification` trains linear or attentive heads. `TrainingDraws` contains the images that
-train and select heads. `score_selected_heads` selects a head and computes its accuracy.
+heads are trained on, and the images that select a head. `score_selected_heads` selects a head and
+computes its accuracy.
 """
 
 import itertools
@@ -65,7 +66,7 @@ from ssl_bench.system.device import to_device
 from ssl_bench.system.files import cache_folder
 
 ATTENTIVE_FACET = "patch_attentive"
-"""Name of the facet in records for heads that pool the patches after the encoder's final norm."""
+"""Facet in the records of heads that pool the patches after the encoder's final norm."""
 
 _MAX_SELECTION_SHOTS = 4
 # Maximum number of logits that are in memory at the same time. They take 0.25 GiB.
@@ -80,7 +81,7 @@ _ATTENTIVE_GUESSES = (
 
 @dataclass(frozen=True)
 class ImageRegression(LogisticRegression):
-    """Logistic regression on one vector per image, with the stopping criterion of scikit-learn."""
+    """Logistic regression on one vector for each image, with scikit-learn's stopping criterion."""
 
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     batch_size: Count = 1024
@@ -106,7 +107,7 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """Represent each image by the feature `probe.facet`, which all heads receive."""
+    """No pooling by the heads. All heads receive the vector that `probe.facet` selects."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,14 @@ class LinearClassification(Probe):
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
             learns to pool the patches. The patches are taken after the encoder's final norm.
-        layers_mode: Blocks that each head receives: "single" for one block, or "last4" for the last
-            requested block and the three blocks before it, concatenated.
+        layers_mode: Blocks whose features each head receives: "single" for one block, or "last4"
+            for the last requested block and the three blocks before it, concatenated.
         training: Method that trains the heads, a file name in
             configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.
         holdout: Fraction of the training images that select C or the learning rate. After the
-            selection, linear heads are trained again on all training images, unless `shots` is
-            set. If the fraction is 0, C or the learning rate is only selected on the scored images.
+            selection, linear heads are trained again on all training images, unless `shots` is set.
+            If the fraction is 0, C or the learning rate is selected only on the scored images.
         train_images: Maximum number of training images, drawn at random. By default all are used.
         shots: Number n of training images of each class, or a list of numbers. Unless `holdout` is
             0, min(n, 4) further images of each class select C or the learning rate.
@@ -140,10 +141,10 @@ class LinearClassification(Probe):
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
-            the images pass the encoder several times. If the patches for attentive heads exceed
-            it, they are stored on disk.
-        guesses: Choices that the authors of the protocol do not specify, and differences from their
-            code.
+            the encoder processes the images several times. If the patches for attentive heads
+            exceed it, they are stored on disk.
+        guesses: Settings that the authors of the protocol do not specify, and differences from
+            their code.
     """
 
     protocol: str = "ssl_bench"
@@ -195,7 +196,8 @@ class LinearClassification(Probe):
         return super().facet_spec
 
     def settings(self) -> dict[str, Any]:
-        # With shots, the metric contains n, and the number of held-out images depends only on n.
+        # With shots, the name of the metric contains n, and the number of held-out images depends
+        # only on n.
         unused = {"shots", *(("draws",) if self.shots is None else ("holdout", "train_images"))}
         training = self.training.settings()
         if isinstance(self.pool, AttentivePooling):
@@ -266,7 +268,7 @@ class LinearClassification(Probe):
         val: ImageFeatures,
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each group of layers on one draw of training images. Score the heads."""
+        """Train heads for each group of layers on one draw of training images, and score them."""
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
@@ -294,11 +296,11 @@ class LinearClassification(Probe):
                 labels=features.labels,
                 held_out_ranks=held_out_ranks,
                 constant_share=heads.constant_channels[index] / features.features.shape[1],
-                missing_classes=spec.classes - len(train.labels[draw.scored].unique()),
+                missing_classes=spec.classes - len(train.labels[draw.final_images].unique()),
                 details={**details, **heads.convergence(index), "layers": list(group)},
             )
 
-    # Attentive heads. They receive the patches of all layers, stored in memory or on disk.
+    # Attentive heads. They receive the patches of all layers, which are stored or recomputed.
 
     def _score_attentive_heads(
         self, pool: AttentivePooling, context: ProbeContext
@@ -335,7 +337,7 @@ class LinearClassification(Probe):
         draws: "TrainingDraws",
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each layer on one draw of training images. Score the heads."""
+        """Train heads for each layer on one draw of training images, and score them."""
         context = training_pass.context
         val_images = self.split(context.dataset)
         num_classes = len(val_images.class_names)
@@ -376,7 +378,7 @@ class LinearClassification(Probe):
                 labels=val_labels,
                 held_out_ranks=None if held_out_ranks is None else held_out_ranks[index],
                 constant_share=heads.constant_channels[index] / context.encoder.dim,
-                missing_classes=num_classes - len(labels[draw.scored].unique()),
+                missing_classes=num_classes - len(labels[draw.final_images].unique()),
                 details={**details, "layers": [layer]},
             )
 
@@ -428,13 +430,13 @@ class LinearClassification(Probe):
 
 @dataclass(frozen=True)
 class TrainingDraw:
-    """Training images of one random draw, given by their positions in `TrainingDraws.indices`.
+    """The training images of one random draw, as positions in `TrainingDraws.indices`.
 
     Attributes:
         fit: Images that heads are trained on.
-        held_out: Images that select a head. None if only the oracle is scored.
-        refit: Images that heads are trained on again after the selection. None if heads are scored
-            without being trained again.
+        held_out: Images that select a head. None if only the scored images select a head.
+        refit: Images on which the heads are trained again after the selection. None if the heads
+            are not trained again.
     """
 
     fit: Int64[Tensor, " fit"]
@@ -442,8 +444,8 @@ class TrainingDraw:
     refit: Int64[Tensor, " refit"] | None
 
     @property
-    def scored(self) -> Int64[Tensor, " images"]:
-        """Return the images that the scored heads are trained on."""
+    def final_images(self) -> Int64[Tensor, " images"]:
+        """Return the images on which the scored heads are trained."""
         return self.fit if self.refit is None else self.refit
 
 
@@ -453,9 +455,9 @@ class TrainingDraws:
 
     Attributes:
         images: The training set.
-        indices: Positions in the training set of the images of all draws, in ascending order.
-        by_shots: Draws for each number of training images per class. If `shots` is not set, the
-            only key is None, with a single draw.
+        indices: Indices in the training set of the images of all draws, in ascending order.
+        by_shots: Draws for each number of training images per class. If `shots` is not set, there
+            is a single draw under the key None.
     """
 
     images: ImageSet
@@ -465,7 +467,7 @@ class TrainingDraws:
     def average(
         self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
     ) -> Iterator[Score]:
-        """Yield mean scores over the draws if there are shots, or the scores of the only draw."""
+        """Yield mean scores over the draws. Without shots, yield the scores of the only draw."""
         for shots, draws in self.by_shots.items():
             if shots is None:
                 yield from train_and_score(draws[0])
@@ -474,8 +476,8 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return the details of a score that describe the training images and training time."""
-        ids = [self.images.ids[self.indices[n]] for n in draw.scored.tolist()]
+        """Return details of a score: numbers and ids of the training images, and training time."""
+        ids = [self.images.ids[self.indices[n]] for n in draw.final_images.tolist()]
         return {
             "num_train_images": len(ids),
             "num_held_out_images": 0 if draw.held_out is None else len(draw.held_out),
@@ -502,7 +504,7 @@ class TrainingDraws:
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    """Return the rank that each head of a group of layers gives to the true class of an image."""
+    """Return the rank that each head of a group of layers gives to the true class of each image."""
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
     for features, labels in parts:
@@ -516,7 +518,7 @@ def _attentive_ranks(
     batches: Iterable[Float[Tensor, "layers batch rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    """Return the rank that each head gives to the true class of an image.
+    """Return the rank that each head gives to the true class of each image.
 
     The images in the batches are in the order of `labels`.
     """
@@ -549,8 +551,8 @@ def score_selected_heads(
     """Select the best of several heads, and yield its top-1 and top-5 accuracy.
 
     "holdout" is the head with the highest top-1 accuracy on held-out images. "oracle" is the head
-    with the highest top-1 accuracy on the scored images. If several heads have this accuracy, the
-    first one is selected.
+    with the highest top-1 accuracy on the scored images. If several heads are equally accurate, the
+    first of them is selected.
 
     Args:
         layer: Layer of the scores.
@@ -561,7 +563,7 @@ def score_selected_heads(
         ranks: Rank that each head gives to the true class of each scored image, counted from 0.
         labels: True class of each scored image.
         held_out_ranks: Rank that each head gives to the true class of each held-out image. None if
-            only the oracle is scored.
+            there are no held-out images.
         constant_share: Fraction of the channels that do not vary over the training images.
         missing_classes: Number of classes without a training image.
         details: Further details of the scores.

@@ -1,8 +1,8 @@
-"""Correspondence: do features of a patch find the same point in another image?
+"""Correspondence: do the features of a patch find the same point in another image?
 
 The code is in the order of a run: the probe (`Correspondence`), pairs of views, features of the
-views, matching, and figures. Points have the coordinates (x, y). In pixels, (0.5, 0.5) is the
-middle of the first pixel. Relative to the sides of an image, x and y range from 0 to 1.
+views, matching, and figures. The coordinates of points are (x, y). In pixels, (0.5, 0.5) is the
+centre of the first pixel. Relative to the sides of an image, x and y range from 0 to 1.
 """
 
 import hashlib
@@ -66,9 +66,9 @@ BASELINES = ("same place", "middle")
 _OWN_PATCH = "own patch"
 # Figures mark points as correct by this metric. If it is not scored, they use the last metric.
 _FIGURE_METRIC = "pck_0.1"
-# OpenCV puts (0, 0) into the middle of the first pixel. This matrix adds half a pixel.
+# In OpenCV, (0, 0) is the centre of the first pixel. This matrix adds half a pixel.
 _ADD_HALF = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
-# If the unit vectors of all patches differ by less than this, the best match is arbitrary.
+# If the unit vectors of all patches differ by less than this value, the best match is arbitrary.
 _CONSTANT = 1e-6
 RIGHT, WRONG, EDGE = (40, 220, 60), (255, 70, 60), (0, 0, 0)
 SIDE, GAP = 320, 12
@@ -97,24 +97,26 @@ class Correspondence(Probe):
             encoder's native size.
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
             independently. "crop" enlarges a random square. "flip" mirrors the image horizontally.
-        strength: Largest move of a corner inwards along x and along y, relative to the side, for
-            homography. For crop, the side of the square is at least 1 - 2 * `strength`.
+        strength: For "homography", the largest inward shift of a corner along x and along y,
+            relative to the side. For "crop", the side of the square is at least 1 - 2 * `strength`
+            times the side of the view.
         num_points: Number of points to match in each image, for the protocol "warps" only.
         sampling: How the features of a point are taken from the first view. "bilinear" interpolates
-            between the middles of patches. "patch" takes the patch that contains the point.
-        prediction: How the place of a point is predicted. "cell" takes the middle of the most
-            similar patch. "soft" takes the mean of the middles of patches around it, weighted by
+            between the centres of patches. "patch" takes the patch that contains the point.
+        prediction: How the place of a point is predicted. "cell" takes the centre of the most
+            similar patch. "soft" takes the mean of the centres of patches around it, weighted by
             similarity.
         sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.
         panels: Number of pairs to draw. They are spread over the whole dataset.
         batch_size: Number of pairs in each batch.
-        memory_gib: Memory in GiB for features of images that occur in several annotated pairs.
+        memory_gib: Memory in GiB for caching the features of images that occur in several annotated
+            pairs.
         num_workers: Number of threads that read images.
 
     Source: The soft prediction follows `utils/keypoints.py` of https://github.com/visinf/INSID3
-    (f1c9622a). That file returns indices of patches instead of their middles.
+    (f1c9622a). That file returns indices of patches instead of their centres.
     """
 
     protocol: Literal["warps", "spair"] = "warps"
@@ -211,7 +213,7 @@ class Correspondence(Probe):
         images = self.split(context.dataset)
         extractor = context.extractor(context.layers, *self.facets)
         size = self.resize.square_side(context.encoder.native_size, extractor.patch_size)
-        # A view of the protocol "warps" occurs in one pair only.
+        # With the protocol "warps", each view occurs in only one pair.
         cache_bytes = 0 if self.protocol == "warps" else int(self.memory_gib * 2**30)
         encoder = ViewEncoder(extractor, cache_bytes)
         layer_facets = list(itertools.product(context.layers, self.facets))
@@ -254,9 +256,9 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Return the predicted places, and for each pair whether its places are arbitrary.
+        """Return the predicted places of all points, and whether those of each pair are arbitrary.
 
-        All pairs are padded to the largest number of points of a pair.
+        All pairs are padded to the largest number of points in a pair.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -276,7 +278,7 @@ class Correspondence(Probe):
             directions = unit_vectors(target.flatten(1, 2))
             is_degenerate = (directions - directions[:, :1]).abs().amax((1, 2)) < _CONSTANT
             tensors += places, is_degenerate
-        # All tensors are copied together, because the host waits for the device at each copy.
+        # All tensors are copied together, because the CPU waits for the device at each copy.
         on_host = to_host(tensors)
         return dict(zip(layer_facets, zip(on_host[::2], on_host[1::2], strict=True), strict=True))
 
@@ -337,11 +339,11 @@ class PairCounts:
     """Number of correct points of each pair, for each layer and facet, and for each baseline.
 
     Attributes:
-        alphas: Relative distances up to which a predicted place is correct.
+        alphas: Largest relative distances at which a predicted place is correct.
         points: Number of points of each pair.
         categories: Category of each pair, or an empty string.
-        correct: Numbers of correct points, as arrays of the shape "pairs alphas". A key is a layer
-            and facet, or the name of a prediction that needs no features.
+        correct: Number of correct points for each pair and alpha. A key is a layer and facet, or
+            the name of a prediction that needs no features.
         degenerate: Whether the predicted places of a pair are arbitrary, by layer and facet.
     """
 
@@ -372,7 +374,7 @@ class PairCounts:
     def add_prediction(
         self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
-        """Count the correct places of a pair, and return which places are correct."""
+        """Count the correct places of a pair, and return whether each place is correct."""
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
@@ -383,7 +385,7 @@ class PairCounts:
 
 
 def order_by_category(ids: Sequence[str]) -> list[int]:
-    """Return indices of annotated pairs, sorted by category and then by the first image.
+    """Return the indices of annotated pairs, sorted by category and then by the first image.
 
     Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". After sorting, pairs that share images are
     adjacent.
@@ -403,7 +405,7 @@ class ViewPair:
 
     Attributes:
         pair_id: Id of the sample.
-        keys: Names of the two views. Equal views have equal names.
+        keys: Names of the two views. A view that occurs in several pairs always has the same name.
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
         truth: True place of each point of `source` in the second view, relative to its side.
@@ -424,7 +426,7 @@ class ViewPair:
     def is_correct(
         self, places: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Return whether predicted places are correct, with one row for each alpha.
+        """Return whether each predicted place is correct, with one row for each alpha.
 
         `places` are relative to the side of the second view. A place whose error equals alpha is
         correct.
@@ -436,8 +438,8 @@ class ViewPair:
 def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
     """Return the central square of an image and a random warp of it.
 
-    The square is warped, so the warp shows no other part of the image. The random numbers depend
-    only on the seed and the id of the image.
+    The warp is computed from the square, so it shows no other part of the image. The random numbers
+    depend only on the seed and the id of the image.
     """
     generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
@@ -489,9 +491,9 @@ def image_generator(seed: int, image_id: str) -> np.random.Generator:
 def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
     """Return a random matrix that maps points of a square to points of its warp.
 
-    The warp has the size of the square and shows a part of it. For "homography", each corner of the
-    part is at most `strength` times the side from the edges. For "crop", the part is a square with
-    a side of at least 1 - 2 * `strength` times the side of the whole square.
+    The warp has the size of the square and shows a part of it. For "homography", the distance of
+    each corner of the part from the nearest edges is at most `strength` times the side. For "crop",
+    the part is a square with a side of at least 1 - 2 * `strength` times the whole side.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -508,17 +510,18 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
 def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
     """Return the matrix that maps four source points to four target points.
 
-    Its sign gives points between the source points a positive third homogeneous coordinate.
+    Its sign is chosen so that points between the source points have a positive third homogeneous
+    coordinate.
     """
     matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
-    # The four points define the matrix up to a factor. Its sign decides which points are visible.
+    # The four points define the matrix up to a factor, whose sign decides which points are visible.
     return matrix * np.sign(matrix[2] @ [*source.mean(0), 1.0])
 
 
 def warp_image(
     image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Apply a homography to an image by bicubic interpolation, and keep the size of the image."""
+    """Apply a homography to an image by bicubic interpolation. The size does not change."""
     height, width = image.shape[:2]
     return cv2.warpPerspective(
         image,
@@ -537,13 +540,13 @@ def transform_points(points: Points, matrix: Matrix) -> Points:
 
 
 def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Return which points lie inside a square. Points that are NaN are outside."""
+    """Return whether each point lies inside a square. Points that are NaN lie outside."""
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
 def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
-    """Draw random pixels that are visible in the warp, with replacement. Return their middles."""
+    """Draw pixels that are visible in the warp, with replacement, and return their centres."""
     parts: list[Points] = []
     while sum(map(len, parts)) < count:
         points = generator.integers(size, size=(2 * count, 2)) + 0.5
@@ -552,7 +555,7 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
 
 class ViewEncoder:
-    """Extracts features of views. Up to `cache_bytes` of the most recent features are cached."""
+    """An extractor of view features with a cache of at most `cache_bytes` for recent features."""
 
     def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
         self._extractor, self._cache_bytes = extractor, cache_bytes
@@ -560,7 +563,7 @@ class ViewEncoder:
         self._cache: dict[str, ViewFeatures] = {}
 
     def encode(self, pairs: Sequence[ViewPair]) -> dict[str, ViewFeatures]:
-        """Return the features of all views of the pairs, by key of the view.
+        """Return the features of all views of the pairs, by the key of each view.
 
         Raises:
             CheckpointError: Features are not finite.
@@ -599,10 +602,10 @@ def sample_features(
     points: Float[Tensor, "batch points 2"],
     sampling: Sampling,
 ) -> Float[Tensor, "batch points dim"]:
-    """Return the features at points of a map.
+    """Return the features of a feature map at some points.
 
     `points` are relative to the sides of the map. For "bilinear", features are interpolated between
-    the middles of patches. A point beyond the outermost middles gets the features of the outermost
+    the centres of patches. A point beyond the outermost centres gets the features of the outermost
     patch. For "patch", a point on the border of two patches gets the features of the second patch.
     """
     if sampling == "patch":
@@ -632,7 +635,7 @@ def cosine_similarities(
 def argmax_places(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the middle of the most similar patch, relative to width and height."""
+    """Return the centre of the most similar patch, relative to width and height."""
     rows, cols = similarity.shape[-2:]
     best = similarity.flatten(2).argmax(-1)
     middles = torch.stack([best % cols, best // cols], -1) + 0.5
@@ -642,14 +645,14 @@ def argmax_places(
 def soft_argmax_places(
     similarity: Float[Tensor, "batch points rows cols"], *, sigma: float, temperature: float
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the mean of the middles of patches, weighted by a softmax of their similarities.
+    """Return the mean of the centres of patches, weighted by a softmax of their similarities.
 
-    Similarities are first multiplied by a Gaussian around the most similar patch. Its standard
+    Similarities are first multiplied by a Gaussian around the most similar patch, whose standard
     deviation is `sigma` patches. The softmax divides similarities by `temperature`.
 
     Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
     https://github.com/visinf/INSID3 (f1c9622a). That function returns indices of patches instead of
-    their middles.
+    their centres.
     """
     rows, cols = similarity.shape[-2:]
     sides = torch.tensor([cols, rows], device=similarity.device)
@@ -666,7 +669,8 @@ def draw_matches(
 ) -> None:
     """Save a figure of both views, with lines from some points to their predicted places.
 
-    `places` are relative to the side of the second view. `correct` states which places are correct.
+    `places` are relative to the side of the second view. `correct` states whether each place is
+    correct.
     """
 
     def coordinates(*points: np.ndarray) -> list[float]:

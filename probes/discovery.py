@@ -63,7 +63,11 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Return "boxes". For images without boxes, the TokenCut probe already shows objects."""
+        """Return the role "boxes".
+
+        Images without boxes are not accepted, because the TokenCut probe already draws their
+        objects.
+        """
         return "boxes"
 
     @property
@@ -78,7 +82,7 @@ class ObjectDiscovery(TokenCut):
         return {**super().settings(), "confidence": "order"}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers and facets after one forward pass for each image, as TokenCut does."""
+        """Find the objects of all images in one pass through the encoder, and score all layers."""
         results = self.find_objects(context)
         baselines = constant_baselines(results)
         for layer, facet in product(context.layers, self.facets):
@@ -96,13 +100,13 @@ def score_block(
     """Yield average precision and recall over all annotated images, including those without boxes.
 
     In `ap`, `ap50` and `ar100`, boxes of equal rank are tied. `ap_coco` orders boxes of equal rank
-    by image, so it has no interval and no values of single images. At most `num_ranks` boxes of an
-    image are scored.
+    by image. It therefore has no interval and no score of a single image. At most `num_ranks` boxes
+    of an image are scored.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
-    true = [as_boxes(result.true_boxes) for result in annotated]
-    found = [as_boxes([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
+    true = [to_boxes(result.true_boxes) for result in annotated]
+    found = [to_boxes([cell["box"], *cell.get("further_boxes", [])]) for cell in cells]
     counts = count_detections(found, true, num_ranks)
     details = {
         **flag_percentages(cells),
@@ -128,12 +132,12 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the best constant box for each metric. It does not depend on the block."""
+    """Return the best constant box for each metric as its baseline. All blocks share it."""
     annotated = select_annotated(results)
-    true = [as_boxes(result.true_boxes) for result in annotated]
+    true = [to_boxes(result.true_boxes) for result in annotated]
     scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}
     for name, box in CONSTANT_BOXES.items():
-        found = [as_boxes(box(result.size)) for result in annotated]
+        found = [to_boxes(box(result.size)) for result in annotated]
         counts = count_detections(found, true, 1)
         for metric, (select_counts, score) in _METRICS.items():
             scores[metric][name] = float(score(select_counts(counts).sum(0)))
@@ -145,13 +149,16 @@ def select_annotated(results: Sequence[ImageResult]) -> list[ImageResult]:
     return [result for result in results if result.true_boxes is not None]
 
 
-def as_boxes(corners: Any) -> Boxes:
+def to_boxes(corners: Any) -> Boxes:
     """Return one box or a list of boxes as an array of boxes."""
     return np.array(corners, np.float64).reshape(-1, 4)
 
 
 def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
-    """Return `detection_counts` of each image. Found boxes are ordered by decreasing confidence."""
+    """Match the found boxes of each image to its true boxes, as `detection_counts` describes.
+
+    The found boxes of each image are ordered by decreasing confidence.
+    """
     pairs = zip(found, true, strict=True)
     return np.stack(
         [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
@@ -159,17 +166,18 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Return the counts as if all boxes had the same rank."""
+    """Add up the counts of all ranks, as if all boxes had the same rank."""
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
 _METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
     "ap": (lambda counts: counts, average_precision),
-    # The number of all boxes, and the number of boxes that are correct at a threshold of 0.5.
+    # Column 0 counts all boxes, and column 1 counts the boxes that are correct at a threshold of
+    # 0.5.
     "ap50": (lambda counts: counts[:, :, :2], average_precision),
     "ar100": (merge_ranks, average_recall),
 }
-"""Two functions of each metric: one selects counts, one computes a score from their sum."""
+"""Two functions for each metric: one selects counts, one computes a score from their sum."""
 
 
 def detection_counts(
@@ -179,11 +187,12 @@ def detection_counts(
     *,
     num_ranks: int,
 ) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
-    """Return the counts of an image for `ssl_bench.scores.average_precision`.
+    """Match found boxes to true boxes, and return counts for `ssl_bench.scores.average_precision`.
 
     Found boxes are matched in the order of their ranks, for each of `IOU_THRESHOLDS` separately. A
     found box is matched to the unmatched true box with the largest IoU, if the IoU reaches the
-    threshold. If several true boxes have this IoU, the found box is matched to the last of them.
+    threshold. If several true boxes have the largest IoU, the found box is matched to the last of
+    them.
 
     Args:
         found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
@@ -191,6 +200,10 @@ def detection_counts(
             in the order of `found`.
         true: All true boxes.
         num_ranks: Number of ranks.
+
+    Returns:
+        Row 0 counts true boxes, and row 1 + r counts found boxes of rank r. Column 0 counts all
+        boxes, and column 1 + t counts the boxes that are correct at threshold t.
 
     Source: `COCOeval.evaluateImg` of pycocotools, without its treatment of crowds.
     """

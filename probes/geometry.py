@@ -1,7 +1,7 @@
 """Geometry probe: how are the features of a dataset distributed in each block?
 
-`Geometry` yields the scores. It encodes random views of some images, and the central square of
-every image. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
+`Geometry` encodes random views of some images and the central square of every image, and yields the
+scores. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
 ridge regression that predicts the position of a patch from its token. Ranks are defined in
 `probes/spectra.py`.
 """
@@ -47,8 +47,8 @@ from ssl_bench.system.files import cache_folder
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
 # Smallest and largest possible value of each metric that has an interval. Ranks and exponents of
-# spectra have none. A resample has fewer distinct images, which lowers every rank, so an interval
-# from resamples would be too low.
+# spectra have no interval. A bootstrap sample has fewer distinct images, which lowers every rank,
+# so a bootstrap interval would be too low.
 _RANGES: Mapping[str, Interval] = {
     "alignment": (0.0, 4.0),
     "uniformity": (-8.0, 0.0),
@@ -72,12 +72,13 @@ _UNDEFINED = {
     "register_patch_cosine": "the encoder has no registers",
     "position_r2": "images of a single patch",
 }
-# Parts of the images for the position regression.
+# Parts into which the position regression splits the images.
 _PARTS = ("train", "selection", "test")
 # Fraction of all images in "selection", and in "test".
 _HOLDOUT = 0.2
 PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# A channel with a smaller standard deviation, relative to its mean, varies only by rounding.
+# If the standard deviation of a channel is smaller than this, relative to its mean, the channel
+# varies only by rounding.
 _CONSTANT_CHANNEL = 1e-6
 # Number of images whose distances to all other images are in memory at the same time.
 _PAIR_ROWS = 1024
@@ -157,9 +158,9 @@ class Geometry(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Encode the random views and all images, then score the layers one by one.
 
-        If the encoder or the dataset does not allow a score, it is NaN and its details state why.
-        If the run is killed, the next run reuses all finished views. It encodes the central squares
-        again.
+        If a score is undefined for the encoder or the dataset, it is NaN and its details state the
+        reason. If the run is killed, the next run reuses all finished views, but encodes the
+        central squares again.
 
         Raises:
             UnfitEncoder: `facet` includes "cls", and the encoder has no [CLS] token.
@@ -171,7 +172,9 @@ class Geometry(Probe):
         views = self._encode_views(context, images, subsets["views"], journal)
         statistics = self._encode_images(context, images, subsets)
         if len(images) < 3:
-            context.say(f"geometry: {_FEW}, so spectra and positions say little or are undefined")
+            context.say(
+                f"geometry: {_FEW}, so scores of spectra and positions are unreliable or undefined"
+            )
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.facets:
@@ -199,8 +202,8 @@ class Geometry(Probe):
     def _encode_views(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int], journal: Journal
     ) -> dict[LayerFacet, Float[Tensor, "images views _dim"]]:
-        """Return the vectors of random views of some images, in host memory."""
-        # Each image has one tensor of layers x views x dim for each facet.
+        """Return the vectors of random views of some images, in CPU memory."""
+        # For each image: one tensor of layers x views x dim for each facet.
         vectors: dict[int, list[Tensor]] = {
             entry["image"]: entry["vectors"] for entry in journal.entries
         }
@@ -232,15 +235,15 @@ class Geometry(Probe):
             raise
         stacked = map(torch.stack, zip(*(vectors[index] for index in indices), strict=True))
         return {
-            (layer, facet): of_facet[:, position]
-            for facet, of_facet in zip(self.facets, stacked, strict=True)
+            (layer, facet): facet_vectors[:, position]
+            for facet, facet_vectors in zip(self.facets, stacked, strict=True)
             for position, layer in enumerate(context.layers)
         }
 
     def _encode_images(
         self, context: ProbeContext, images: ImageSet, subsets: Mapping[str, Sequence[int]]
     ) -> "ImageStatistics":
-        """Encode the central square of every image, and return the collected statistics."""
+        """Encode the central square of every image, and collect statistics."""
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor(context, [facet for facet in available if available[facet]])
@@ -252,7 +255,7 @@ class Geometry(Probe):
 
         samples = read_ahead(images, order, crop, workers=self.num_workers)
         progress = iter(context.progress(samples, "geometry", len(order)))
-        # No batch mixes two parts, and the regression is trained before it is scored.
+        # Each batch contains images of one part. The regression is trained before it is scored.
         for part in _PARTS:
             squares = zip(subsets[part], islice(progress, len(subsets[part])), strict=True)
             for batch in batches(squares, self._batch_size(context)):
@@ -266,7 +269,7 @@ class Geometry(Probe):
         statistics: "ImageStatistics",
         views: Float[Tensor, "images views dim"],
     ) -> Iterator[Score]:
-        """Score one facet of one layer."""
+        """Score the image vectors of one facet of one layer."""
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
         first, last = self.alpha_ranks
@@ -308,7 +311,8 @@ class Geometry(Probe):
             return
         r2 = torch.cat(regression.r2).cpu().numpy()
         details = {"penalty": regression.fit.penalty, "num_held_out": len(r2)}
-        # The interval accounts for the choice of the scored images. It treats the fit as fixed.
+        # The interval covers the random choice of the scored images, but not that of the training
+        # images.
         yield _score(cell, "position_r2", mean_estimate(r2), count, details)
 
     def _extractor(self, context: ProbeContext, more: Iterable[Facet] = ()) -> FeatureExtractor:
@@ -323,7 +327,7 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the upper limit of a rank, and whether more images would raise the limit."""
+    """Return the largest possible rank, and whether more images would increase it."""
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
@@ -334,7 +338,7 @@ def _score(
     num_images: int,
     details: dict[str, Any],
 ) -> Score:
-    """Return a score. A jackknife estimate gets an interval, clipped to the range of the metric."""
+    """Return a score. An estimate from the jackknife gets an interval within the metric's range."""
     if isinstance(estimate, Jackknife):
         value, margin = estimate.value, estimate.margin
     else:
@@ -354,10 +358,11 @@ def _score(
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
     """Draw images for each purpose at random, and return their indices in ascending order.
 
-    "views" are encoded as random views. All pairs of images in "pairs" are compared for uniformity.
-    "train", "selection" and "test" split all images for the position regression. "selection"
-    selects its penalty. "train" and "selection" train the final regression. Its predictions for
-    "test" are scored. If there are fewer than three images, all of them are in "train".
+    The images in "views" are encoded as random views. All pairs of images in "pairs" are compared
+    for uniformity. "train", "selection" and "test" split all images for the position regression.
+    Its penalty is selected on "selection". The final regression is trained on "train" and
+    "selection", and scored on "test". If there are fewer than three images, all of them are in
+    "train".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
@@ -376,8 +381,8 @@ class ImageStatistics:
 
     Attributes:
         moments: Moments of the image vectors, by layer and facet.
-        paired: Vectors of the images that uniformity compares, by layer and facet, in host memory.
-        per_image: Score of each image, by layer and metric, in host memory.
+        paired: Vectors of the images that uniformity compares, by layer and facet, in CPU memory.
+        per_image: Score of each image, by layer and metric, in CPU memory.
         regressions: Position regression of each layer.
     """
 
@@ -433,12 +438,14 @@ class ImageStatistics:
 def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray, " images"]:
     """Return the mean squared distance between two views of each image, in [0, 4].
 
-    Vectors of views are scaled to length 1. The result is NaN if a vector is zero.
+    The vectors of views are L2-normalised first. The result for an image is NaN if one of its
+    vectors is zero.
 
     Source: Wang and Isola, "Understanding Contrastive Representation Learning", 2020.
     """
-    unit, times = _unit_or_nan(views), views.shape[1]
-    # The squared distances of all pairs sum to views^2 minus the squared norm of the sum.
+    unit, times = _normalise_or_nan(views), views.shape[1]
+    # The squared distances of all pairs of views add up to views^2 minus the squared norm of the
+    # sum.
     total = times**2 - unit.sum(1).square().sum(1)
     return (total / (times * (times - 1) / 2)).clamp(min=0.0).cpu().numpy()
 
@@ -446,13 +453,13 @@ def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray,
 def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
     """Return the logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors.
 
-    Uniformity is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if
-    directions are spread more evenly. Uniformity is NaN for a single image, and if a vector is
-    zero. The cost is images^2 * dim operations.
+    Uniformity is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if the
+    directions are spread more evenly. It is NaN for a single image, and if a vector is zero. The
+    computation takes images^2 * dim operations.
 
     Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
     """
-    unit, count = _unit_or_nan(vectors), len(vectors)
+    unit, count = _normalise_or_nan(vectors), len(vectors)
     sums = [
         torch.exp(4 * (rows @ unit.T) - 4).sum(1) - torch.exp(4 * rows.square().sum(1) - 4)
         for rows in unit.split(_PAIR_ROWS)
@@ -464,8 +471,8 @@ def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
     return Jackknife(value, leave_one_out)
 
 
-def _unit_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*batch dim"]:
-    """Scale vectors to length 1. Zero vectors become NaN."""
+def _normalise_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor, "*batch dim"]:
+    """L2-normalise vectors. Zero vectors become NaN."""
     nonzero = vectors.any(-1, keepdim=True)
     return torch.where(nonzero, unit_vectors(vectors), math.nan)
 
@@ -487,7 +494,7 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
 def patch_cosine(
     tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """Return the mean cosine of tokens and patches of each image. Zero tokens have cosine 0."""
+    """Return the mean cosine between tokens and patches of each image, 0 for zero tokens."""
     # The mean of the dot products of unit vectors is the dot product of their means.
     token_mean = unit_vectors(tokens).mean(1)
     patch_mean = unit_vectors(patches.flatten(1, 2)).mean(1)
@@ -495,7 +502,7 @@ def patch_cosine(
 
 
 class PositionRegression:
-    """Ridge regression of one layer that predicts the position of a patch from its token.
+    """Ridge regression that predicts the position of a patch from its token in one layer.
 
     Attributes:
         fit: The trained regression. None before the first test image.
@@ -520,7 +527,7 @@ class PositionRegression:
 
 
 class PositionSums:
-    """Sums over patches, from which a ridge regression is computed."""
+    """Sums over patches that are sufficient to compute a ridge regression."""
 
     def __init__(self) -> None:
         self.moments = Moments()
@@ -539,7 +546,7 @@ class PositionSums:
     def cross_covariance(self) -> Float64[Tensor, "dim 2"]:
         """Return the covariance of tokens and positions.
 
-        Tokens need not be centred, because the positions of each image have mean 0.
+        The tokens are not centred, because the positions of each image have mean 0.
         """
         return self._crossed / self.moments.count
 
@@ -551,7 +558,7 @@ class PositionFit:
     Attributes:
         mean: Mean token.
         weight: Weights for centred tokens.
-        penalty: Ridge penalty. Before the fit, channels are scaled to a variance of 1.
+        penalty: Ridge penalty for channels that are scaled to a variance of 1.
     """
 
     mean: Float64[Tensor, " dim"]

@@ -1,6 +1,6 @@
 """k-NN classification: are images of the same class close to each other in each block?
 
-Each scored image gets the class that its nearest training images vote for. Nothing is trained.
+The nearest training images of each scored image vote for its class. Nothing is trained.
 """
 
 import itertools
@@ -56,8 +56,8 @@ class KNN(Probe):
         shots: Number n of training images of each class that vote, or a list of numbers. The values
             of k are then n and all values of `neighbours` below n.
         draws: Number of random draws of the shots. Scores are means over the draws.
-        memory_gib: Limit in GiB for the features. If the features of all layers exceed it, the
-            images pass the encoder several times.
+        memory_gib: Memory limit for the features in GiB. If the features of all layers exceed it,
+            the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
             The two engines find the same neighbours.
         guesses: Differences between the preset and the code of its authors.
@@ -104,7 +104,7 @@ class KNN(Probe):
         if "neighbours" in typed or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
-        neighbours = self._neighbours_up_to(min(images, self.train_images or images))
+        neighbours = self._limit_neighbours(min(images, self.train_images or images))
         is_unchanged = neighbours == list(self.neighbours)
         return self if is_unchanged else replace(self, neighbours=neighbours)
 
@@ -117,7 +117,7 @@ class KNN(Probe):
             metrics = [
                 shot_metric_name(metric, shots)
                 for shots in shot_counts(self.shots)
-                for metric in _metric_names(self._neighbours_with(shots))
+                for metric in _metric_names(self._shot_neighbours(shots))
             ]
         return list(itertools.product(sorted(layers), self.facets, metrics))
 
@@ -125,8 +125,8 @@ class KNN(Probe):
         """Score all layers. Images are encoded once for each group of layers that fits into memory.
 
         The top 5 contain the true class of an image if the class has votes and fewer than five
-        classes have more votes. Classes without votes are never in the top 5. The top-5 accuracy is
-        NaN if there are fewer than five classes.
+        classes have more votes. A class without votes is never among the top 5. The top-5 accuracy
+        is NaN if there are fewer than five classes.
 
         Raises:
             ConfigurationError: The user set more neighbours than there are training images, or the
@@ -155,15 +155,15 @@ class KNN(Probe):
                     by_draw = []
                     for draw in range(self.draws):
                         rows = shots.select(draw, count)
-                        by_draw.append(list(vote(bank.take(rows), self._neighbours_with(count))))
+                        by_draw.append(list(vote(bank.take(rows), self._shot_neighbours(count))))
                     yield from average_over_draws(by_draw, count)
 
-    def _neighbours_up_to(self, num_images: int) -> list[int]:
-        """Return all `neighbours` up to `num_images`, or `num_images` itself if there are none."""
+    def _limit_neighbours(self, num_images: int) -> list[int]:
+        """Return all `neighbours` up to `num_images`, or `num_images` if all values are larger."""
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
-    def _neighbours_with(self, shots: int) -> tuple[int, ...]:
-        """Return the values of k for a number of shots, which are training images of each class."""
+    def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
+        """Return the values of k if `shots` training images of each class vote."""
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class KNN(Probe):
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         num_images = len(split.indices)
         if max(self.neighbours) > num_images:
-            neighbours = ",".join(map(str, self._neighbours_up_to(num_images)))
+            neighbours = ",".join(map(str, self._limit_neighbours(num_images)))
             raise ConfigurationError(
                 f"probe.neighbours must be at most {num_images}, the number of voting images of "
                 f"{train.name} {train.split}, got {max(self.neighbours)}",
@@ -198,7 +198,7 @@ class KNN(Probe):
             temperature=self.temperature,
             engine=self.engine,
         ).cpu()
-        # The guesses contain the input size, which may be the encoder's native size.
+        # The texts of the guesses state the input size, which may be the encoder's native size.
         sized = replace(self, image_size=self.resize.square_side(context.encoder.native_size))
         unit = unit_vectors(bank.features)
         details: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """PCA maps: three principal components of the patch features as red, green and blue.
 
-The file contains the probe (`PCA`), principal components, the split into foreground and background,
-the alignment of colours, and reference maps of other checkpoints, in this order.
+The code is in this order: the probe (`PCA`), principal components, the split into foreground and
+background, the alignment of colours, and reference maps of other checkpoints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ from ssl_bench.system.files import (
 from ssl_bench.system.process import reraise_out_of_memory
 
 REFERENCE_FILE = "reference.npz"
-"""File of maps next to the figures. Maps of other checkpoints can be aligned with them."""
+"""File next to the figures with maps that the maps of other checkpoints can be aligned with."""
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 LOW_VARIANCE = 10.0
-"""The title of a map states its variance if it is below this percentage of the mean square."""
-# Smallest default of the longer side in pixels.
+"""If the variance is below this percentage of the mean square, the title of a map states it."""
+# Lower limit of the default image size (the longer side) in pixels.
 _MIN_DEFAULT_SIZE = 224
 # Features whose variance is below this share of their mean square are constant up to rounding.
 _CONSTANT = 1e-12
@@ -68,23 +68,24 @@ class PCA(Probe):
     trained.
 
     Attributes:
-        protocol: Images that the components are fitted to. "image" fits them to each image alone.
-            "batch" fits them to all drawn images. "dataset" fits them to all images of the dataset.
-            With "batch" and "dataset", a colour means the same in every image.
+        protocol: Images that the components are fitted to. "image" fits them to each image
+            separately. "batch" fits them to all drawn images together. "dataset" fits them to all
+            images of the dataset. With "batch" and "dataset", a colour means the same in every
+            image.
         facet: Facet to project: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
         panels: Number of images to project and draw. They are spread over the whole dataset.
         image_size: Longer side of the images in pixels, a multiple of the patch size. The shorter
             side is rounded to a multiple of the patch size. Null for the larger of 224 and the
             encoder's native size.
-        squash: Side in pixels of squares to which images are resized without keeping their aspect
-            ratio. It is set automatically for encoders that accept only one size.
+        squash: Side in pixels of the squares that images are resized to without keeping their
+            aspect ratio. It is set automatically for encoders that accept only one size.
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
-        align_to: Folder of PCA figures, or name of a checkpoint, whose colours are used. The
-            checkpoint must have been probed on the same images with the same protocol and output
-            folder. Null for the colours of the encoder's own last block.
+        align_to: Folder of PCA figures, or name of a checkpoint, with whose colours the maps are
+            aligned. The checkpoint must have been probed on the same images with the same protocol
+            and output folder. Null for the colours of the encoder's own last block.
         grid: File format of the overview, which shows all images and maps.
     """
 
@@ -100,7 +101,7 @@ class PCA(Probe):
     task = "pca"
     role = "images"
     known_facets = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
-    # Records store protocol and facet in columns of their own. `align_to` and `grid` only change
+    # Records store protocol and facet in separate columns. `align_to` and `grid` only change
     # figures.
     excluded_from_identity = ("protocol", "facet", "align_to", "grid")
     # Default of `image_size` for the encoder. The name of the figure folder states other sizes.
@@ -181,8 +182,8 @@ class PCA(Probe):
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         samples = [images[number] for number in numbers]
         reference = None if self.align_to is None else self._load_reference(context, samples)
-        # Colours are aligned with the last block, even if it is not requested. A block therefore
-        # has the same colours in every command.
+        # Colours are aligned with the last block, even if that is not requested. A block therefore
+        # has the same colours, whichever blocks are requested.
         encoder = context.encoder
         stages = [layers for _, layers in encoder.stages(range(encoder.depth))]
         (last,) = (layers[-1] for layers in stages if context.layers[0] in layers)
@@ -213,7 +214,7 @@ class PCA(Probe):
         samples: Sequence[Sample],
         layers: Sequence[int],
     ) -> tuple[dict[int, list[PatchFeatures]], dict[int, Moments]]:
-        """Return the features of the drawn images by layer, and moments over the whole dataset.
+        """Return the features of the drawn images by layer, and the moments of the whole dataset.
 
         Moments are computed for protocol=dataset only.
 
@@ -243,9 +244,9 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit components to `moments` if given, otherwise to `features`. Project the features."""
+        """Fit components to `moments`, or to `features` if it is None, and project the features."""
         block = BlockMaps([], [], [])
-        for group in self._groups(features):
+        for group in self._group_images(features):
             masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
             if self.background == "first_component":
                 masks = foreground_masks(group)
@@ -261,8 +262,8 @@ class PCA(Probe):
             block.masks.extend(masks)
         return block
 
-    def _groups(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Group the values of images. Images of a group share their components and colours."""
+    def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
+        """Group the values of images whose components are fitted together."""
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
@@ -302,8 +303,8 @@ class PCA(Probe):
         for layer in context.layers:
             block = blocks[layer]
             groups = zip(
-                self._groups(self._align(block.maps, reference)),
-                self._groups(block.masks),
+                self._group_images(self._align(block.maps, reference)),
+                self._group_images(block.masks),
                 strict=True,
             )
             colours = [image for maps, masks in groups for image in to_colours(maps, masks)]
@@ -323,7 +324,7 @@ class PCA(Probe):
                 )
 
     def _align(self, maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
-        groups = zip(self._groups(maps), self._groups(reference), strict=True)
+        groups = zip(self._group_images(maps), self._group_images(reference), strict=True)
         return [one_map for group in groups for one_map in align_maps(*group)]
 
     def _draw_overview(
@@ -366,9 +367,10 @@ class Projection:
         components: Unit vectors, sorted by decreasing variance. If features have fewer than three
             channels, the missing components are zeros.
         deviations: Standard deviation of the features along each component.
-        explained: Percentage of the variance along each component, or 0 for constant features.
+        explained: Percentage of the variance that each component explains, or 0 for constant
+            features.
         spread: Variance in percent of the mean square of the features. If it is small, all patches
-            are nearly equal. A map in full contrast does not show this.
+            are nearly equal, which a map with full contrast does not show.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -409,7 +411,7 @@ def principal_components(moments: Moments) -> Projection:
     mean_square = mean.square().sum() + total
     varies = total > _CONSTANT * mean_square
     top = variances[-NUM_COMPONENTS:].flip(0)
-    # Without this, rounding errors would be stretched to full contrast if the rank is below three.
+    # Otherwise, rounding errors would be shown with full contrast if the rank is below three.
     top = torch.where(top > _CONSTANT * total, top, 0.0)
     return Projection(
         mean=mean,
@@ -429,12 +431,12 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
     """Split the patches of all images by their first principal component, and return one side.
 
-    The threshold separates the two most compact groups (exact 2-means in one dimension). Patches of
-    the returned side are less frequent on the image borders than elsewhere. This rule assumes that
-    objects are near the centre. The result is not a segmentation.
+    The threshold separates the two most compact groups (exact 2-means in one dimension). The
+    returned side is less frequent on the image borders than elsewhere, because objects are assumed
+    to be near the centre. The result is not a segmentation.
 
-    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. Its authors choose threshold and
-    side by hand.
+    Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. The authors of DINOv2 choose the
+    threshold and the side by hand.
     """
     projection = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
     firsts = [projection.apply(f)[..., 0] for f in features]
@@ -453,7 +455,7 @@ def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
 
 
 def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
-    """Return the threshold that minimises the sum of squares within the two groups of values."""
+    """Return the threshold that splits values into two groups with the least squared deviations."""
     ordered = values.sort().values
     below = torch.arange(1, len(ordered), dtype=torch.float64)
     above = len(ordered) - below
@@ -490,7 +492,7 @@ class BlockMaps:
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Multiply each component by a sign, so that its longer tail within the masks is positive.
+    """Choose the sign of each component so that its longer tail within the masks is positive.
 
     Unlike the signs of `principal_components`, these signs do not change if features are rotated.
     """
@@ -503,8 +505,8 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
     """Rotate and reflect the three components of maps, so that they resemble a reference.
 
     All maps are multiplied by the orthogonal matrix that minimises their squared distance to the
-    reference (orthogonal Procrustes). The signs of components are arbitrary in each fit. The order
-    and mixture of components with nearly equal variance are arbitrary too. After alignment, signs,
+    reference (orthogonal Procrustes). In each fit, the signs of components are arbitrary, and so
+    are the order and the mixture of components with nearly equal variance. After alignment, signs,
     order and mixture agree with the reference. Each channel of the result is a mixture of the three
     components.
 
@@ -524,7 +526,7 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
 
 def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Return maps as RGB images. Each channel has the same range of values in all maps.
+    """Convert maps to RGB images. All maps share one range of values for each channel.
 
     The range is from the 1st to the 99th percentile, so that single extreme patches do not reduce
     the contrast. Constant channels are grey, and patches outside the masks are black.
@@ -551,7 +553,7 @@ def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
 
 
 def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
-    """Load a checkpoint's name and its maps of some images from a file of `save_reference`.
+    """Load the name of a checkpoint and its maps of some images, as `save_reference` saved them.
 
     Raises:
         DataError: The file is missing or damaged, or does not contain all images.
@@ -564,7 +566,7 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])
             }
-    # If the file is damaged, zipfile and numpy may raise any exception.
+    # zipfile and numpy may raise any exception for a damaged file.
     except Exception as error:
         reraise_out_of_memory(error)
         raise DataError(
@@ -596,11 +598,12 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
     path = expand_path(align_to)
     if (path / REFERENCE_FILE).is_file():
         return path
-    # Names of encoder folders end with a digest of the images. Only maps of the same images fit.
+    # The name of an encoder's folder ends with a digest of the images. Only maps of the same images
+    # can be used.
     _, dash, digest = artifacts.name.rpartition("-")
     checkpoint = path.parent.name if path.name == "last.safetensors" else path.name
     known: list[str] = []
-    # Maps in a checkpoint's own colours are preferred to maps that were aligned.
+    # Maps in a checkpoint's own colours take precedence over maps that were aligned with others.
     for pattern in (escape(figure_folder), f"{escape(figure_folder)}-as-*"):
         files = sorted(artifacts.parent.glob(f"*{dash}{digest}/{pattern}/{REFERENCE_FILE}"))
         encoders = {file.parent: file.parent.parent.name for file in files}

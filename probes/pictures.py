@@ -20,7 +20,8 @@ TILE_HEIGHT = 144
 TITLE_HEIGHT = 18
 MARGIN = 4
 _FONT = ImageFont.load_default(12)
-# Fonts about as wide as Pillow's font. A viewer shows an SVG in the first font that it has.
+# Fonts that are about as wide as Pillow's font. An SVG viewer uses the first font that is
+# available.
 _SVG_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 _SVG_JPEG_QUALITY = 90
 
@@ -29,8 +30,8 @@ _SVG_JPEG_QUALITY = 90
 class Picture:
     """An image with titles above it.
 
-    An image that would be wider than three times the height of the figure's tiles is reduced to
-    this width. Small maps are enlarged without blurring their patches.
+    The width of an image is limited to three times the height of the tiles. Small maps are enlarged
+    without blurring their patches.
 
     Attributes:
         image: RGB image with values from 0 to 255.
@@ -91,7 +92,7 @@ def draw_heading(text: str) -> Image.Image:
 
 
 def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int, int]:
-    """Return the width and height that an image of the shape (height, width) has in a figure."""
+    """Return the width and height in a figure of an image with the shape (height, width)."""
     height, width = shape[:2]
     longest = 3 * tile_height
     if width > 3 * height:
@@ -100,7 +101,7 @@ def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int
 
 
 def shorten(text: str, width: int) -> str:
-    """Replace the middle of a text by an ellipsis, if the text is wider than `width` pixels."""
+    """Replace the middle of a text by an ellipsis if the text is wider than `width` pixels."""
     length = len(text)
     short = text
     while _length(short) > width and length > 2:
@@ -112,8 +113,8 @@ def shorten(text: str, width: int) -> str:
 def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles in rows on a white background, and save them as one PNG.
 
-    The text `TILES` of the file states left, top, width and height of each image without its
-    titles. Reports use it to show one image of a sheet.
+    The PNG text chunk `TILES` contains left, top, width and height of each image without its
+    titles. Reports use it to show a single image of a sheet.
     """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
@@ -133,7 +134,7 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
 
 
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Arrange pictures as `save_sheet` does, and save them as one SVG with selectable text.
+    """Arrange pictures in rows below a heading, and save them as one SVG with selectable text.
 
     Patches of small maps are enlarged, so that viewers do not blur them. Photographs have twice
     the resolution at which they are displayed.
@@ -159,7 +160,7 @@ def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: 
 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
-    # The width is fixed, because text in a wider font would overlap the next picture.
+    # The width is fixed, because text in a wider font could overlap the next picture.
     width = max(1, round(_length(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
@@ -184,7 +185,7 @@ def _svg_image(picture: Picture, left: int, top: int) -> str:
 
 
 def blocks_name(layers: Sequence[int]) -> str:
-    """Return the name of a figure of several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
+    """Return the file name of several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -196,7 +197,7 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
-    """Save an image as PNG, with some text. The file is written atomically."""
+    """Save an image and optional text chunks as PNG. The file is written atomically."""
     buffer = io.BytesIO()
     # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
     image.save(buffer, format="PNG", compress_level=4, pnginfo=text)
@@ -204,7 +205,7 @@ def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> Non
 
 
 def _length(text: str) -> float:
-    """Return the width of a text in pixels."""
+    """Return the width of a text in a figure, in pixels."""
     return _font(text).getlength(text)
 
 
@@ -215,7 +216,7 @@ def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 @cache
 def _unicode_font() -> ImageFont.FreeTypeFont:
-    # The import of matplotlib is slow, and few names need this font.
+    # matplotlib is imported here, because it is slow to import and few texts need this font.
     from matplotlib import get_data_path
 
     return ImageFont.truetype(str(Path(get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 12)

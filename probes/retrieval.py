@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
-A memory stores patches of the training images and the classes of their pixels. The nearest
-neighbours of a scored patch in the memory vote for its class. The predicted masks are scored as in
-the probe `segmentation`.
+A memory stores features of training patches and the classes of their pixels. The nearest neighbours
+of a scored patch in this memory vote for its class. The predicted masks are scored as in the probe
+`segmentation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,16 +76,18 @@ class Retrieval(Probe):
             the original size of each mask.
         batch_size: Number of images in a forward pass of the encoder.
         memory_gib: Maximum size of the memories in GiB. If the memories of all layers exceed it,
-            the layers are split into groups, and the images pass the encoder once per group.
+            the layers are split into groups, and the encoder processes the images once for each
+            group.
         num_workers: Number of threads that decode images.
         engine: Library that finds neighbours, "faiss" or "torch". "auto" selects faiss for large
-            searches on a CPU. Similarities of faiss and torch may differ in the last bit.
+            searches on a CPU. The similarities that faiss and torch compute may differ in the last
+            bit.
         guesses: Settings that the authors of the protocol do not specify, and differences from
             their settings.
 
     The protocol "hbird" adds the metric `miou_matched` (`matched_score`) of
-    https://github.com/vpariza/open-hummingbird-eval. The code there counts ignored pixels as class
-    0. This probe leaves ignored pixels out of the label histograms.
+    https://github.com/vpariza/open-hummingbird-eval. That code counts ignored pixels as class 0.
+    This probe leaves ignored pixels out of the label histograms.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667.
@@ -124,7 +126,7 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether a further metric matches the predicted classes to the true classes."""
+        """Return whether one more metric matches predicted classes to true classes."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -151,8 +153,8 @@ class Retrieval(Probe):
                 training_pass, layers, patches, len(images.class_names)
             )
             memory = {
-                layer: unit_vectors(of_layer.to(context.device).float())
-                for layer, of_layer in zip(layers, features, strict=True)
+                layer: unit_vectors(layer_features.to(context.device).float())
+                for layer, layer_features in zip(layers, features, strict=True)
             }
             shares = shares.to(context.device)
             counts, confusions = self._count(memory, shares, training_pass, images)
@@ -187,7 +189,7 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw patches for the memory, and return their numbers from `find_labelled_patches`."""
+        """Draw patches for the memory, and return their numbers over all views of all images."""
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images
@@ -284,7 +286,7 @@ def encode_patches(
 ) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
     """Compute the features of patches, and the share of each class in their labelled pixels.
 
-    Views without any of the patches are not encoded. The results are in host memory.
+    Views that contain none of the patches are not encoded. The results are in CPU memory.
 
     Args:
         training_pass: Pass over the training images.
@@ -332,8 +334,8 @@ def matched_score(
 ) -> Score:
     """Return the mean IoU after the predicted classes are matched one-to-one to the true classes.
 
-    The score has no interval and no values of single images. The reason is that the matching of
-    classes depends on all images.
+    The score has no interval and no values of single images, because the matching of classes
+    depends on all images.
     """
     value, matched = matched_mean_iou(confusion)
     true, constant = confusion.sum(1), np.zeros_like(confusion)

@@ -4,7 +4,8 @@ One head is trained for each block and each learning rate, all on the same featu
 images. Some training images are held out to select the learning rate. The heads then predict the
 class of each pixel of the scored images. The scores are mean IoU and pixel accuracy.
 
-The source of a head is the block, or the concatenated blocks, that the head receives.
+The source of a head is the block, or the group of concatenated blocks, whose features are its
+input.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -92,7 +93,7 @@ _LINE_HEIGHT = 16
 
 @dataclass(frozen=True)
 class Steps(StepTraining):
-    """Train heads with an optimizer and a learning rate schedule.
+    """Training of heads with an optimizer and a learning rate schedule.
 
     Attributes:
         optimizer: AdamW, or SGD with momentum.
@@ -119,11 +120,11 @@ class Steps(StepTraining):
 
 @dataclass(frozen=True)
 class PatchRegression(LogisticRegression):
-    """Train heads by logistic regression on patches.
+    """Training of heads by logistic regression on patches.
 
     Attributes:
-        refit: Whether heads are trained again on all training images, after the held-out images
-            have selected C.
+        refit: Whether heads are trained again on all training images after C was selected on the
+            held-out images.
     """
 
     c_values: Sequence[Positive] = _CAPI_C_VALUES
@@ -137,14 +138,14 @@ class PatchRegression(LogisticRegression):
 class Segmentation(Probe):
     """Segment images with linear heads on the patches of each block.
 
-    The heads of all blocks and all learning rates are trained together, so each image passes the
-    encoder only once. Without held-out images, images in figures pass it once more.
+    The heads of all blocks and all learning rates are trained together, so the encoder processes
+    each image only once. Without held-out images, it processes the images in figures once more.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
-        layers_mode: Blocks that each head receives. "single" trains a head on each block. "multi"
-            trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last
-            requested layer. "last4" trains one head on the last four blocks up to that layer.
+        layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
+            "multi" trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the
+            last requested layer. "last4" trains one head on the last four blocks up to that layer.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         loss: Training loss, the name of a file in configs/probe/segmentation/loss.
@@ -165,15 +166,15 @@ class Segmentation(Probe):
             Held-out images are not used for training, unless `training.refit` is true.
         train_images: Maximum number of training images, drawn at random. None for all images.
         panels: Number of scored images to show in figures, spread over the whole set.
-        tier: Storage of the training features: "memory", "disk", or "stream", which computes them
-            in every epoch. "auto" selects the first storage that has enough space.
+        tier: Storage of the training features: "memory", "disk", or "stream", which recomputes them
+            in every epoch. "auto" selects the first of these that has enough space.
         memory_gib: Maximum size of features in memory in GiB, by default half of the free memory.
         disk_gib: Maximum size of features on the disk in GiB, by default half of the free space.
         cache: Folder for features and unfinished work, by default the user's cache folder.
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol left open, and differences from the
+        guesses: Settings that the authors of the protocol do not specify, and differences from the
             published protocol. $NAME is replaced by the value of the setting NAME.
     """
 
@@ -215,7 +216,7 @@ class Segmentation(Probe):
         slides = isinstance(self.inference, SlidingWindows)
         if self.holdout and (self.crops != "whole" or slides):
             raise ConfigurationError(
-                "held-out images are scored from cached features of whole images, so probe.holdout "
+                "held-out images are scored with stored features of whole images, so probe.holdout "
                 f"must be 0 for random crops and for sliding windows, got {self.holdout}",
                 hint=("probe.holdout=0.0", "or", "probe.crops=whole", "probe.inference=squash"),
             )
@@ -281,12 +282,12 @@ class Segmentation(Probe):
 
 
 class SegmentationRun:
-    """Linear segmentation with one encoder on one dataset. The constructor computes nothing.
+    """Linear segmentation with one encoder on one dataset. The constructor computes no features.
 
     Attributes:
         sources: Layers that each head receives.
         split: Training images, some of which are held out.
-        training_pass: Computes the features and labels of the training images.
+        training_pass: Pass that computes the features and labels of the training images.
         head_spec: Loss, classes and initialisation of the heads.
         scored_images: Images to score.
     """
@@ -321,7 +322,7 @@ class SegmentationRun:
         )
         self.cache = cache_folder(probe.cache)
         self._unfinished_files: list[Path] = []
-        # Predictions of the images in figures, by id.
+        # Predicted classes of the images in figures, by image id.
         self._maps: dict[str, UInt8[Tensor, "sources _height _width"]] = {}
 
     def scores(self) -> Iterator[Score]:
@@ -336,8 +337,8 @@ class SegmentationRun:
         held_out = self.count_held_out(heads, features)
         if self.probe.training.refit:
             heads = self._train_on(features, self.split.all_entries(self.probe.views))
-        # Held-out images select the learning rate or C of each source. If no images are held out,
-        # the scored images select it.
+        # The learning rate or C of each source is selected on held-out images. If there are none,
+        # it is selected on the scored images.
         chosen = None if held_out is None else _best_indices(held_out)
         counts = self.count_scored(heads, chosen)
         chosen = chosen or _best_indices(counts.total)
@@ -361,7 +362,7 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        With the tier "stream", features are computed later, each time that they are read.
+        With the tier "stream", features are computed later, each time they are read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -404,9 +405,10 @@ class SegmentationRun:
     def count_held_out(
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
-        """Return the summed `class_counts` of the held-out images, or None if there are none.
+        """Return the pixel counts of each class, summed over the held-out images, or None.
 
-        The predictions are computed from the cached features of the first view.
+        The counts are those of `class_counts`. The result is None if no images are held out. The
+        predictions are computed from the stored features of the first view.
         """
         if not self.split.held_out:
             return None
@@ -424,14 +426,14 @@ class SegmentationRun:
         return total.cpu().numpy()
 
     def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
-        """Return the `class_counts` of each scored image.
+        """Predict all scored images, and return the pixel counts of each class for each image.
 
-        Images whose counts a killed run saved do not pass the encoder again. The predictions of
-        images in figures are kept.
+        Images are skipped if a killed run has saved their counts. The predictions of images in
+        figures are kept.
 
         Args:
             heads: Heads from `train`.
-            chosen: Index of the learning rate or C of each source whose predictions are kept.
+            chosen: For each source, the index of the learning rate or C whose predictions are kept.
 
         Raises:
             DataError: No scored image has a labelled pixel.
@@ -452,7 +454,9 @@ class SegmentationRun:
         for batch in batches(items, self.probe.training.batch_size):
             counted, maps = self._predict_batch(heads, batch, kept)
             counts.add(counted)
-            self._maps |= {name: _choose(by_head, chosen or ()) for name, by_head in maps.items()}
+            self._maps |= {
+                name: _select_maps(by_head, chosen or ()) for name, by_head in maps.items()
+            }
             if journal.is_due():
                 journal.append(counts.entry(num_written))
                 num_written = len(counts)
@@ -537,7 +541,7 @@ class SegmentationRun:
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Score the heads of one source. Each metric selects a learning rate (or C).
+        """Yield the scores of one source. Each metric selects a learning rate or C.
 
         "miou_oracle" selects the value with the highest mean IoU on the scored images. The other
         metrics use the value with the index `chosen`.
@@ -595,15 +599,15 @@ class SegmentationRun:
     def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
         """Draw images with their ground truth, the prediction of each source, and a legend.
 
-        Images whose predictions were not kept pass the encoder again. They were scored by a run
-        that was killed, or before the learning rate or C was known.
+        Images whose predictions were not kept are predicted again. They were scored by a run that
+        was killed, or before the learning rate or C was known.
         """
         ids = self.scored_images.ids
         indices = sample_indices(ids, self.probe.panels)
         if new := [index for index in indices if ids[index] not in self._maps]:
             predicted = self.predict(heads, self._read_scored(new, "images to draw"))
             for index, by_head in zip(new, predicted, strict=True):
-                self._maps[ids[index]] = _choose(by_head, chosen)
+                self._maps[ids[index]] = _select_maps(by_head, chosen)
         for index in indices:
             sample = self.scored_images[index]
             masks = {"ground truth": self.prepare(sample).mask}
@@ -621,11 +625,12 @@ class SegmentationRun:
             save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
     def _open_journal(self, name: str, **dependencies: Any) -> Journal:
-        """Return the journal from which a killed run continues. A complete run removes its file.
+        """Return the journal from which the next run continues if this run is killed.
 
         Args:
             name: Beginning of the file name.
-            dependencies: What the entries depend on, in addition to the features and the training.
+            dependencies: Values that the entries depend on, in addition to the features and the
+                training.
         """
         header = {
             "training": repr((self.head_spec, self.probe.training)),
@@ -650,22 +655,22 @@ def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list
     return [_best_index(mean_iou(by_value)) for by_value in counts]
 
 
-def _choose(
+def _select_maps(
     predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
 ) -> UInt8[Tensor, "sources height width"]:
-    """Return the predictions of the chosen learning rate or C of each source."""
+    """Select the predictions of the chosen learning rate or C of each source."""
     return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
 
 
 def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
-    """Return the index of the highest mean IoU. A tie goes to the first index."""
+    """Return the index of the highest mean IoU, or the first index if several are equal."""
     return int(np.nan_to_num(by_value, nan=-1.0).argmax())
 
 
 def overlay_classes(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend the colours of the classes into an image. Ignored pixels are unchanged."""
+    """Blend the colours of the classes into an image. Ignored pixels do not change."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORED)[..., None], image, blended)
 

@@ -1,6 +1,6 @@
-"""Condition numbers and ranks, computed in float64 from singular values or eigenvalues.
+"""Compute condition numbers and ranks in float64 from singular values or eigenvalues.
 
-The `conditioning` probe uses the functions of singular values. The `geometry` probe uses the ranks
+The probe `conditioning` uses the functions of singular values. The probe `geometry` uses the ranks
 of sets of vectors.
 """
 
@@ -17,7 +17,8 @@ Values = Float64[Tensor, "*batch values"]
 """Singular values in descending order."""
 # RankMe and LiDAR add this constant to each share of a spectrum.
 SHARE_EPS = 1e-7
-# Features whose relative variance is below this value differ only by rounding in float32.
+# If the variance of features, relative to their mean square, is below this value, they differ only
+# by rounding in float32.
 _CONSTANT = 1e-12
 
 
@@ -30,8 +31,8 @@ def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
     """Return the condition number, the largest singular value divided by the smallest.
 
     A matrix counts as singular if its smallest singular value is at most size * 2.2e-16 times the
-    largest. Rounding can turn a zero into such a small value. A zero matrix is singular too. The
-    condition number of a singular matrix is infinite.
+    largest. Rounding errors can turn a zero into such a small value. A zero matrix is singular,
+    too. The condition number of a singular matrix is infinite.
 
     Args:
         values: All singular values of each matrix, in descending order.
@@ -115,7 +116,7 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Return LiDAR: the effective rank of the means of images, relative to the spread of views.
+    """Return LiDAR: the effective rank of image means, relative to the spread of their views.
 
     LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
     W^-1/2 B W^-1/2. B is the covariance of the mean of each image. W is the covariance of the views
@@ -151,7 +152,7 @@ def is_constant(moments: Moments) -> bool:
 
 
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:
-    """Return the eigenvalues of the covariance that can differ from zero."""
+    """Return those eigenvalues of the covariance that can differ from zero, largest first."""
     covariance = moments.covariance
     return _eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
 

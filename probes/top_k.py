@@ -30,8 +30,8 @@ def top_k_score(
 ) -> Score:
     """Return the top-k accuracy in percent. It is NaN if there are fewer than k classes.
 
-    The value of k is `top`. An image is a hit if its true class is among its first k predictions.
-    The baseline always predicts the k most frequent classes of `labels`.
+    The value of k is `top`. `hits` states whether the true class of each image is among its first k
+    predictions. The baseline always predicts the k most frequent classes in `labels`.
     """
     share, value, ci95 = Share(hits.numpy()), math.nan, None
     own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
@@ -50,9 +50,9 @@ def shot_metric_name(metric: str, shots: int) -> str:
 def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator[Score]:
     """Yield the mean of each score over several draws of training images.
 
-    The interval is Student's t interval over the draws. The interval over scored images is the
-    detail "ci95_over_images". If a detail differs between the draws, it becomes a list with one
-    item for each draw. The name of such a detail gets the suffix "_by_draw".
+    The interval is Student's t interval over the draws. The interval over scored images is stored
+    as the detail "ci95_over_images". A detail that differs between the draws becomes a list with
+    one item for each draw, and its name gets the suffix "_by_draw".
 
     Args:
         draws: Scores of each draw. All draws have the same metrics in the same order.

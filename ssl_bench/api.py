@@ -42,7 +42,7 @@ Images = str | Path | np.ndarray | Tensor
 """An image file, a numpy.uint8 array (height x width x 3), or a tensor in [0, 1] (3 x height x
 width). Image files are rotated according to their EXIF orientation."""
 _OVERSHOOT = 0.2
-"""Allowed distance of image values from [0, 1]. Bicubic resizing can exceed this range slightly."""
+"""How far image values may lie outside [0, 1]. Bicubic resizing exceeds this range slightly."""
 _SHORT_FORMS: Mapping[str, str] = {
     "limit": "data.limit",
     "pictures": "probe.panels",
@@ -50,9 +50,9 @@ _SHORT_FORMS: Mapping[str, str] = {
     "class_names": "dataset.class_names",
     "box_format": "dataset.box_format",
 }
-"""Keyword arguments of `probe`, and the config keys of other names that they set."""
+"""Keyword arguments of `probe` that do not set `probe.NAME`, with the config keys that they set."""
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][\w.-]*")
-_WHOLE_KEYS = ("seed", "dtype", "corrupt")
+_TOP_LEVEL_KEYS = ("seed", "dtype", "corrupt")
 _PROBE_KEYWORDS = {"--checkpoint": "encoder", **{key: name for name, key in _SHORT_FORMS.items()}}
 _FEATURES_KEYWORDS = {
     "--checkpoint": "encoder",
@@ -226,7 +226,7 @@ def probe(
 def read_results(folder: str | Path = "results") -> Results:
     """Read all records in a folder of results and in its subfolders.
 
-    A message lists records that cannot be shown.
+    A message reports unreadable and outdated records, which are left out.
 
     Raises:
         DataError: There are no records.
@@ -260,7 +260,7 @@ def extract_features(
     batch_size: int = 16,
     device: str | None = None,
 ) -> Features:
-    """Extract features of blocks from one forward pass per image, and return them on the CPU.
+    """Extract features of blocks in one forward pass per image, and return them on the CPU.
 
     Args:
         encoder: See `probe`.
@@ -270,15 +270,15 @@ def extract_features(
         layers: See `layer` of `probe`.
         facets: Names of facets, as in `ssl_bench.features.FeatureExtractor`. "cls" and "token" are
             the output of a block. "cls_normed" and "token_normed" are this output after the
-            encoder's final norm. For `probe.facet` "cls" and "patch_mean", k-NN and classification
-            use the features after the final norm.
+            encoder's final norm. The k-NN and classification probes use the features after the
+            final norm for `probe.facet` "cls" and "patch_mean".
         image_size: Side of the square in pixels (default: the encoder's own size).
         batch_size: Images per forward pass.
         device: See `probe`.
 
     Returns:
-        Features by block and facet. Their shape is batch x rows x cols x dim, or batch x dim for
-        "cls" and "cls_normed".
+        Features by block and facet. Their shape is batch x rows x cols x dim. It is batch x dim for
+        "cls" and "cls_normed", and batch x registers x dim for "registers".
 
     Raises:
         SslBenchError: An argument, the encoder or an image is invalid.
@@ -308,13 +308,16 @@ def extract_features(
 
 
 def _settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as KEY=VALUE. Most names without a dot are settings of the probe."""
+    """Convert keyword arguments of `probe` to KEY=VALUE overrides.
+
+    A name without a dot is a setting of the probe, unless it is a short form or a top-level key.
+    """
     overrides = []
     for name, value in settings.items():
         if name.removesuffix("s") in inspect.signature(probe).parameters:
             raise ConfigurationError(f"unknown setting {name}, expected {name[:-1]}")
-        is_whole = "." in name or name in _WHOLE_KEYS
-        key = _SHORT_FORMS.get(name, name if is_whole else f"probe.{name}")
+        is_full_key = "." in name or name in _TOP_LEVEL_KEYS
+        key = _SHORT_FORMS.get(name, name if is_full_key else f"probe.{name}")
         overrides.append(f"{key}={_override_value(value)}")
     return overrides
 
@@ -340,7 +343,10 @@ def _quoted_override_value(value: Any) -> str:
 def _prepare_encoder(
     encoder: "str | Encoder | nn.Module", device: str | None
 ) -> Generator[tuple[Encoder, torch.device]]:
-    """Yield an encoder and its device. On exit, a user's module returns to its original device."""
+    """Yield an encoder and its device.
+
+    On exit, a module or `Encoder` of the user returns to its original device.
+    """
     if isinstance(encoder, str):
         yield models.load_encoder(encoder), choose_device(device)
         return
@@ -380,7 +386,8 @@ def _resize_to_square(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 
 def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
     """Return the images unchanged if they are floats in [0, 1] with 3 channels.
 
-    Images must not be normalised, because encoders of this suite normalise images themselves.
+    Otherwise, raise ConfigurationError. Images must not be normalised, because `FeatureExtractor`
+    normalises them.
     """
     if images.ndim != dimensions or images.shape[-3] != 3:
         expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"

@@ -65,19 +65,19 @@ class SslBenchError(Exception):
 
 
 class ConfigurationError(SslBenchError, ValueError):
-    """A task, block, key or value that is not valid."""
+    """Raised if a task, block, config key or value is invalid."""
 
     exit_code = 2
 
 
 class DataError(SslBenchError, ValueError):
-    """A dataset, image, mask or annotation that cannot be used."""
+    """Raised if a dataset, image, mask or annotation cannot be used."""
 
     exit_code = 3
 
 
 class UnreadableImage(DataError):
-    """An image file that is empty, truncated or in an unknown format.
+    """Raised if an image file is empty, truncated or in an unknown format.
 
     `remedy` is a Python package to install or a setting to change, so that the file can be read. It
     is empty if the file is damaged.
@@ -89,38 +89,39 @@ class UnreadableImage(DataError):
 
 
 class CheckpointError(SslBenchError, ValueError):
-    """A model or checkpoint that cannot be loaded."""
+    """Raised if a model or checkpoint cannot be loaded."""
 
     exit_code = 4
 
 
 class UnfitEncoder(ConfigurationError, CheckpointError):
-    """An encoder without an output that a probe needs, such as a [CLS] token.
+    """Raised if an encoder lacks an output that a probe needs, such as a [CLS] token.
 
-    Another probe may support the encoder.
+    Other probes may support the encoder.
     """
 
 
 class MachineError(SslBenchError, OSError):
-    """A failure of the disk, the internet connection, the hardware or an installed library."""
+    """Raised if the disk, the internet connection, the hardware or an installed library fails."""
 
     exit_code = 5
 
 
 class BrokenFile(MachineError):
-    """A Python file that fails, such as a probe with a syntax error."""
+    """Raised if a Python file cannot be run, such as a probe with a syntax error."""
 
 
 class Preempted(SslBenchError):
-    """The scheduler stopped the run. Its state is saved, and the same command continues it."""
+    """Raised if the scheduler stops a run. The same command continues it from its saved state."""
 
     exit_code = 75
 
 
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
-    """Return an error with the path and line of a Python file that raised an exception.
+    """Return an error that states the Python file and the line where an exception was raised.
 
-    This is the innermost file of the traceback below a folder of `packages`, or else of all files.
+    They come from the innermost frame of the traceback whose file belongs to one of `packages`. If
+    there is no such frame, they come from the innermost frame of all.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -131,7 +132,7 @@ def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> B
         path, line, reason = error.filename or path, error.lineno or 0, error.msg
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     package = missing.partition(".")[0]
-    # A module that an installed package lacks is a question of its version.
+    # If the package is installed and only lacks this module, another version of it is needed.
     if package and find_spec(package) is None:
         reason += f". If {package} is a package, run: pip install {package}"
     return BrokenFile(f"{path}, line {line}, fails with {type(error).__name__}: {reason}")
@@ -175,7 +176,7 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
     try:
         yield
     except SslBenchError as error:
-        # Store the names in the error, because it is printed after this context has ended.
+        # Store the names in the error, because the error is printed after this context has ended.
         error._keyword_names = keyword_names
         raise
     finally:
@@ -199,7 +200,7 @@ def escape_braces(text: str) -> str:
 
 
 def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
-    """Replace each placeholder of a word by `fill` of its name, and undo `escape_braces`."""
+    """Replace each placeholder {name} in a word by `fill(name)`, and undo `escape_braces`."""
     pattern = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(pattern, lambda match: fill(match[1]) if match[1] else match[0][0], word)
 

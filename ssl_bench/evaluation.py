@@ -28,7 +28,7 @@ from ssl_bench.data.files.readable import (
     summarize_left_out,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.data.splits import OpenedOnce
+from ssl_bench.data.splits import CachedDataset
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, with_hint
 from ssl_bench.features import FeatureExtractor, Resize
 from ssl_bench.intervals import interval_contains
@@ -37,14 +37,16 @@ from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.device import describe_device
+from ssl_bench.system.device import describe_device, peak_memory, reset_peak_memory
 from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
-from ssl_bench.system.output import say, show_progress
+from ssl_bench.system.output import format_duration, say, show_progress
 from ssl_bench.system.process import provenance_fields
 
 _CPU = torch.device("cpu")
+# Shorter runs of a probe do not report their cost.
+_MIN_REPORTED_SECONDS = 5.0
 SIZE_FIELDS = ("image_size", "longer_side", "max_side", "squash")
-"""Fields of probes, from which `Probe.resize` is built."""
+"""Fields of probes that determine the size of images, which `Probe.resize` returns."""
 _NEW_NAMES = {
     "not_settings": "excluded_from_identity",
     "shown_to": "with_native_size",
@@ -52,7 +54,7 @@ _NEW_NAMES = {
     "rounds_size": "resize",
     **dict.fromkeys(("protocols_by_role", "truths_by_role", "max_sides_by_role"), "settings_for"),
 }
-"""New names of attributes that probes of earlier versions define."""
+"""Old names of attributes of probes, with their new names."""
 
 Progress = Callable[..., Iterable[Any]]
 """A function like `ssl_bench.system.output.show_progress`. It returns the items unchanged."""
@@ -61,8 +63,8 @@ Progress = Callable[..., Iterable[Any]]
 class FeatureCache(UserDict[Any, Any]):
     """Features of the current encoder and image set, shared by consecutive probes.
 
-    Call `select` before each probe to free memory. Each key contains everything that determines the
-    value of its features.
+    Call `select` before each probe to free memory. A key must contain everything that affects the
+    features that are stored under it.
 
     Attributes:
         started_files: Files that an earlier probe of the same command has created. Later probes
@@ -212,16 +214,16 @@ class Probe:
         facet: Field with one or several names of facets to score. None for probes without facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
-            encoder's native size. A probe with other images overrides `resize`.
+            encoder's native size. A probe whose images are not such squares overrides `resize`.
         keeps_images: Whether each score includes the contribution of every image.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
             include no contributions of single images.
         further_protocols: Secondary protocols, which `--task all` runs in addition.
         takes_long: Whether `--task all` runs the probe after the others.
         excluded_from_identity: Fields that do not affect results, or that a record stores in
-            another column. To exclude one more field, write
-            `(*Probe.excluded_from_identity, "batch_size")`, because a value replaces this default.
-            If you add a field that is not excluded, finished results are computed again.
+            another column. Subclasses replace this default, so exclude one more field with
+            `(*Probe.excluded_from_identity, "batch_size")`. If you add a field to a probe and do
+            not exclude it, finished results are computed again.
         metric_version: Version of the metric's code, an integer literal in the class body. Increase
             it if a change of the code changes scores. Results of lower versions are then outdated.
     """
@@ -317,14 +319,14 @@ class Probe:
         return self
 
     def with_squares(self, side: int) -> Any:
-        """Return the probe with squares of `side` pixels, the only size that an encoder accepts."""
+        """Return the probe with square images of `side` pixels, the encoder's only valid size."""
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether a run also stores what `other`, a later probe, needs from the encoder.
+        """Return whether `run` can also compute the encoder outputs that a later probe needs.
 
-        If so, `run` finds `other` in `ProbeContext.later`.
+        If so, `ProbeContext.later` contains the later probe `other`.
         """
         del other
         return False
@@ -402,7 +404,7 @@ class Evaluation:
         Returns:
             The records of all requested results, both stored and new.
         """
-        probe, dataset = self.probe, OpenedOnce(self.dataset)
+        probe, dataset = self.probe, CachedDataset(self.dataset)
         probe.require_fitting(self.encoder)
         images = probe.split(dataset)
         # Image files may change during the run, so they are hashed only once, at the start.
@@ -431,7 +433,7 @@ class Evaluation:
                 artifacts=folders[0],
                 progress=show_progress,
                 overwrite=overwrite,
-                # The cache prints a message only once, although every stage of an encoder sends it.
+                # With `cache`, a message is printed only once, even if every stage repeats it.
                 say=cache(say),
                 known=list(plan.finished.values()),
                 features=self._select_features(features, images, keys[0]),
@@ -439,6 +441,7 @@ class Evaluation:
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
             start = time.monotonic()
+            reset_peak_memory(self.device)
             for score in chain.from_iterable(map(probe.run, context.stages())):
                 key = by_score[score.layer, score.facet, score.metric]
                 if key in plan.finished:
@@ -447,6 +450,10 @@ class Evaluation:
                 score = _drop_unusable(score, probe.task, say)
                 records[key] = self._record(key, score, unreadable_ids(dataset), seconds)
                 store.save(records[key], score.per_image)
+            if (seconds := time.monotonic() - start) >= _MIN_REPORTED_SECONDS:
+                training = probe.training_images(dataset)
+                num_images = len(images) + (0 if training is None else len(training))
+                say(self._describe_cost(images, num_images, seconds))
         return [records[key] for key in keys if key in records]
 
     def _plan(
@@ -483,9 +490,9 @@ class Evaluation:
         store: ResultStore,
         say: Callable[[str], None],
     ) -> None:
-        where = f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
+        where = self._describe(images)
         if done := len(keys) - len(plan.pending):
-            # Other versions are printed, because their `metric_version` may be wrong by mistake.
+            # Print other versions, because someone may have forgotten to increase `metric_version`.
             versions_used = {record.version for record in plan.finished.values()}
             others = ", ".join(sorted(versions_used - {ssl_bench.__version__}))
             by = f", computed by version {others}" if others else ""
@@ -499,6 +506,18 @@ class Evaluation:
         if plan.layers:
             reason = "" if plan.pending else "drawing missing pictures again, "
             say(f"{where}: {reason}layers {', '.join(map(str, plan.layers))}")
+
+    def _describe(self, images: ImageSet) -> str:
+        return f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
+
+    def _describe_cost(self, images: ImageSet, num_images: int, seconds: float) -> str:
+        """Describe the time and the memory of the probe, with the number of its images."""
+        peak = peak_memory(self.device)
+        memory = f", peak memory {peak / 2**30:.2f} GiB" if peak is not None else ""
+        return (
+            f"{self._describe(images)}: {num_images:,} images in {format_duration(seconds)}, "
+            f"{num_images / seconds:.3g} images/s{memory}"
+        )
 
     def _record(
         self, key: ResultKey, score: Score, unreadable: dict[str, list[str]], seconds: float
@@ -528,14 +547,17 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Remove an interval that does not contain the score, and contributions to a non-percentage."""
+    """Remove an interval that does not contain its score.
+
+    If the score is not a percentage, remove its per-image contributions, too.
+    """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
         say(
             f"{task}: block {score.layer}: {score.metric} of {score.facet} is {score.value:.6g}, "
             f"outside its interval [{low:.6g}, {high:.6g}]; recorded without an interval"
         )
-        reason = "of so few images it would not hold the value"
+        reason = "with so few images it would not contain the score"
         score = replace(score, ci95=None, details={**score.details, "no_interval": reason})
     return score if score.unit == "%" else replace(score, per_image=None, per_image_kind=None)
 
@@ -545,9 +567,9 @@ class WorkPlan:
     """Results and figures of a probe that are still missing.
 
     Attributes:
-        pending: Keys of the results that have no stored record.
+        pending: Keys of the results that have no complete stored record.
         layers: Layers with pending results or missing figures, in the requested order.
-        finished: Stored records by key.
+        finished: Complete stored records by key.
     """
 
     pending: frozenset[ResultKey]
@@ -562,9 +584,11 @@ def find_pending(
     images: ImageSet,
     store: ResultStore,
 ) -> WorkPlan:
-    """Find the results that have no record, and the layers that have missing figures.
+    """Find the results that have no complete record, and the layers that must be run.
 
-    A run includes all layers of a figure that shows any of its layers, so figures are complete.
+    A record is incomplete if its per-image contributions are missing. Layers must be run if they
+    have such results or missing figures. If a figure shows several layers and one of them must be
+    run, all of them are run, so that the figure is complete.
     """
     finished = {}
     for key in keys:
@@ -593,7 +617,7 @@ def find_pending(
 def _list_figures(
     probe: Probe, keys: Sequence[ResultKey], images: ImageSet
 ) -> dict[str, tuple[int, ...]]:
-    """Return the layers that each figure shows, by the path of the figure."""
+    """Return the layers that each figure shows. The keys are paths of figures."""
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
         stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
@@ -628,8 +652,13 @@ def result_keys(
 ) -> list[ResultKey]:
     """Return the keys of all results of a probe.
 
-    `images` are the scored images. `identity` is the result of `Encoder.identity`, and `settings`
-    the result of `result_settings`.
+    Args:
+        probe: The probe.
+        images: The scored images.
+        layers: Block indices, 0-based.
+        identity: Fields that identify the encoder, from `Encoder.identity`.
+        settings: Settings that affect the results, from `result_settings`.
+        seed: Seed of the probe.
     """
     fingerprint = images.fingerprint()
     return [
@@ -655,7 +684,7 @@ def result_keys(
 def result_settings(
     probe: Probe, dataset: Dataset, dtype: object, *, allow_overlap: bool = False
 ) -> dict[str, Any]:
-    """Return the value of `ResultKey.settings` for all results of a probe.
+    """Return the settings that the keys of all results of a probe contain.
 
     Call this function only once, because it reads all training images to compute their fingerprint.
 
@@ -675,7 +704,7 @@ def result_settings(
         **({TRAINED_ON: asdict(describe_training_images(training))} if training else {}),
         **({CORRUPTED: corrupted} if corrupted else {}),
         **({"fitted_and_scored": shared} if shared else {}),
-        # Left-out images are a setting, so that no table mixes such results with complete ones.
+        # Left-out images are a setting, so no table mixes these results with complete results.
         **({"left_out": left_out_label(unreadable)} if unreadable else {}),
     }
 
@@ -685,22 +714,22 @@ def describe_training_images(images: ImageSet) -> TrainingImages:
 
 
 def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the ids of the images in each split that are left out, because they are unreadable."""
-    original = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
-    return original.left_out() if isinstance(original, ReadableDataset) else {}
+    """Return the ids of the unreadable images that each split leaves out."""
+    original = dataset.dataset if isinstance(dataset, CachedDataset) else dataset
+    return original.unreadable_ids() if isinstance(original, ReadableDataset) else {}
 
 
 def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     """Return the probe with an image size that the encoder accepts.
 
-    If the encoder accepts only one size, the probe uses this size. Otherwise, a default
-    `image_size` is rounded to the nearest multiple of the patch size, and an `image_size` of the
-    user must be such a multiple. If `Resize.round_to_patch` is true, the probe rounds the default.
+    If the encoder accepts only one size, the probe uses this size. Otherwise, an `image_size` that
+    the user set must be a multiple of the patch size. A default `image_size` is rounded to the
+    nearest multiple, unless `Resize.round_to_patch` is true, because `Resize` then rounds it.
 
     Args:
         probe: The probe.
-        encoder: The encoder. The largest patch size of all blocks is used, so that a result does
-            not depend on which other blocks are scored.
+        encoder: The encoder. Its patch size is the largest patch size of all blocks, so that a
+            result does not depend on which other blocks are scored.
         typed: Names of the fields that the user set.
 
     Raises:
@@ -708,7 +737,7 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
         UnfitEncoder: The encoder accepts only one size, and this size is not square.
     """
     if not encoder.any_size:
-        return _with_only_size(probe, encoder, typed)
+        return _set_only_size(probe, encoder, typed)
     probe = probe.with_native_size(encoder.native_size)
     size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
     if size is None or size % patch == 0:
@@ -720,13 +749,13 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
             f"got {size}",
             hint=(f"probe.image_size={lower}", "or", f"probe.image_size={lower + patch}"),
         )
-    # Images may have another size than `image_size`, such as that of `squash`.
+    # Another field, such as `squash`, may determine the size of the images.
     if probe.resize.round_to_patch or probe.resize.side != size:
         return probe
     return replace(probe, image_size=max(1, round(size / patch)) * patch)
 
 
-def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
     height, width = encoder.native_size
     if height != width:
         raise UnfitEncoder(
@@ -734,13 +763,14 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
             "uses square images"
         )
     for name in SIZE_FIELDS:
-        # Squares have no `max_side`.
+        # `max_side` has no effect on square images.
         if name in typed and name != "max_side" and getattr(probe, name) not in (None, height):
             raise ConfigurationError(
                 f"{encoder.name} only accepts images of {height} x {width} pixels, got "
                 f"probe.{name}={getattr(probe, name)}; leave probe.{name} out"
             )
-    # A default of None stands for the only size, and a user who sets this size gets that default.
+    # If the protocol's default is None, it means the encoder's only size. None is then stored even
+    # if the user typed this size, so that both spellings give the same result.
     if (load_protocol_values(probe) or {}).get("image_size", height) is None:
         probe = replace(probe, image_size=None)
     return probe.with_squares(height)
@@ -749,8 +779,8 @@ def _with_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Colle
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
     """Return how position embeddings were resampled, for the details of a record.
 
-    The result is empty if they were not. Images that keep their aspect ratio count as resampled,
-    because hardly any of them has the token grid of the stored embeddings.
+    The result is empty if they were not. If images keep their aspect ratio, the embeddings count as
+    resampled, because hardly any image has the token grid of the stored embeddings.
     """
     resize = probe.resize
     side = resize.square_side(encoder.native_size, encoder.stride(layer))

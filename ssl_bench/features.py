@@ -33,7 +33,7 @@ from ssl_bench.system.process import is_out_of_memory
 
 Features = dict[int, dict[Facet, Tensor]]
 Grid = tuple[int, int]
-# Arguments of a hook: features of its layer by facet, token grid of the layer, and batch size.
+# Where a hook stores its output: features of a layer by facet, token grid, and batch size.
 _Destination = tuple[dict[Facet, Tensor], Grid, int]
 Layout = Literal["tokens", "channels_first", "channels_last"]
 
@@ -52,12 +52,12 @@ _SUBLAYER = {"attn_out": "attn", "attn_skip": "attn", "mlp_hidden": "mlp", "mlp_
 
 
 class FeatureExtractor:
-    """Extract features of several blocks of a frozen encoder in one forward pass.
+    """Extractor of features from several blocks of a frozen encoder, in one forward pass.
 
     Args:
         encoder: The encoder. It is moved to `device`.
         layers: Block indices, 0-based.
-        facets: Which features of a block to extract:
+        facets: Features of a block to extract:
 
             - "token": patch tokens after the block.
             - "token_normed": patch tokens after the block and the encoder's final norm.
@@ -69,7 +69,7 @@ class FeatureExtractor:
             - "attn_skip": patch tokens after the skip connection of the attention sublayer.
             - "mlp_hidden": input of the last layer of the MLP.
             - "blocks.*.NAME": output of the block's submodule NAME.
-            - "registers": register tokens, which lie between the [CLS] token and the patch tokens.
+            - "registers": register tokens, which precede the patch tokens.
         device: Device of the computation.
         dtype: Precision of the encoder's forward pass. Precisions below float32 use autocast. The
             features are always float32.
@@ -116,7 +116,10 @@ class FeatureExtractor:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
-        """Measure the width of each facet inside blocks, in a trial pass with two zero images."""
+        """Measure the number of channels of each facet, in a trial pass with two zero images.
+
+        Only facets that are captured inside blocks are measured.
+        """
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
         trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
@@ -132,7 +135,7 @@ class FeatureExtractor:
         return widths
 
     def width(self, facet: Facet) -> int:
-        """Return the number of channels of a facet. If layers differ, the deepest layer counts."""
+        """Return the number of channels of a facet. If layers differ, use the deepest layer."""
         return self._widths[facet]
 
     def __call__(
@@ -208,7 +211,7 @@ class FeatureExtractor:
         captured: Features = {layer: {} for layer in self.layers}
         with (
             evaluation_mode(self._module),
-            self._hooks_installed(captured, grids, len(images)),
+            self._install_hooks(captured, grids, len(images)),
             autocast(self.device, self.dtype),
             suppress(_DeepestLayerDone),
         ):
@@ -237,9 +240,11 @@ class FeatureExtractor:
     def require_finite(
         self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()
     ) -> None:
-        """Raise a CheckpointError if sums from `extract_unchecked`, on the host, are not finite.
+        """Raise a CheckpointError if any feature is not finite.
 
-        `ids` are names of the images for the error message.
+        Args:
+            sums: Sums of features that `extract_unchecked` returned, in host memory.
+            ids: Names of the images for the error message.
         """
         invalid = (~sums.isfinite()).nonzero()
         if len(invalid):
@@ -253,9 +258,9 @@ class FeatureExtractor:
             )
 
     def require_size(self, height: int, width: int) -> None:
-        """Raise an error if the encoder does not accept images of this size in pixels.
+        """Raise an error if the encoder does not accept images of this height and width in pixels.
 
-        If images are padded, this is their size after padding.
+        If images are padded, pass their size after padding.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
@@ -273,7 +278,7 @@ class FeatureExtractor:
             )
 
     @contextmanager
-    def _hooks_installed(
+    def _install_hooks(
         self, captured: Features, grids: dict[int, Grid], batch: int
     ) -> Generator[None]:
         """Install hooks that store features in `captured`, and always remove them on exit."""
@@ -284,7 +289,7 @@ class FeatureExtractor:
                 block = blocks.get_submodule(str(layer))
                 capture = partial(self._capture_tokens, layer, (captured[layer], grids[layer]))
                 handles.append(block.register_forward_hook(capture))
-                # Some of timm's blocks have no qkv layer. `_extract_batch` raises the error.
+                # Some of timm's blocks have no qkv layer. `_extract_batch` then raises an error.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
                     destination = (captured[layer], grids[layer], batch)
@@ -430,7 +435,7 @@ def block_tokens(output: Any) -> Tensor:
 
 
 class _DeepestLayerDone(Exception):
-    """End of the forward pass, after the deepest requested layer."""
+    """Raised to end the forward pass after the deepest requested layer."""
 
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
@@ -442,6 +447,8 @@ class _Tap:
     """Position in one block where a facet is captured.
 
     Attributes:
+        layer: Index of the block.
+        facet: Name of the facet.
         name: Name of the position in error messages.
         modules: Submodules. The facet is captured at the submodule that is called first.
         side: Whether the input or the output of the submodule is captured.
@@ -487,9 +494,11 @@ def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
 def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
-    """Return the submodules where an item of `INNER_FACETS` is captured, and the side to capture.
+    """Return the submodules at which a facet is captured, and whether to capture input or output.
 
-    `parts` are all submodules of the block by name. Without the facet, there are no submodules.
+    Args:
+        parts: All submodules of the block by name.
+        facet: A facet in `INNER_FACETS`. If the block lacks it, no submodules are returned.
     """
     if _SUBLAYER[facet] not in parts:
         return (), "output"
@@ -513,11 +522,14 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the layouts that this shape can have, at most one if the grid is not square."""
+    """Return the layouts that a tensor of this shape can have.
+
+    If the numbers of rows and columns in the grid differ, there is at most one.
+    """
     patches = grid[0] * grid[1]
-    with_prefix = (patches, num_prefix_tokens + patches)
+    token_counts = (patches, num_prefix_tokens + patches)
     fits: dict[Layout, bool] = {
-        "tokens": len(shape) == 3 and shape[1] in with_prefix,
+        "tokens": len(shape) == 3 and shape[1] in token_counts,
         "channels_first": len(shape) == 4 and tuple(shape[2:]) == grid,
         "channels_last": len(shape) == 4 and tuple(shape[1:3]) == grid,
     }
@@ -532,7 +544,8 @@ class Resize:
         side: Side of squares in pixels, or longer side of images that keep their aspect ratio. None
             for squares of the encoder's native size, or for the original size of each image.
         keep_aspect_ratio: Whether images keep their aspect ratio, instead of becoming squares.
-        max_side: Longer side in pixels that larger images are reduced to if `side` is None.
+        max_side: If `side` is None, images with a longer side than this are reduced to this size in
+            pixels.
         round_to_patch: Whether both sides are rounded to multiples of the patch size.
     """
 
@@ -548,7 +561,8 @@ class Resize:
     def output_size(self, height: int, width: int, patch_size: int = 1) -> tuple[int, int]:
         """Return the height and width in pixels that an image is resized to.
 
-        Squares need a `side`, because this method does not know the encoder's native size.
+        If images become squares, `side` must not be None, because this method does not know the
+        encoder's native size.
         """
         longer = max(height, width)
         side = self.side or min(longer, self.max_side or longer)

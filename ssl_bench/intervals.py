@@ -40,7 +40,7 @@ class Estimate(Protocol):
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """Return the 95 % interval, or None if no two images affect the score differently."""
+        """Return the 95 % interval, or None if all images affect the score equally."""
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
@@ -48,16 +48,16 @@ class Estimate(Protocol):
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of the difference, or NaN if it has no interval.
+        """Return the two-sided p-value of the difference, or NaN if the difference has no interval.
 
-        It is the smallest significance level at which the interval of the difference excludes 0.
+        The p-value is the smallest significance level at which the interval excludes 0.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Percentage of images that are hits, with intervals for proportions."""
+    """Percentage of images that are hits, with confidence intervals for proportions."""
 
     hits: Bool[np.ndarray, " images"]
 
@@ -98,7 +98,8 @@ class Share:
     def _difference(self, first: "Share") -> tuple[float, float]:
         """Return the difference of the two proportions, and its standard error.
 
-        Two artificial images are added, of which one is a hit for each score only.
+        Two artificial images are added. One is a hit only for this score, the other only for
+        `first`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
@@ -107,14 +108,14 @@ class Share:
 
 
 class _StudentT:
-    """Differences of estimates in percent, by Student's t distribution.
+    """Base class that compares two estimates in percent, with Student's t distribution.
 
     Subclasses define `value`, `num_images`, `_subtract`, and `margin`, which is half the width of
     the interval, or NaN if there is no interval.
     """
 
     def difference_ci95(self: Any, first: Any) -> Interval | None:
-        """Return the interval of the difference, in which most of any bias cancels."""
+        """Return the interval of the difference. If both scores are biased, most bias cancels."""
         difference = self._subtract(first)
         return _clip_interval(
             difference.value - difference.margin, difference.value + difference.margin, least=-100.0
@@ -192,16 +193,21 @@ class MeanIoU(Jackknife):
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap(_StudentT):
-    """Bootstrap estimate of a score in percent. `drawn` is the score of each bootstrap sample.
+    """Bootstrap estimate of a score in percent.
 
     The bootstrap samples depend only on the number of images. Two scores of the same images
     therefore use the same samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
+
+    Attributes:
+        value: The score of all images.
+        sample_scores: The score of each bootstrap sample.
+        num_images: Number of images.
     """
 
     value: float
-    drawn: Float64[np.ndarray, " draws"]
+    sample_scores: Float64[np.ndarray, " samples"]
     num_images: int
 
     @property
@@ -209,7 +215,8 @@ class Bootstrap(_StudentT):
         """Return Student's t times the standard error, or NaN if there is no interval."""
         from scipy.special import stdtrit
 
-        known, others = self.drawn[~np.isnan(self.drawn)], self.num_images - 1
+        scores, others = self.sample_scores, self.num_images - 1
+        known = scores[~np.isnan(scores)]
         if not others or not len(known) or not np.ptp(known) > _NO_CHANGE:
             return np.nan
         return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
@@ -226,13 +233,14 @@ class Bootstrap(_StudentT):
         return float(low), float(high)
 
     def _subtract(self, first: "Bootstrap") -> "Bootstrap":
-        return Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
+        scores = self.sample_scores - first.sample_scores
+        return Bootstrap(self.value - first.value, scores, self.num_images)
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
     """Return the bootstrap estimate of a score that is computed from summed counts.
 
-    `Jackknife` would fail for scores that are not smooth functions of the counts of single images.
+    Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
 
     Args:
         per_image: Counts of each image.
@@ -240,17 +248,20 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
             argument are batch axes.
     """
     images, generator = len(per_image), np.random.default_rng(0)
-    counts, drawn = per_image.reshape(images, -1).astype(np.float64), []
+    counts, sample_scores = per_image.reshape(images, -1).astype(np.float64), []
     for _ in range(_DRAWS // _DRAWS_AT_ONCE):
         samples = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
         times = np.stack([np.bincount(sample, minlength=images) for sample in samples])
-        drawn.append(score((times @ counts).reshape(len(times), *per_image.shape[1:])))
+        sample_scores.append(score((times @ counts).reshape(len(times), *per_image.shape[1:])))
     value = score(per_image.sum(0, dtype=np.int64))
-    return Bootstrap(float(value), np.concatenate(drawn), images)
+    return Bootstrap(float(value), np.concatenate(sample_scores), images)
 
 
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
-    """Return the estimate of mean IoU from the `class_counts` of each image."""
+    """Return the jackknife estimate of mean IoU.
+
+    `per_image` has the numbers of correct, predicted and ground-truth pixels of each class.
+    """
     correct, predicted, true = per_image.astype(np.int64).swapaxes(0, 1)
     union = predicted + true - correct
     iou = iou_from_counts(correct.sum(0), union.sum(0))
@@ -263,31 +274,32 @@ def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Mea
 
 
 def pixel_accuracy_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Jackknife:
-    """Return the estimate of pixel accuracy from the `class_counts` of each image."""
+    """Return the jackknife estimate of pixel accuracy, from the counts of `mean_iou_estimate`."""
     summed = per_image.sum(-1, keepdims=True, dtype=np.int64)
     total = summed.sum(0)
     return Jackknife(float(pixel_accuracy(total)), pixel_accuracy(total - summed))
 
 
 def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
-    """Return the estimate of the mean of per-image values in percent."""
+    """Return the jackknife estimate of the mean of per-image values in percent."""
     exact = values.astype(np.float64)
     others = max(1, len(exact) - 1)
     return Jackknife(float(exact.mean()), (exact.sum() - exact) / others)
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return warnings for the record of a mean IoU, or an empty list if images suffice."""
+    """Return warnings for the record of a mean IoU, or an empty list if there are enough images."""
     if num_images >= FEW_IMAGES:
         return []
-    rarely = "may hold the truth in less than 90 % of all cases"
-    return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {rarely}"]
+    coverage = "may contain the true value in less than 90 % of all cases"
+    return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {coverage}"]
 
 
 def interval_contains(ci95: Interval | None, value: float) -> bool:
     """Return whether a value lies in its interval, up to rounding errors.
 
-    An end that is NaN and an interval that is None do not bound the value.
+    An interval of None contains every value, and an end of NaN does not bound the value. An
+    interval whose low end exceeds its high end contains no value.
     """
     if ci95 is None:
         return True

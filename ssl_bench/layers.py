@@ -87,7 +87,13 @@ def select_layers(
 ) -> tuple[int, ...]:
     """Return the block indices to score. If a facet's name states a block, only this one is scored.
 
-    The user selects `layers` in a format of `resolve_layers`. Probes without facets have no `spec`.
+    Args:
+        spec: Facets of the probe, or None for a probe without facets.
+        layers: Blocks that the user selected, in a format of `resolve_layers`.
+        depth: Number of blocks of the encoder.
+
+    Raises:
+        ConfigurationError: `layers` selects other blocks than the facet's name.
     """
     requested = resolve_layers(layers, depth)
     block = spec.block if spec else None
@@ -127,9 +133,12 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
 
 
 def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
-    """Return the layer numbers in a selection of `resolve_layers` other than "all".
+    """Return the numbers in a selection of layers. They may be negative or too large.
 
-    The number of blocks `depth` is needed for ranges with one negative end, such as 4..-1.
+    Args:
+        layers: A selection other than "all", in a format of `resolve_layers`.
+        depth: Number of blocks of the encoder. It is only used for ranges with one negative end,
+            such as 4..-1.
     """
     if isinstance(layers, int):
         return [layers]

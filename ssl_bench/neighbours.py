@@ -22,9 +22,10 @@ from ssl_bench.system.device import power_of_two, to_float64
 _MAX_SIMILARITIES = 2**26
 # Smallest number of queries in a call of faiss, and in a matrix product that ranks candidates.
 _FAISS_QUERIES, _RERANK_QUERIES = 4096, 8
-# Number of queries that have their votes in memory at a time.
+# Number of queries whose votes are in memory at a time.
 _VOTE_QUERIES = 4096
-# If all queries together have fewer entries than this, faiss does not work in blocks and is slower.
+# If all query vectors together have fewer entries than this, the matrix product is faster, because
+# faiss does not process so few queries in blocks.
 _FAISS_MIN_ENTRIES = 2**17
 # If there are at least this many memory vectors for each candidate, faiss is faster than the
 # matrix product.
@@ -59,13 +60,13 @@ def knn_ranks(
     temperature: float,
     engine: Engine = "auto",
 ) -> Int64[Tensor, "numbers queries"]:
-    """Return the rank of each query's true class in the k-NN vote. The winning class has rank 0.
+    """Return the rank of each query's true class in the k-NN vote, for each k in `neighbours`.
 
     Each of the k nearest images of the bank votes for its class with the weight
     exp(s / temperature), where s is its cosine similarity to the query. If two images are equally
-    near, the earlier image counts as nearer. If two classes have equal votes, the class with the
-    lower index wins. A class without votes has the rank `num_classes`, so it never counts as
-    correct, even in the top 5.
+    near, the earlier image counts as nearer. The class with most votes has rank 0. If two classes
+    have equal votes, the class with the lower index comes first. A true class without votes has the
+    rank `num_classes`, so it never counts as correct, even in the top 5.
 
     Each number in `neighbours` is at most the size of the bank. A smaller temperature gives the
     nearest images more weight. The engine does not change the result.
@@ -90,7 +91,7 @@ def knn_ranks(
 
 
 def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
-    """Scale vectors of any length to length 1. Zero vectors stay zero.
+    """Return L2-normalised vectors. Zero vectors stay zero.
 
     Each vector is first divided by a power of two near its largest entry, which is exact. Without
     this division, the squares of entries below 2^-63 or above 2^63 would leave the range of
@@ -134,7 +135,7 @@ def nearest_vectors(
     may have missed a neighbour because of rounding, a matrix product searches all vectors instead.
     "auto" selects faiss for sizes at which faiss was faster in measurements.
 
-    Queries and memory are float32 unit vectors, of which the memory has at least `count`.
+    `queries` and `memory` contain float32 unit vectors, and `memory` contains at least `count`.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.

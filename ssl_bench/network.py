@@ -18,8 +18,10 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.files import open_regular, wait_for_lock
 from ssl_bench.system.output import bar_class
 
-# This is long enough for a slow connection. Without internet, commands still fail within 5 s.
+# Time limit for the first answer of a server. It is long enough for a slow connection, and without
+# internet access, commands still fail within 5 s.
 REACH_SECONDS = 3.0
+# Time limit for each further answer, while a file is downloaded.
 STALL_SECONDS = 60.0
 _CHUNK_BYTES = 2**18
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -29,7 +31,7 @@ ssl-bench applies them to every host."""
 
 
 class DownloadError(MachineError):
-    """A file cannot be downloaded."""
+    """Raised if a file cannot be downloaded."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,16 @@ Check = Callable[[Path], object]
 def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
     """Download a published file unless it already exists, and return its path.
 
-    The bytes are written to `path` + ".part". The file is renamed to `path` after its digest was
-    verified. If no digest is published, `check`, which raises DataError for a wrong file, verifies
-    it instead. A file that already exists is verified in the same way. An interrupted download is
-    continued if a digest is published, and otherwise starts again. If several processes download
-    the same file, one downloads it and the others wait.
+    The bytes are written to `path` + ".part". The file is renamed to `path` after it was verified.
+    A file that already exists is verified, too. An interrupted download is continued if a digest is
+    published, and otherwise starts again. If several processes download the same file, one
+    downloads it and the others wait.
+
+    Args:
+        published: Address of the file. If its digest is published, the digest verifies the file.
+        path: Path to write the file to.
+        check: Function that raises DataError for a wrong file. It verifies the file if no digest is
+            published.
 
     Raises:
         DownloadError: The server is unreachable, the transfer was interrupted, or the received
@@ -71,7 +78,7 @@ def download(published: PublishedFile, path: Path, check: Check | None = None) -
         if (problem := _find_problem(published, path, check)) is not None:
             raise DataError(f"{path} {problem}. Delete it and run the command again")
         return path
-    part = part_of(path)
+    part = partial_path(path)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as file:
@@ -105,8 +112,8 @@ def offline_variable() -> str | None:
     return next((v for v in OFFLINE_VARIABLES if os.environ.get(v, "").lower() in enabled), None)
 
 
-def part_of(path: Path) -> Path:
-    """Return the path of the incomplete download of a file."""
+def partial_path(path: Path) -> Path:
+    """Return the path at which the incomplete download of a file is stored."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -145,7 +152,7 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
-    """Return why a file is not the published file, or None if it may be."""
+    """Return the reason why a file is not the published file, or None if no problem was found."""
     try:
         if published.digest is not None:
             digest = published.hexdigest(file)
@@ -180,9 +187,11 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
             file.truncate(0)
         raise DownloadError(f"{published.url} answers {error.code} {error.reason}") from error
     with response:
-        # This is checked first, so that a login page does not overwrite a partial download.
+        # Check this first, so that a login page does not overwrite a partial download.
         if response.headers.get_content_type() == "text/html":
-            raise DownloadError(f"{published.url} answers with a web page (perhaps a login)")
+            raise DownloadError(
+                f"{published.url} answers with a web page instead of the file, perhaps a login page"
+            )
         if start and response.status != http.HTTPStatus.PARTIAL_CONTENT:
             start = file.truncate(0)
         size = published.size

@@ -1,4 +1,4 @@
-"""Turn a request into compatible pairs of probe and dataset, and evaluate an encoder on them."""
+"""Turn a request into pairs of a probe and a dataset, and evaluate an encoder on each pair."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,13 @@ from ssl_bench.data.files.readable import (
     suggest_skipping,
 )
 from ssl_bench.data.samples import ROLE_ANNOTATIONS, Dataset, datasets_with
-from ssl_bench.data.splits import DType, ListedOnce, OpenedOnce, apply_shared_values, shared_values
+from ssl_bench.data.splits import (
+    CachedDataset,
+    DType,
+    ListedDataset,
+    apply_shared_values,
+    shared_values,
+)
 from ssl_bench.errors import (
     BrokenFile,
     ConfigurationError,
@@ -78,15 +84,20 @@ class PlannedProbe:
 
     @property
     def chosen_fields(self) -> frozenset[str]:
-        """Return the names of the probe's fields that the user or the dataset determined."""
+        """Return the names of the probe's fields that were set by the user or for the dataset."""
         names = (override.partition("=")[0] for override in self.overrides)
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
     def require_images(self) -> None:
-        """Open the probe's splits. Raise DataError if one is incomplete or if they overlap."""
-        scored, fitted = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
-        if fitted is not None:
-            count_shared_files(fitted, scored, allowed=self.allow_overlap)
+        """Open the splits that the probe uses.
+
+        Raises:
+            DataError: A split is incomplete, or scored images are also training images although
+                `allow_overlap` is False.
+        """
+        scored, training = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
+        if training is not None:
+            count_shared_files(training, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
         """Return the probe with facets and image sizes that fit the encoder and the images.
@@ -105,7 +116,7 @@ class PlannedProbe:
         probe.require_fitting(encoder)
         return fit_size(probe, encoder, self.chosen_fields)
 
-    def probes_served(
+    def find_served_probes(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
         """Return the later probes for which `Probe.serves` is true, adapted to an encoder."""
@@ -113,15 +124,16 @@ class PlannedProbe:
         for other in later:
             has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
             if has_same_inputs and self.probe.serves(other.probe):
-                # If a later probe does not fit, the error is reported when this probe runs.
+                # If a later probe does not fit, the error is reported when that probe runs.
                 with suppress(ConfigurationError):
                     probes.append(other.fit_to(encoder))
         return probes
 
-    def in_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return a copy of this plan for each secondary protocol of the probe.
+    def plan_secondary_protocols(self) -> list["PlannedProbe"]:
+        """Return a copy of this planned probe for each secondary protocol of the probe.
 
-        A protocol is left out if an override sets one of its values or selects another protocol.
+        A protocol is left out if a setting of the user or the dataset would replace one of its
+        values.
         """
         plan: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
@@ -140,7 +152,7 @@ def plan_probes(
 ) -> list[PlannedProbe]:
     """Pair tasks with datasets. This is a short form of `plan_request` for scripts.
 
-    `overrides` are KEY=VALUE settings, and `roots` the folders of datasets, by name.
+    `overrides` are KEY=VALUE settings. `roots` maps the names of datasets to their folders.
     """
     return plan_request(ProbeRequest(tasks, datasets, overrides, roots or {}))
 
@@ -152,8 +164,8 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     that have this key. For each corruption in `corrupt=`, all pairs are planned once.
 
     Returns:
-        The plan, ordered by dataset. Slow probes come last for each dataset. Probes that use the
-        same images are neighbours in the plan, so that features are kept only for a short time.
+        The plan, ordered by dataset. For each dataset, slow probes come last. Probes that use the
+        same images follow each other, so that features are kept only for a short time.
 
     Raises:
         ConfigurationError: A key does not exist, a value is invalid, or no dataset supports a task.
@@ -161,8 +173,8 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """
     corruptions, overrides = parse_corruptions(request.overrides)
     pairs = [(task, dataset) for dataset in request.datasets for task in request.tasks]
-    settings, ignored_by = _distribute(overrides, pairs)
-    datasets, views = dict[str, ListedOnce](), dict[str, Dataset]()
+    settings, ignored_by = _assign_overrides(overrides, pairs)
+    datasets, views = dict[str, ListedDataset](), dict[str, Dataset]()
     checked_images = ReadabilityCache()
     plan = [
         _build_pair(pair, [*settings[pair], *corruption], request, datasets, views, checked_images)
@@ -175,7 +187,7 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
         if ignoring := sorted(tasks & planned_tasks):
             say(f"{override} is ignored by {', '.join(ignoring)}")
     if request.all_tasks:
-        plan = [one for planned in plan for one in (planned, *planned.in_secondary_protocols())]
+        plan = [one for planned in plan for one in (planned, *planned.plan_secondary_protocols())]
         if slow := sorted({planned.probe.task for planned in plan if planned.probe.takes_long}):
             say(f"slow tasks run last: {', '.join(slow)}")
 
@@ -187,14 +199,14 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 
 
 def require_images(plan: Sequence[PlannedProbe]) -> None:
-    """Call `require_images` of each planned probe, and open every split only once."""
+    """Call `PlannedProbe.require_images` for each planned probe, and open each split only once."""
     for planned in open_datasets_once(plan):
         planned.require_images()
 
 
 def open_datasets_once(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
     """Return the plan with cached datasets, so that each split is opened only once."""
-    cached = {id(planned.dataset): OpenedOnce(planned.dataset) for planned in plan}
+    cached = {id(planned.dataset): CachedDataset(planned.dataset) for planned in plan}
     return [replace(planned, dataset=cached[id(planned.dataset)]) for planned in plan]
 
 
@@ -254,7 +266,7 @@ def evaluate(
                 say=lambda line, count=count: say(count + line),
                 overwrite=overwrite,
                 features=features,
-                later=planned.probes_served([*plan[number:], *later], encoder),
+                later=planned.find_served_probes([*plan[number:], *later], encoder),
             )
         except UnreadableImage as error:
             # A `ReadableDataset` checked its images before the run, so the file has changed since.
@@ -272,7 +284,7 @@ def evaluate(
     return records
 
 
-def _distribute(
+def _assign_overrides(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
     """Return the overrides that apply to each pair, and the tasks that ignore each override."""
@@ -281,39 +293,43 @@ def _distribute(
     ignored_by: dict[str, set[str]] = {}
     tasks = {task for task, _ in pairs}
     for override in overrides:
-        takers = [pair for pair in pairs if _takes(pair[0], configs[pair], override)]
+        matches = [pair for pair in pairs if _override_applies(pair[0], configs[pair], override)]
         if override == f"{_PICTURES}=0":
             # Some probes score the figures that they draw, so they must draw at least one. They
             # ignore 0 if other tasks accept it. Otherwise they raise an error.
-            able = [pair for pair in takers if _is_valid(pair, override)]
-            refusing = {task for task, _ in takers} - {task for task, _ in able}
-            if refusing != tasks:
-                takers, ignored_by[override] = able, refusing
-        elif not takers:
-            raise _unknown_override(override, configs)
+            valid = [pair for pair in matches if _is_valid(pair, override)]
+            invalid_tasks = {task for task, _ in matches} - {task for task, _ in valid}
+            if invalid_tasks != tasks:
+                matches, ignored_by[override] = valid, invalid_tasks
+        elif not matches:
+            raise _unknown_override_error(override, configs)
         elif override.partition("=")[0] not in (*BATCH_SIZES, _PICTURES):
-            ignored_by[override] = tasks - {task for task, _ in takers}
-        for pair in takers:
+            ignored_by[override] = tasks - {task for task, _ in matches}
+        for pair in matches:
             settings[pair].append(override)
     return settings, ignored_by
 
 
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the default config of a pair, with overrides that select a config file or protocol.
+    """Compose the default config of a pair, with the config files and protocols of `overrides`.
 
-    Such a selection determines which other keys exist.
+    They determine which other keys exist. Overrides that set values are not applied.
     """
     config = probing_config(*pair, ())
     chosen = [
         override
         for override in overrides
-        if _names_for(override, pair[0], config) and _takes(pair[0], config, override)
+        if _selectable_names(override, pair[0], config)
+        and _override_applies(pair[0], config, override)
     ]
     return probing_config(*pair, chosen)
 
 
-def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
-    """Return the names of config files or protocols that an override can select, if it can."""
+def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
+    """Return the valid values of an override whose key selects a config file or a protocol.
+
+    For other keys, the list is empty.
+    """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
         return list_protocols(task, component_class(config["probe"][TARGET], f"probe.{TARGET}"))
@@ -321,10 +337,10 @@ def _names_for(override: str, task: str, config: dict[str, Any]) -> list[str]:
     return choices(group) if group else []
 
 
-def _takes(task: str, config: dict[str, Any], override: str) -> bool:
+def _override_applies(task: str, config: dict[str, Any], override: str) -> bool:
     """Return whether an override applies to a task. Keys such as `seed` apply to every task."""
     key, _, value = override.partition("=")
-    if names := _names_for(override, task, config):
+    if names := _selectable_names(override, task, config):
         return value in names
     return not key.startswith(("probe.", "dataset.")) or has_key(config, key)
 
@@ -337,18 +353,24 @@ def _is_valid(pair: _Pair, override: str) -> bool:
     return True
 
 
-def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) -> ConfigurationError:
+def _unknown_override_error(
+    override: str, configs: Mapping[_Pair, dict[str, Any]]
+) -> ConfigurationError:
     key, _, value = override.partition("=")
-    names = {n for (task, _), config in configs.items() for n in _names_for(override, task, config)}
+    names = {
+        name
+        for (task, _), config in configs.items()
+        for name in _selectable_names(override, task, config)
+    }
     if names:
         message = f"unknown {key.removeprefix('probe.')} {format_value(value)}"
         return unknown_name_error(message, value, names, hint=(f"{escape_braces(key)}={{near}}",))
-    # Some keys need another choice: probe.training.c_values needs probe.training=lbfgs.
+    # Some keys exist only for one choice: probe.training.c_values needs probe.training=lbfgs.
     parent = key.rpartition(".")[0]
     with_key = dict.fromkeys(
         f"{parent}={name}"
         for pair, config in configs.items()
-        for name in _names_for(parent, pair[0], config)
+        for name in _selectable_names(parent, pair[0], config)
         if has_key(probing_config(*pair, [f"{parent}={name}"]), key)
     )
     if with_key:
@@ -357,7 +379,7 @@ def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) ->
             f"{key} does not exist for the selected {parent}", hint=join_alternatives(*ways)
         )
     known = {name for config in configs.values() for name in list_keys(config)}
-    owners = _tasks_with(key, dataset=next(iter(configs))[1])
+    owners = _find_tasks_with_key(key, dataset=next(iter(configs))[1])
     if not owners:
         return unknown_key_error(key, known)
     # A task without probe.image_size may have another key for the size of images.
@@ -369,7 +391,7 @@ def _unknown_override(override: str, configs: Mapping[_Pair, dict[str, Any]]) ->
     )
 
 
-def _tasks_with(key: str, dataset: str) -> list[str]:
+def _find_tasks_with_key(key: str, dataset: str) -> list[str]:
     tasks = []
     for task in choices("probe"):
         with suppress(BrokenFile):
@@ -382,14 +404,14 @@ def _build_pair(
     pair: _Pair,
     overrides: Sequence[str],
     request: ProbeRequest,
-    datasets: dict[str, ListedOnce],
+    datasets: dict[str, ListedDataset],
     views: dict[str, Dataset],
     checked_images: ReadabilityCache,
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    All pairs of a plan share three caches: datasets and views of them by configuration, and checked
-    images.
+    All pairs of a plan share three caches: `datasets` and `views` contain datasets and views of
+    them by configuration, and `checked_images` the images that were found readable or unreadable.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -402,9 +424,9 @@ def _build_pair(
     if key not in datasets:
         built = build(config, "dataset")
         built = built.with_sets(request.sets) if request.sets else built
-        # This line opens a dataset whose roles depend on its content, and reports its errors.
+        # If the roles depend on the content, this line opens the dataset and raises its errors.
         _ = built.supports
-        datasets[key] = ListedOnce(built)
+        datasets[key] = ListedDataset(built)
     full = datasets[key]
     dataset = full.dataset
     typed = {override.partition("=")[0] for override in overrides}

@@ -66,10 +66,16 @@ class ProbeRequest:
     ) -> "ProbeRequest":
         """Check the names that a user entered, and return the request.
 
-        `task` and `dataset` are names separated by commas, and `task` may be "all". NAME:FOLDER is
-        the dataset NAME in a folder. `data_root` is as in `parse_data_roots`. `batch_size` is the
-        number of images in a forward pass of the encoder. The other arguments are attributes, and
-        `others` are not checked here.
+        Args:
+            task: Names of tasks separated by commas, or "all".
+            dataset: Names of datasets separated by commas, or "all". NAME:FOLDER is the dataset
+                NAME in a folder.
+            overrides: KEY=VALUE settings.
+            data_root: See `parse_data_roots`.
+            batch_size: Number of images in a forward pass of the encoder.
+            on_bad_image: "fail", "skip" or None.
+            device: Name of a torch device, or None.
+            others: Further attributes of the class, which are not checked here.
         """
         if device is not None:
             # `data list` imports this module, and is faster without torch.
@@ -78,7 +84,7 @@ class ProbeRequest:
             parse_device(device)
         tasks = parse_names("task", task, choices("probe"))
         if task == "all":
-            tasks = _without_broken_files(tasks)
+            tasks = _drop_broken_tasks(tasks)
         datasets = parse_datasets(dataset)
         if "python" in datasets and not others.get("sets") and dataset != "all":
             raise ConfigurationError(
@@ -100,7 +106,7 @@ class ProbeRequest:
 
 
 def parse_datasets(text: str) -> list[str]:
-    """Check names of datasets, each of which may be followed by a colon and its folder."""
+    """Split a comma-separated list of NAME or NAME:FOLDER, and check the names of the datasets."""
     if text == "all":
         return choices("dataset")
     names = [part.strip() for part in text.split(",")]
@@ -113,13 +119,13 @@ def require_dataset(text: str) -> tuple[str, str | None]:
     """Check the name in NAME or NAME:FOLDER, and return the name and the folder."""
     name, root = split_dataset(text)
     require_choice("dataset", name, [*choices("dataset"), "all"])
-    if root is not None and not _takes_folder(name):
+    if root is not None and not _has_folder(name):
         raise _synthetic_error([name])
     return name, root
 
 
 def split_dataset(text: str) -> tuple[str, str | None]:
-    """Split NAME:FOLDER into the name of a dataset and its folder, which is None for a NAME."""
+    """Split NAME:FOLDER into the name and the folder of a dataset. A plain NAME has folder None."""
     name, colon, root = text.partition(":")
     if colon and not root:
         raise ConfigurationError(
@@ -130,31 +136,34 @@ def split_dataset(text: str) -> tuple[str, str | None]:
 
 
 def parse_on_bad_image(text: str | None) -> OnBadImage | None:
-    """Check how to handle unreadable images: "fail", "skip", or None for the dataset's default."""
+    """Check the value of `--on-bad-image`: "fail", "skip", or None for the dataset's default."""
     if text is not None:
         require_choice("on-bad-image", text, get_args(OnBadImage))
     return cast("OnBadImage | None", text)
 
 
 def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each dataset, from `DIR` for all datasets or `NAME=DIR,NAME=DIR`."""
+    """Return the folder of each dataset from the value of `--data-root`.
+
+    The value is one folder for all datasets, or a list such as NAME=FOLDER,NAME=FOLDER.
+    """
     if text is None:
         return {}
     datasets = [name for name in datasets if ":" not in name]
     if not datasets:
         raise ConfigurationError(
-            f"--data-root {text} has no effect, because --dataset names a folder after the colon"
+            f"--data-root {text} has no effect, because --dataset already contains the folder"
         )
     parts = [part.partition("=") for part in text.split(",")]
     known = choices("dataset")
     is_named = [bool(equals) and name.strip() in known for name, equals, _ in parts]
     if all(is_named):
         roots = {name.strip(): root for name, _, root in parts}
-        generated = [name for name in roots if not _takes_folder(name)]
+        generated = [name for name in roots if not _has_folder(name)]
     elif not any(is_named):
         roots = dict.fromkeys(datasets, text)
         # With several datasets, a single folder may be meant for only some of them.
-        generated = [] if any(map(_takes_folder, datasets)) else list(datasets)
+        generated = [] if any(map(_has_folder, datasets)) else list(datasets)
     else:
         raise ConfigurationError(
             f"expected one folder for all datasets, or a folder for each dataset, got {text!r}",
@@ -167,7 +176,8 @@ def parse_data_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str
 
 def _synthetic_error(datasets: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"dataset {' and '.join(datasets)} has no folder, so a data folder has no effect",
+        f"dataset {' and '.join(datasets)} is not read from a folder, so a data folder has no "
+        "effect",
         hint=("--dataset", "folder", "--data-root", "{folder}"),
     )
 
@@ -175,22 +185,22 @@ def _synthetic_error(datasets: Sequence[str]) -> ConfigurationError:
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> dict[str, Any]:
-    """Compose the configuration of a task on a dataset, whose folder is `root`.
+    """Compose the configuration of a task on a dataset in the folder `root`.
 
-    For a dataset NAME:FOLDER, the folder replaces `root`.
+    If `dataset` is NAME:FOLDER, its folder replaces `root`.
     """
     name, own_root = split_dataset(dataset)
     base = [f"probe={task}", f"dataset={name}"]
     return compose_config("probing", [*base, *add_data_root(overrides, own_root or root)])
 
 
-def _takes_folder(dataset: str) -> bool:
-    """Return whether a dataset can have a folder, as datasets of other packages always can."""
+def _has_folder(dataset: str) -> bool:
+    """Return whether a dataset is read from a folder. For other packages, this is assumed."""
     is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
 
-def _without_broken_files(tasks: Sequence[str]) -> list[str]:
+def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
     """Return the tasks that can be imported, and print a message about every other task."""
     importable = []
     for task in tasks:

@@ -100,7 +100,7 @@ def matched_mean_iou(
 def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """Return the most frequent true class, and the counts if every pixel is predicted as it.
+    """Return the most frequent true class, and the counts if this class is predicted everywhere.
 
     Predicting any other single class gives no larger mean IoU or accuracy on these pixels.
     """
@@ -166,7 +166,7 @@ def object_counts(
     """Return the `ObjectCounts` of a mask.
 
     Args:
-        mask: Pixels of the object that was found.
+        mask: Predicted pixels of the object.
         truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
     """
     is_scored, is_true = truth != IGNORED, truth == 1
@@ -332,9 +332,9 @@ def _precision_within_rank(
     rank: int,
     needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Return the precision after boxes of a rank are added until each recall is reached.
+    """Return the precision when just enough boxes of a rank are added to reach each recall.
 
-    It is 0 if a recall needs no box of this rank.
+    It is 0 if a recall is reached without boxes of this rank.
 
     Args:
         correct: Cumulative number of correct boxes up to each rank.
@@ -353,7 +353,10 @@ def _precision_within_rank(
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
-    """Return pycocotools' index of a COCO instances file, or raise any error for another format."""
+    """Return pycocotools' index of the content of a COCO instances file.
+
+    If the content has another format, pycocotools may raise any exception.
+    """
     # pycocotools is imported here, because few commands need it.
     from pycocotools.coco import COCO
 

@@ -45,14 +45,17 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the parameters of a SLURM array, for each task, under submitit's names.
+    """Return the settings of a SLURM array under submitit's names.
 
-    A task that reaches its time limit in minutes is queued again. Without a partition, the array
-    uses the default partition of the cluster.
+    Args:
+        minutes: Time limit of each task. A task that reaches it is queued again.
+        gpus: Number of GPUs of each task.
+        cpus: Number of CPU cores of each task.
+        partition: Partition of the cluster (default: the cluster's default partition).
     """
     settings = {"timeout_min": minutes, "gpus_per_node": gpus, "cpus_per_task": cpus}
-    chosen = {"slurm_partition": partition} if partition else {}
-    return {"name": "ssl-bench", **settings, **chosen}
+    partition_setting = {"slurm_partition": partition} if partition else {}
+    return {"name": "ssl-bench", **settings, **partition_setting}
 
 
 def submit_array(

@@ -46,13 +46,16 @@ from ssl_bench.system.process import is_out_of_memory
 
 @dataclass(frozen=True)
 class Job:
-    """The results of one encoder, probe and dataset, for some or all requested blocks.
+    """The evaluation of one encoder with one probe on one dataset, for some or all blocks.
 
     Attributes:
         encoder: Identity of the encoder. Its weights are not loaded yet.
+        planned: The probe and the dataset.
         layers: Block indices, 0-based.
         is_share: Whether other jobs score the remaining requested blocks.
         dataset: Name of the scored images, such as "voc2012-limit8".
+        split: Name of the split of the scored images.
+        keys: Keys of all results of the job.
         pending: Keys of the results that are not computed yet.
         arguments: Arguments of `ssl-bench` that compute the pending results.
     """
@@ -142,9 +145,9 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
 
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
-    """Return the scored images of a plan, and the settings of its results.
+    """Return the scored images of a planned probe, and the settings of its results.
 
-    Settings of the probe are added later, because they depend on the encoder.
+    The settings of the probe itself are added later, because they depend on the encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -165,7 +168,7 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` shares, unless a result or a figure needs several of them."""
+    """Split the blocks into `count` shares, unless one result or figure needs several blocks."""
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
@@ -262,14 +265,14 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run up to `count` jobs at a time in processes of their own, and yield the outcome of each.
+    """Run up to `count` jobs at a time in separate processes, and yield the outcome of each job.
 
     The processes share the CPU cores. If a job runs out of memory, it is run again alone after all
-    other jobs. Each process sees the least used GPU of `devices`, which are values of
-    CUDA_VISIBLE_DEVICES, or all GPUs of this process if `devices` is empty.
+    other jobs. If `devices` contains values of CUDA_VISIBLE_DEVICES, each process sees the one that
+    the fewest jobs use. If it is empty, each process sees all GPUs of this process.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
-    # All numerical libraries read this variable.
+    # All numerical libraries read OMP_NUM_THREADS.
     threads = max(1, torch.get_num_threads() // count)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
@@ -291,7 +294,9 @@ def run_in_processes(
     for job, outcome in _run_pool(jobs, count, acquire_device):
         if outcome.ran_out_of_memory and count > 1:
             is_certain = is_out_of_memory(MachineError(outcome.error))
-            reason = "ran out of memory" if is_certain else "was killed (lack of memory?)"
+            reason = (
+                "ran out of memory" if is_certain else "was killed, perhaps for lack of memory,"
+            )
             say(f"{job.title} {reason} and is retried alone after the other jobs")
             retried.append(job)
         else:

@@ -19,15 +19,14 @@ from tests.support.web import WebServer
 
 cache_flop_counts()
 torch.set_num_threads(1)
-# The files of a test need not survive a power cut. Waiting for the disk took a tenth of the time.
+# The files of a test need not survive a power failure, and waiting for the disk takes long.
 os.fsync = lambda _: None
-# The objects of imported packages stay, so garbage collection need not visit them again. It took a
-# tenth of the time.
+# Garbage collection need not visit the objects of imported packages, which are never freed.
 gc.set_threshold(20_000, 20, 20)
 
 
-# A backward pass of tensors without values starts threads of autograd. After that, a forked process
-# cannot train.
+# A backward pass of meta tensors starts autograd threads, after which a forked process cannot
+# train. Therefore this file runs last.
 LAST = "test_graphs.py"
 
 
@@ -41,26 +40,26 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    # Python would report the frozen objects as leaks.
+    # Python would report the frozen objects as memory leaks.
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    """Fail a test that leaves a process running. The process would block the end of all tests."""
+def no_running_processes() -> Iterator[None]:
+    """Fail a test that leaves a process running, because pytest could not exit."""
     yield
-    left = active_children()
-    for one in left:
-        one.kill()
-        one.join()
-    assert not left
+    children = active_children()
+    for child in children:
+        child.kill()
+        child.join()
+    assert not children
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Return the folder of real data, or skip the test if it is absent."""
-    beside = Path(__file__).parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", beside))
+    default = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", default))
     if not folder.is_dir():
         pytest.skip(f"no real data in {folder}; set SSL_BENCH_TEST_DATA")
     return folder
@@ -82,7 +81,7 @@ def photos(shared_data: Path) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    """Yield a web server on this machine."""
+    """Yield a local web server."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with WebServer() as server:
         yield server
@@ -91,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Return the current folder, with `encoder.safetensors` and four images in `photos`."""
+    """Return a working directory with `encoder.safetensors` and four images in `photos`."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -100,13 +99,13 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of two short runs, which tests may only read."""
+    """Return a folder of two short runs. Tests must not change it."""
     return pretrain_two(tmp_path_factory.mktemp("pretrained"))
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty cache that trusts even files which were changed a moment ago."""
+    """Return an empty cache of digests that is also used for files that have just been changed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
@@ -116,11 +115,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that receives the name of each file whose content is read."""
     names: list[str] = []
-    whole = fingerprints._read
+    original = fingerprints._read
 
     def read(part: fingerprints.FilePart) -> bytes:
         names.append(part.file.name)
-        return whole(part)
+        return original(part)
 
     monkeypatch.setattr(fingerprints, "_read", read)
     return names
@@ -128,7 +127,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Yield Chromium without a window, or skip the test if it is not installed."""
+    """Yield a headless Chromium, or skip the test if it is not installed."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:

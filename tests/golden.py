@@ -1,12 +1,12 @@
 """Save or compare all numbers that the commands compute on small data.
 
-    python -m tests.golden write FILE       # minutes on one core
-    python -m tests.golden compare FILE     # exit 1 and a line for each value that differs
+    python -m tests.golden write FILE       # takes minutes on one core
+    python -m tests.golden compare FILE     # prints each value that differs, and exits with 1
 
-Three objectives train encoders with and without skips. Each run stops after five of ten steps and
-is resumed. Its weights and the log of each step are saved. Then all tasks evaluate these encoders
-and both demo encoders on small data. Value and interval of each record are saved. Values are
-identical to the last bit only on one machine with one version of torch.
+Each of three objectives trains an encoder with and one without skips. Each run stops after five of
+ten steps and is resumed. Its weights and the log of each step are saved. Then all tasks evaluate
+these encoders and both demo encoders on small data. The value and the interval of each record are
+saved. All values are bitwise identical only on the same machine with the same version of torch.
 """
 
 import contextlib
@@ -42,18 +42,18 @@ FEW = (
 )
 
 
-def values(folder: Path) -> dict[str, Any]:
-    """Return the values of steps and records, by name."""
-    found: dict[str, Any] = {}
-    photographs, runs = _photographs(folder / "photographs"), list[str]()
-    for objective, words in OBJECTIVES.items():
+def compute_values(folder: Path) -> dict[str, Any]:
+    """Return the values of all steps and records, by name."""
+    values: dict[str, Any] = {}
+    photographs, runs = _save_photographs(folder / "photographs"), list[str]()
+    for objective, options in OBJECTIVES.items():
         for model in ("skip", "skipless"):
             run = folder / f"{objective}_{model}"
-            words_of_run = [f"model=vit_tiny_{model}", *TINY, *words, "--out", str(run)]
+            words = [f"model=vit_tiny_{model}", *TINY, *options, "--out", str(run)]
             for steps, more in ((5, []), (10, ["--resume", "--extend"])):
-                _run("pretrain", *words_of_run, f"train.max_steps={steps}", *more)
-            found |= {f"{run.name} {row.get('step')}": row for row in log_rows(run)}
-            found[f"{run.name} weights"] = {
+                _run("pretrain", *words, f"train.max_steps={steps}", *more)
+            values |= {f"{run.name} {row.get('step')}": row for row in log_rows(run)}
+            values[f"{run.name} weights"] = {
                 name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
                 for name, tensor in load_file(run / "last.safetensors").items()
             }
@@ -64,10 +64,10 @@ def values(folder: Path) -> dict[str, Any]:
     root = ["--dataset", "folder", "--data-root", str(photographs)]
     _run("probe", "--task", "all", *root, "probe.num_images=2", *encoders)
     for record in ResultStore(folder / "results").records():
-        where = f"{record.model} {record.task} {record.dataset} {record.protocol} {record.seed}"
-        name = f"{where} {record.layer} {record.facet} {record.metric}"
-        found[name] = [record.value, record.ci95]
-    return found
+        name = f"{record.model} {record.task} {record.dataset} {record.protocol} {record.seed}"
+        name += f" {record.layer} {record.facet} {record.metric}"
+        values[name] = [record.value, record.ci95]
+    return values
 
 
 def _run(*words: str) -> None:
@@ -77,15 +77,15 @@ def _run(*words: str) -> None:
         sys.exit(f"exit code {code} of ssl-bench {' '.join(words)}")
 
 
-def _photographs(folder: Path) -> Path:
-    """Save four crops of each of scikit-learn's two photographs, as a class each."""
+def _save_photographs(folder: Path) -> Path:
+    """Save four crops of each of scikit-learn's two photographs, with one class per photograph."""
     for number, pixels in enumerate(load_sample_images().images):
+        parent = folder / f"class{number}"
+        parent.mkdir(parents=True)
         for part in range(4):
             top, left = 150 * (part // 2), 240 * (part % 2)
             image = Image.fromarray(pixels[top : top + 160, left : left + 240])
-            place = folder / f"class{number}" / f"{part}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            image.save(place)
+            image.save(parent / f"{part}.png")
     return folder
 
 
@@ -103,12 +103,12 @@ def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     mode, file = sys.argv[1], Path(sys.argv[2]).resolve()
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
-        # Convert values to JSON types, so that both sides of a comparison have the same types.
-        given = json.loads(json.dumps(values(Path(place))))
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        # JSON changes tuples to lists, so that values equal those that are read from a file.
+        values = json.loads(json.dumps(compute_values(Path(folder))))
     if mode == "write":
-        file.write_text(json.dumps(given, indent=1) + "\n")
-        print(f"{len(given)} values in {file}")
+        file.write_text(json.dumps(values, indent=1) + "\n")
+        print(f"{len(values)} values in {file}")
     else:
-        sys.exit(_compare(json.loads(file.read_text()), given))
+        sys.exit(_compare(json.loads(file.read_text()), values))

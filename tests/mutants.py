@@ -2,9 +2,9 @@
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
-Each fault is planted in a temporary copy of the checkout, which stays untouched: run it in the
-background and stop it whenever you like. It prints a line for each fault and exits with 1 if
-any fault is not caught.
+Each fault is planted in a temporary copy of the checkout. The checkout itself is not changed, so
+you can work in it, and stop the program at any time. The program prints a line for each fault and
+exits with 1 if any fault is not caught.
 """
 
 import argparse
@@ -28,21 +28,21 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-# Importing these takes longer than most tests, so the parent imports them once for all faults.
+# Importing these takes longer than most tests, so the parent process imports them once.
 HEAVY = (
     "torch", "torchvision", "torch._dynamo", "timm", "sklearn.cluster", "sklearn.metrics",
     "scipy.stats", "scipy.sparse.linalg", "skimage.measure", "pandas", "pyarrow.parquet", "cv2",
     "faiss", "hydra", "omegaconf", "matplotlib.pyplot", "jinja2", "jaxtyping", "beartype.door",
     "hypothesis", "tqdm", "safetensors.torch",
 )  # fmt: skip
-SELECTED = "not gpu and not browser"
+MARKERS = "not gpu and not browser"
 LIMIT_SECONDS = 900
 FORK = mp.get_context("fork")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault: the first `old` in `file` becomes `new`, and one of `tests` must fail."""
+    """A fault that replaces the first `old` in `file` by `new`. One of `tests` must fail."""
 
     name: str
     file: str
@@ -51,8 +51,9 @@ class Fault:
     tests: list[str]
 
     def plant(self, tree: Path) -> bool:
-        """Write the file anew, as it may be a hard link; return whether it contains `old`."""
+        """Plant the fault in a copy of the checkout. Return whether the file contains `old`."""
         path = tree / self.file
+        # The file is a hard link, so writing to it would change the other copies.
         text = path.read_text()
         path.unlink()
         path.write_text(text.replace(self.old, self.new, 1))
@@ -79,34 +80,26 @@ class FirstFailure:
             self.test = self.test or report.nodeid
 
 
-def run_pytest(tree: Path, tests: Sequence[str], answer: Connection) -> None:
-    """Run in a forked process; send pytest's exit code and the first test that failed."""
+def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
+    """Run tests in this forked process. Send pytest's exit code and the first test that fails."""
     os.setsid()
     os.chdir(tree)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A program in the background ignores this one.
+    # Python ignores this signal in a program that the shell started in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    elsewhere = [p for p in sys.path if Path(p).resolve() != ROOT.resolve()]
-    sys.path[:] = [str(tree), *elsewhere]
+    sys.path[:] = [str(tree), *(p for p in sys.path if Path(p).resolve() != ROOT.resolve())]
     os.environ["PYTHONPATH"] = str(tree)
     for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
     first = FirstFailure()
-    words = [
-        "-x",
-        "-m",
-        SELECTED,
-        f"--basetemp={tree}-tmp-{os.getpid()}",
-        "--hypothesis-seed=0",
-        *tests,
-    ]
-    answer.send((int(pytest.main(words, plugins=[first])), first.test))
+    words = ["-x", "-m", MARKERS, f"--basetemp={tree}-tmp-{os.getpid()}", "--hypothesis-seed=0"]
+    connection.send((int(pytest.main([*words, *tests], plugins=[first])), first.test))
 
 
-def first_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests in a tree; return the first that fails, or nothing if all pass."""
+def find_failure(tree: Path, tests: Sequence[str]) -> str:
+    """Run tests in a copy of the checkout. Return the first that fails, or "" if all pass."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -118,7 +111,7 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str:
     except EOFError:
         return "tests that end the process"
     finally:
-        # The tests' own processes are in the same group.
+        # Processes that the tests started are in the same process group.
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -131,33 +124,33 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
-    """Return the result for a fault. `passing` lists tests that pass without any fault."""
+    """Return the result for a fault. `passing` has the tests known to pass without any fault."""
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
         if not fault.plant(tree):
             return "OLD TEXT NOT FOUND"
-        test = first_failure(tree, fault.tests)
+        test = find_failure(tree, fault.tests)
     finally:
         shutil.rmtree(tree)
     if not test:
         return "SURVIVED"
     if "::" in test and test not in passing:
-        if first_failure(original, [test]):
+        if find_failure(original, [test]):
             return f"{test} FAILS WITHOUT THE FAULT"
         passing.add(test)
     return f"caught by {test}"
 
 
 def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Print a line for each fault; exit with 1 if any is not caught."""
+    """Print a line for each fault. Exit with 1 if any fault is not caught."""
     passing: set[str] = set()
-    fates = []
+    results = []
     for fault in faults:
         start = time.monotonic()
-        fates.append(check_fault(fault, original, passing))
-        print(f"{fault.name}: {fates[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
-    sys.exit(any(not fate.startswith("caught") for fate in fates))
+        results.append(check_fault(fault, original, passing))
+        print(f"{fault.name}: {results[-1]} ({time.monotonic() - start:.0f} s)", flush=True)
+    sys.exit(any(not result.startswith("caught") for result in results))
 
 
 def copy_checkout(folder: Path) -> None:
@@ -182,7 +175,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"not in tests/mutants.yaml: {', '.join(sorted(unknown))}")
     faults = [fault for fault in known if fault.name in options.names or not options.names]
 
-    # A signal ends the program in order, so that nothing of it stays behind.
+    # After a signal, the `finally` blocks still remove all files and processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ |= {"OMP_NUM_THREADS": "1", "SSL_BENCH_CHECK_SHAPES": "1"}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

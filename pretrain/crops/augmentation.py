@@ -1,11 +1,12 @@
-"""Flip, colour jitter, grey, blur, solarization and normalisation of a whole batch on its device.
+"""Augment and normalise a whole batch of crops on its device.
 
-Each view has its own random parameters. The parameters stay in CPU memory, so that the selection of
-views for an operation never waits for a GPU.
+The augmentations are flip, colour jitter, conversion to grey, blur and solarization. Each view has
+its own random parameters. The parameters stay in CPU memory, so that selecting the views for an
+operation never waits for a GPU.
 
-Source: the operations of torchvision.transforms.v2.functional for float images. Official DINO uses
-PIL on 8-bit images. PIL rounds after each operation, and it approximates a Gaussian blur by several
-box blurs.
+Source: the operations of torchvision.transforms.v2.functional for float images. The official DINO
+uses PIL on 8-bit images. PIL rounds after each operation and approximates a Gaussian blur by
+several box blurs.
 """
 
 from collections.abc import Callable
@@ -24,20 +25,20 @@ Rows = Int64[Tensor, " rows"]
 
 # Numbers of the four operations of colour jitter.
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
-# Red, green and blue in the luma of ITU-R 601-2.
+# Weights of red, green and blue in the luma of ITU-R 601-2.
 _GREY_WEIGHTS = (0.2989, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """The random parameters of each view, apart from those of its crop.
+    """The random parameters of each view, except those of its crop.
 
     Attributes:
         flip: Whether a view is flipped horizontally.
         jitter: Whether colour jitter is applied.
         order: Order in which BRIGHTNESS, CONTRAST, SATURATION and HUE are applied.
-        factors: Strength of the jitters, in the order of their numbers. The neutral strength is 0
-            for HUE and 1 for the other jitters.
+        factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A view
+            does not change with 0 for HUE and 1 for the other jitters.
         grey: Whether a view is converted to grey.
         blur_sigma: Standard deviation of the Gaussian blur in pixels, or 0 without blur.
         solarize: Whether a view is solarized.
@@ -52,7 +53,7 @@ class AugmentationParams:
     solarize: Bool[Tensor, " views"]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "AugmentationParams":
-        """Return the result of a function for the tensor of each parameter."""
+        """Apply a function to the tensor of each parameter, and return the new parameters."""
         return AugmentationParams(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
@@ -69,7 +70,7 @@ def augment(
     Args:
         pixels: Cropped views.
         params: Random parameters of the views, in CPU memory.
-        solarize_threshold: Solarization inverts values from this threshold on, in [0, 1].
+        solarize_threshold: Threshold in [0, 1]. Solarization inverts values at or above it.
         mean_std: Mean and standard deviation of each channel.
     """
     if pixels.is_cuda:
@@ -85,11 +86,10 @@ def augment(
 def _change_colours_on_cpu(
     pixels: UInt8[Tensor, "views 3 height width"], params: AugmentationParams
 ) -> Images:
-    """Flip, jitter and convert to grey only the views that need it.
+    """Flip, jitter and convert views to grey, and compute each operation only where it is needed.
 
-    `jitter_all` computes every jitter for every view. If it is false, each operation is computed
-    only for the views that need it. On one CPU core this is 2.5 to 5 times as fast for DINO's
-    crops, with bitwise equal results.
+    For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `jitter_all`, which computes
+    every jitter for every view. The results are bitwise identical.
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     apply_to_views(images, params.flip, lambda x, _: x.flip(-1))
@@ -103,7 +103,8 @@ def _change_colours_on_gpu(
 ) -> Images:
     """Flip, jitter and convert to grey with one compiled function for all views.
 
-    Computing only the selected views would launch many small kernels, which takes longer.
+    Computing each operation only for the views that need it would launch many small kernels, which
+    takes longer.
     """
     names = ("flip", "jitter", "order", "factors", "grey")
     flip, wanted, order, factors, grey = (
@@ -111,7 +112,7 @@ def _change_colours_on_gpu(
     )
     pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    # Contiguous, because a compiled function is compiled again for inputs with other strides.
+    # The inputs are made contiguous, because inputs with other strides cause another compilation.
     kinds, factors = order.T.contiguous(), factors.gather(1, order).T.contiguous()
     jitter_once = _compiled_jitter()
     for kind, factor in zip(kinds, factors, strict=True):
@@ -123,7 +124,7 @@ def _change_colours_on_gpu(
 
 @cache
 def _compiled_jitter() -> Callable[..., Images]:
-    # Compiled at the first use, because the import of the compiler takes three seconds.
+    # The compilation starts at the first use, because importing the compiler takes three seconds.
     return torch.compile(jitter_all, dynamic=False)
 
 
@@ -133,10 +134,10 @@ def jitter_all(
     kind: Int64[Tensor, " views"],
     factor: Float32[Tensor, " views"],
 ) -> Images:
-    """Apply one jitter to the wanted views, and return all views.
+    """Apply one jitter to each view in which `wanted` is true, and return all views.
 
     Each jitter is computed for each view, and the result is selected for each pixel. The compiled
-    function passes over the pixels only twice.
+    function reads the pixels only twice.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -149,12 +150,13 @@ def jitter(
     order: Int64[Tensor, "views kinds"],
     factors: Float32[Tensor, "views kinds"],
 ) -> None:
-    """Apply colour jitter to the wanted views in place, in the order of each view.
+    """Apply colour jitter in place, in the order of each view.
 
     Args:
         images: Images with values in [0, 1].
-        wanted: Views to change.
-        order: Order of the jitters, as in `AugmentationParams`. Without HUE there are three.
+        wanted: Whether each view is changed.
+        order: Order of the jitters, as in `AugmentationParams`. HUE may be missing, so that there
+            are three.
         factors: Strength of the jitters, as in `AugmentationParams`.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
@@ -168,7 +170,7 @@ def jitter(
 def apply_to_views(
     images: Images, wanted: Bool[Tensor, " views"], operation: Callable[[Images, Rows], Images]
 ) -> None:
-    """Apply `operation(views, rows)` to the wanted views, in place."""
+    """Apply `operation(views, rows)` in place to the views in which `wanted` is true."""
     rows = wanted.nonzero()[:, 0]
     if len(rows) == len(images):
         images.copy_(operation(images, rows))
@@ -202,7 +204,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
     red, green, blue = images.unbind(1)
     value, _ = images.max(dim=1)
     chroma = value - images.amin(dim=1)
-    # Grey pixels have no hue. Their divisor has no effect, because the chroma is 0.
+    # Grey pixels have no hue. Their divisor may be any number but 0, because the chroma is 0.
     divisor = torch.where(chroma == 0, 1, chroma)
     sixth = torch.where(
         value == red,
@@ -217,7 +219,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
 
 
 def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
-    """Return the luma of ITU-R 601-2."""
+    """Return the greyscale images, computed as luma by ITU-R 601-2."""
     red, green, blue = images.split(1, dim=1)
     return _GREY_WEIGHTS[0] * red + _GREY_WEIGHTS[1] * green + _GREY_WEIGHTS[2] * blue
 
@@ -225,8 +227,9 @@ def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
 def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
     """Apply a Gaussian blur with the standard deviation `sigma` in pixels to each view.
 
-    Pixels beyond the border are mirrored. The blur is a product with a height x height matrix and
-    a width x width matrix. On CPUs and GPUs it is faster than a convolution with a kernel per view.
+    Pixels beyond the border are mirrored. The blur is computed as products with a height x height
+    matrix and a width x width matrix. On CPUs and GPUs, this is faster than a convolution with one
+    kernel for each view.
     """
     height, width = images.shape[-2:]
     sigma = to_device(sigma, images.device)
@@ -235,7 +238,7 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
 
 
 def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "views {size} {size}"]:
-    """Return a matrix for each view. Row i has the weights of all pixels in the blurred pixel i."""
+    """Return a matrix for each view. Row i has the weights of all pixels for blurred pixel i."""
     i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
     j = i.T
     # Pixel j contributes at its own distance, and at the distances of its two mirror images. A

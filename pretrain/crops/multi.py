@@ -45,7 +45,7 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 @dataclass(frozen=True)
 class CropGroup:
-    """All 8-bit views of one size: the first views of all images, then the second views, ..."""
+    """All 8-bit views of one size: the first views of all images, then the second, and so on."""
 
     pixels: UInt8[Tensor, "views 3 size size"]
     params: AugmentationParams
@@ -64,8 +64,8 @@ class MultiCrop(ViewMaker):
     Attributes:
         global_scale: Minimum and maximum area of a global crop, as a share of the image's area.
         local_scale: Minimum and maximum area of a local crop, as a share of the image's area.
-        local_size: Side length of a local crop in pixels if the global crops have 224 pixels. For
-            other global crops it is scaled in proportion.
+        local_size: Side length of a local crop in pixels if that of the global crops is 224. For
+            another side length of the global crops, it is scaled in proportion.
         aspect_ratio: Minimum and maximum of width / height before resizing.
         brightness: Maximum relative change of brightness.
         hue: Maximum shift of the hue, as a share of the colour circle.
@@ -73,7 +73,8 @@ class MultiCrop(ViewMaker):
         blur_probability: Probabilities for the first global crop, the second and the local crops.
         solarize_probability: Probabilities for the first global crop, the second and the local
             crops.
-        solarize_threshold: Threshold from which solarization inverts values, 0 to 255.
+        solarize_threshold: Solarization inverts 8-bit values at or above this threshold. With 256
+            it inverts none.
 
     Source: `DataAugmentationDINO` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
@@ -117,7 +118,7 @@ class MultiCrop(ViewMaker):
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
-        """Return the global crops and the local crops of all images, not yet augmented."""
+        """Return the global crops and the local crops of all images, without augmentation."""
         images = [image_to_tensor(sample.image) for sample in samples]
         boxes, params = self.draw(generators, np.array([image.shape[:2] for image in images]))
         first_local, groups = 2 * len(images), []
@@ -129,7 +130,7 @@ class MultiCrop(ViewMaker):
                 for view_boxes in group_boxes
                 for image, box in zip(images, view_boxes, strict=True)
             ]
-            # One tensor in which the three values of a pixel are next to each other in memory.
+            # In this tensor, the three values of a pixel are next to each other in memory.
             stacked = torch.stack([pixels.permute(1, 2, 0) for pixels in crops])
             groups.append(CropGroup(stacked.permute(0, 3, 1, 2), params.map(itemgetter(rows))))
         return tuple(groups)
@@ -145,7 +146,7 @@ class MultiCrop(ViewMaker):
 
         Returns:
             Top, left, height and width of each box in pixels, and the parameters of all views. The
-            parameters of the first views of all images come first, then those of the second.
+            first views of all images come first, then the second views, and so on.
         """
         # Each generator is called only once, because a call takes longer than drawing the numbers.
         shape = (2 + self.num_locals, BOX_NUMBERS + _AUGMENTATION_NUMBERS)
@@ -181,7 +182,7 @@ class MultiCrop(ViewMaker):
     def join(
         self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
-        """Move the groups of several chunks of images to the device, and join them."""
+        """Copy the groups of several chunks of images to the device, and join them."""
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
         return tuple(
@@ -208,7 +209,7 @@ class MultiCrop(ViewMaker):
 
 
 def _flatten_views(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
-    """Return a tensor [views * images, ...]."""
+    """Convert an array [views, images, ...] to a tensor [views * images, ...]."""
     return torch.from_numpy(np.ascontiguousarray(values)).flatten(0, 1)
 
 
@@ -220,7 +221,7 @@ def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join the groups of several chunks of images. Each image has `num_views` views.
+    """Join the groups of several chunks of images, where each image has `num_views` views.
 
     In the result, the first views of all images come first.
     """

@@ -1,4 +1,4 @@
-"""Random resized crops: the base class of view makers, and the crops of MAE."""
+"""The base class of view makers, and random resized crops, as in MAE."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from ssl_bench.models.encoder import IMAGENET_NORMALIZATION, Normalization
 # Attempts to place a box inside the image.
 _ATTEMPTS = 10
 BOX_NUMBERS = 2 * _ATTEMPTS + 2
-"""Number of random numbers for a box."""
+"""Number of random numbers that determine a box."""
 
 Samples = Iterable[Sample]
 Generators = Iterable[np.random.Generator]
@@ -28,11 +28,11 @@ Generators = Iterable[np.random.Generator]
 
 
 class ViewMaker(ABC):
-    """Turns samples into views. `cut` runs in CPU workers, and `finish` runs on the device.
+    """A converter of samples to views. `cut` runs in data workers, and `finish` on the device.
 
-    A DataLoader transfers the result of `cut`. The loader turns tuples into lists, and calls the
-    method `pin_memory` of other objects. The result must therefore be a tensor, a list of tensors,
-    or an object of a class such as `LabelledCrops`.
+    A DataLoader transfers the result of `cut`. It turns tuples into lists, and calls the method
+    `pin_memory` of other objects. The result must therefore be a tensor, a list of tensors, or an
+    object with this method, such as `LabelledCrops`.
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
@@ -51,15 +51,15 @@ class ViewMaker(ABC):
 
         Args:
             samples: Images with their labels.
-            generators: Source of the random numbers for each sample.
+            generators: One random generator for each sample.
             sizes: Side lengths in pixels, as returned by `sizes`.
         """
 
     def join(self, chunks: Iterable[Any], device: torch.device) -> Any:
         """Join several results of `cut` on the device.
 
-        The joined views are the same as if all samples were cut at once.
-        Each chunk is copied as soon as it arrives, which frees the shared memory of its worker.
+        The result is the same as if all samples had been cut at once. Each chunk is copied as soon
+        as it arrives, which frees the shared memory of its worker.
         """
         return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
 
@@ -78,7 +78,7 @@ class ViewMaker(ABC):
 
 @dataclass(frozen=True)
 class PlainCrop(ViewMaker):
-    """A random resized crop and a random horizontal flip, without labels or changes of colour.
+    """A random resized crop and a random horizontal flip, without labels or colour changes.
 
     Attributes:
         scale: Minimum and maximum area of the crop, as a share of the image's area.
@@ -126,7 +126,7 @@ def check_ranges(**ranges: Sequence[float]) -> None:
     """Check that the minimum of each range is positive and does not exceed the maximum.
 
     Raises:
-        ConfigurationError: A range is invalid. The message contains the name of the argument.
+        ConfigurationError: A range is invalid. The message contains its name.
     """
     for name, (low, high) in ranges.items():
         if not 0 < low <= high:
@@ -144,7 +144,8 @@ def place_boxes(
     """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Numbers in [0, 1): ten for the area, ten for the aspect ratio, two for the place.
+        numbers: Numbers in [0, 1): ten for the area, ten for the aspect ratio, two for the
+            position.
         image_sizes: Height and width of each image in pixels.
         scales: Minimum and maximum area, as a share of the image's area.
         aspect_ratio: Minimum and maximum of width / height.
@@ -180,8 +181,9 @@ def crop(
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Cut a box out of an image and resize it to a square with antialiased bicubic interpolation.
 
-    PyTorch's 8-bit kernel differs from PIL by at most two grey levels and is several times as fast.
-    The three values of a pixel stay next to each other in memory, which saves two copies.
+    PyTorch's 8-bit kernel is several times as fast as PIL, and its results differ by at most two
+    grey levels. The three values of a pixel stay next to each other in memory, which saves two
+    copies.
 
     Args:
         image: 8-bit RGB image.
@@ -194,8 +196,8 @@ def crop(
 
 
 def image_to_tensor(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
-    """Return a tensor that shares the memory of an image. Read-only images are copied.
+    """Return an image as a tensor that shares its memory. Read-only images are copied.
 
-    PyTorch warns if a tensor shares read-only memory.
+    PyTorch prints a warning if a tensor shares read-only memory.
     """
     return torch.from_numpy(image if image.flags.writeable else image.copy())

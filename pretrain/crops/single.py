@@ -1,7 +1,7 @@
 """The crops of supervised training: one randomly augmented view of each image, and its class.
 
 The augmentations are those of timm's recipes. RandAugment changes colours and geometry. Cutout and
-random erasing replace rectangles. Mixup and CutMix mix pairs of images and their classes.
+random erasing fill rectangles. Mixup and CutMix mix pairs of images and their classes.
 """
 
 import math
@@ -30,7 +30,7 @@ from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_NORMALIZATION, Norm
 from ssl_bench.system.device import to_device
 
 Edges = Int64[np.ndarray, " 4"]
-"""Top, bottom, left and right edge of a rectangle in pixels, which may be outside of the image.
+"""Top, bottom, left and right edge of a rectangle in pixels. Edges may lie outside the image.
 
 The row of the bottom edge and the column of the right edge do not belong to the rectangle.
 """
@@ -40,53 +40,54 @@ _Argument = Callable[[float], int | float]
 
 # Brightness, contrast and saturation, without hue.
 _NUM_JITTERS = 3
-# Fields of `LabelledCrops` with one row for each image: those for the device, and those that stay
-# in CPU memory.
+# Fields of `LabelledCrops` with one row for each image: those that are copied to the device, and
+# those that stay in CPU memory.
 _ON_DEVICE = ("pixels", "labels")
 _ON_CPU = ("order", "factors", "cutout", "erased")
-# Attempts of random erasing, and the ranges of the area as a share of the image, and of the ratio
-# height / width.
+# Random erasing: number of attempts, range of the area as a share of the image, and range of the
+# ratio height / width.
 _ATTEMPTS = 10
 _AREA = (0.02, 1 / 3)
 _ASPECT_RATIO = (0.3, 1 / 0.3)
 _MAX_MAGNITUDE = 10
 # Probability with which RandAugment applies an operation, and with which it negates a level.
 _HALF = 0.5
-# Colour of pixels from outside of the image.
+# Colour of pixels that lie outside the image before a geometric operation.
 _FILL = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
 _POSTERIZE = "PosterizeIncreasing"
 
 
-def _signed(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return the entry of an operation whose argument is linear in a level that may be negated."""
+def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
+    """Return an entry of `OPERATIONS` whose level may be negated: center + largest * level."""
     return lambda level: center + largest * level, True
 
 
-# timm's operations in timm's order. Each has a function from a level in [0, 1] to the argument, and
-# a flag whether the level is negated with probability 0.5. Three operations take no argument.
+# timm's operations in timm's order. An entry contains a function that computes the argument from a
+# level in [0, 1], and whether the level is negated with probability 0.5. Three operations take no
+# argument.
 OPERATIONS: dict[str, tuple[_Argument | None, bool]] = {
     "AutoContrast": (None, False),
     "Equalize": (None, False),
     "Invert": (None, False),
-    "Rotate": _signed(30.0),
+    "Rotate": _make_signed_operation(30.0),
     _POSTERIZE: (lambda level: 4 - int(4 * level), False),
     "SolarizeIncreasing": (lambda level: 256 - int(256 * level), False),
     "SolarizeAdd": (lambda level: int(110 * level), False),
-    "ColorIncreasing": _signed(0.9, center=1.0),
-    "ContrastIncreasing": _signed(0.9, center=1.0),
-    "BrightnessIncreasing": _signed(0.9, center=1.0),
-    "SharpnessIncreasing": _signed(0.9, center=1.0),
-    "ShearX": _signed(0.3),
-    "ShearY": _signed(0.3),
-    "TranslateXRel": _signed(0.45),
-    "TranslateYRel": _signed(0.45),
+    "ColorIncreasing": _make_signed_operation(0.9, center=1.0),
+    "ContrastIncreasing": _make_signed_operation(0.9, center=1.0),
+    "BrightnessIncreasing": _make_signed_operation(0.9, center=1.0),
+    "SharpnessIncreasing": _make_signed_operation(0.9, center=1.0),
+    "ShearX": _make_signed_operation(0.3),
+    "ShearY": _make_signed_operation(0.3),
+    "TranslateXRel": _make_signed_operation(0.45),
+    "TranslateYRel": _make_signed_operation(0.45),
 }
 _NAMES = list(OPERATIONS)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Describes how a micro-batch is mixed with the same images in reverse order.
+    """The way in which a micro-batch is mixed with the same images in reverse order.
 
     The first image is mixed with the last, the second with the last but one, and so on. If the
     number of images is odd, the middle image stays unchanged.
@@ -108,12 +109,13 @@ class LabelledCrops:
     Attributes:
         pixels: One crop of each image.
         labels: Class of each image.
-        order: Permutation of the numbers 0 to 2 of brightness, contrast and saturation.
-        factors: Strength of the three jitters, in the order of their numbers.
+        order: Order in which brightness (0), contrast (1) and saturation (2) are jittered.
+        factors: Strength of the three jitters: brightness, contrast and saturation.
         cutout: Edges of the square that Cutout replaces.
-        erased: Edges of the rectangle that becomes noise. All edges are 0 if nothing is erased.
-        noise_seed: Seed of the noise for the whole part.
-        mixture: Mixture for the whole part.
+        erased: Edges of the rectangle that is filled with noise. All edges are 0 if nothing is
+            erased.
+        noise_seed: Seed of the noise for the whole micro-batch.
+        mixture: Mixture of the whole micro-batch.
     """
 
     pixels: UInt8[Tensor, "batch 3 size size"]
@@ -143,22 +145,22 @@ class SingleCrop(ViewMaker):
     Attributes:
         scale: Minimum and maximum area of the crop, as a share of the image's area.
         aspect_ratio: Minimum and maximum of width / height before resizing.
-        num_ops: Number of RandAugment operations drawn for each crop. Each is applied with
-            probability 0.5. Without RandAugment the number is 0.
-        magnitude: Mean strength of the operations of RandAugment.
-        magnitude_deviation: Standard deviation of the strength of the operations.
+        num_ops: Number of RandAugment operations drawn for each crop, or 0 for no RandAugment. Each
+            operation is applied with probability 0.5.
+        magnitude: Mean magnitude of RandAugment's operations, in [0, 10].
+        magnitude_deviation: Standard deviation of the magnitude of RandAugment's operations.
         color_jitter: Maximum relative change of brightness, contrast and saturation, in random
             order. The recipes of DeiT and its successors specify a value, but timm ignores it if
             RandAugment is used (timm 1.0.31, timm/data/transforms_factory.py, line 187). Use 0 for
             these recipes.
-        cutout: Side length in pixels of a square that is filled with the mean colour. Without
-            Cutout it is 0. The center of the square may be anywhere in the crop.
+        cutout: Side length in pixels of a square that is filled with the mean colour, or 0 for no
+            Cutout. The center of the square may be anywhere in the crop.
         erasing_probability: Probability that a rectangle is filled with noise. `draw_rectangle`
             describes its size.
-        mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0
-            without mixup.
+        mixup: Parameter a of the distribution Beta(a, a) from which mixup draws weights, or 0 for
+            no mixup.
         cutmix: Parameter a of the distribution Beta(a, a) from which CutMix draws shares of the
-            area, or 0 without CutMix.
+            area, or 0 for no CutMix.
         mix_probability: Probability that the images of a micro-batch are mixed.
         switch_probability: Probability of CutMix if both mixup and CutMix are used.
 
@@ -184,7 +186,7 @@ class SingleCrop(ViewMaker):
         PlainCrop(self.scale, self.aspect_ratio)  # checks the ranges
 
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
-        """Crop each image, apply RandAugment and draw the parameters of other augmentations."""
+        """Crop each image, apply RandAugment, and draw the parameters of later augmentations."""
         samples, generators, size = list(samples), list(generators), sizes[0]
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = []
@@ -232,8 +234,8 @@ class SingleCrop(ViewMaker):
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
-        "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6, where boxes with an odd side
-        length are one pixel smaller.
+        "batch". DeiT, MAE and Xu et al. (2024) used timm 0.3 to 0.6. In these versions, boxes with
+        an odd side length are one pixel smaller.
         """
         mixup, cutmix = self.mixup, self.cutmix
         if not (mixup or cutmix) or generator.random() >= self.mix_probability:
@@ -243,7 +245,7 @@ class SingleCrop(ViewMaker):
             has_box = generator.random() < self.switch_probability
         if not has_box:
             return Mixture(generator.beta(mixup, mixup))
-        # The center of the box may be anywhere. Only the part inside the image counts.
+        # The center of the box may be anywhere in the image. The box is clipped to the image.
         side = int(size * (1 - generator.beta(cutmix, cutmix)) ** 0.5)
         edges = []
         for center in generator.integers(0, size, size=2).tolist():
@@ -254,7 +256,8 @@ class SingleCrop(ViewMaker):
     def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """Move the crops of several chunks to the device, and join them.
 
-        The first chunk determines the noise and the mixture, because it contains the first image.
+        The first chunk determines the noise and the mixture, because it contains the first image of
+        the micro-batch.
         """
         copies = []
         for chunk in chunks:
@@ -292,7 +295,7 @@ class SingleCrop(ViewMaker):
 def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
     """Return the argument of an operation of RandAugment for a level in [0, 1].
 
-    `negate` has no effect on operations whose level has no sign.
+    `negate` has no effect on operations whose level cannot be negated.
     """
     argument, is_signed = OPERATIONS[name]
     return 0 if argument is None else argument(-level if negate and is_signed else level)
@@ -303,7 +306,7 @@ def apply_operations(
 ) -> UInt8[Tensor, "3 height width"]:
     """Apply operations of RandAugment one after the other.
 
-    The operations of PIL are two to three times as fast as operations on tensors.
+    The operations use PIL, which is two to three times as fast as operations on tensors.
     """
     # Imported here, because timm is slow to import and only supervised training needs it. The
     # parent process cuts a blank image, and so imports timm, before it forks data workers.
@@ -315,7 +318,7 @@ def apply_operations(
     options = {"fillcolor": _FILL, "resample": Image.Resampling.BICUBIC}
     for name, argument in operations:
         if (name, argument) == (_POSTERIZE, 0):
-            # Without any bit the image is black. Pillow refuses this argument.
+            # An image with 0 bits per channel is black. Pillow rejects this argument.
             image = Image.new("RGB", image.size)
         else:
             arguments = [] if OPERATIONS[name][0] is None else [argument]
@@ -335,8 +338,8 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
     """Draw the rectangle of random erasing, or return zeros if nothing is erased.
 
-    The area is between 2 % and a third of the image, and the ratio height / width between 0.3 and
-    1 / 0.3. Nothing is erased with probability 1 - `probability`, or if ten attempts do not fit
+    The area is between 2 % and a third of the image, and the ratio height / width between 0.3 and 1
+    / 0.3. Nothing is erased with probability 1 - `probability`, or if none of ten attempts fits
     into the image.
 
     Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
@@ -356,8 +359,8 @@ def draw_rectangle(generator: np.random.Generator, size: int, probability: float
 def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
     """Fill a rectangle of each normalised image with standard normal noise, in place.
 
-    Source: `RandomErasing` of timm in mode "pixel". The same seed gives other noise on another kind
-    of device.
+    Source: `RandomErasing` of timm in mode "pixel". The same seed gives different noise on
+    different kinds of devices.
     """
     generator = torch.Generator(images.device).manual_seed(seed)
 

@@ -24,10 +24,11 @@ from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import disable_autocast
 
-# Distance from 0 and from ln(out_dim) that counts as collapse, as a share of ln(out_dim).
+# A loss or entropy counts as collapsed within this distance of 0 or of ln(out_dim). The unit is
+# ln(out_dim).
 _COLLAPSE_MARGIN = 0.005
-# Number of prototypes whose logits are computed at once. On a CPU, the logits fit into its caches.
-# On a GPU, the kernels are large enough to hide the cost of their launches.
+# Number of prototypes whose logits are computed at once. On a CPU, these logits fit into the
+# caches. On a GPU, the kernels are large enough to hide the cost of launching them.
 _CHUNK = {"cpu": 2_048, "cuda": 8_192}
 
 
@@ -37,14 +38,14 @@ class Dino(Objective):
 
     Attributes:
         out_dim: Number of prototypes. Small datasets need 8,192 or fewer.
-        norm_last_layer: Whether all prototypes keep the length 1. Training is then more stable and
-            the encoder slightly less accurate.
-        freeze_last_layer_epochs: Number of epochs before the last layer is trained. The default is
-            1 epoch, but at most a tenth of the run.
+        norm_last_layer: Whether all prototypes are kept L2-normalised. Training is then more
+            stable, but the encoder is slightly less accurate.
+        freeze_last_layer_epochs: Number of epochs at the start of the run in which the last layer
+            is not trained. The default is 1 epoch, but at most a tenth of the run.
         teacher_temperature_epochs: Number of epochs in which the temperature of the teacher rises.
             The default is 30 epochs, but at most three tenths of the run.
-        momentum: Momentum of the teacher at the first step, from which it rises to 1. For batch 256
-            on ImageNet use 0.9995, and for a few thousand steps 0.99 or less.
+        momentum: Momentum of the teacher at the first step, from which it rises to 1. Use 0.9995
+            for ImageNet with a batch of 256, and 0.99 or less for a few thousand steps.
 
     Source: https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
@@ -73,7 +74,7 @@ class Dino(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """Return a learner whose teacher equals its student. Class names are ignored.
+        """Return a learner whose teacher is a copy of its student. Class names are ignored.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer.
@@ -106,7 +107,7 @@ class DinoLearner(Learner):
         self.frozen_steps = LAST_LAYER_FREEZE.count_steps(
             options.freeze_last_layer_epochs, timeline
         )
-        # Mean output of the teacher for each part of the current batch.
+        # Mean output of the teacher for each micro-batch of the current batch.
         self._teacher_means: list[Tensor] = []
 
     @property
@@ -125,12 +126,13 @@ class DinoLearner(Learner):
         Args:
             network: The student, possibly wrapped for several devices.
             views: The global crops [2 * batch, 3, H, W], then the local crops if there are any.
-                The first crops of all images come first, then the second crops of all images.
+                Each tensor contains the first crops of all images, then the second crops of all
+                images, and so on.
             step: Number of the optimizer step, from 0.
 
         Returns:
-            The loss in nats. For the log, the entropy of the teacher in nats, the KL divergence
-            between teacher and student in nats, and the norm of the centre.
+            The loss in nats, and values for the log: the entropy of the teacher in nats, the KL
+            divergence between teacher and student in nats, and the norm of the centre.
         """
         targets, entropy = self._targets(views[0], self.teacher_temperature(step))
         embeddings, directions, lengths = network(views)
@@ -175,8 +177,8 @@ class DinoLearner(Learner):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Move the centre towards the teacher's mean output, and the teacher towards the student.
 
-        The centre changes once per batch. The number of micro-batches therefore has no effect. The
-        centre stays unchanged if a gradient or the mean output is not finite.
+        The centre changes once per batch, so the number of micro-batches has no effect. The centre
+        does not change if a gradient or the mean output is not finite.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
         self._teacher_means.clear()
@@ -261,14 +263,18 @@ class DinoHead(nn.Module):
         )
 
     def forward(self, features: Float[Tensor, "images dim"]) -> Float[Tensor, "images bottleneck"]:
-        """Return embeddings of length 1. The last layer is applied elsewhere."""
+        """Return L2-normalised embeddings.
+
+        `last_layer` is not applied here, because the loss multiplies by the prototypes in chunks.
+        """
         return F.normalize(self.mlp(features), dim=1)
 
 
 class Prototypes(nn.Module):
     """A linear layer with weight normalisation.
 
-    Row i of the weights has the direction of row i of `weight_v` and the length `weight_g[i]`.
+    Row i of the weight matrix has the direction of row i of `weight_v` and the length
+    `weight_g[i]`.
     """
 
     def __init__(self, in_dim: int, out_dim: int, *, trained_length: bool) -> None:
@@ -292,19 +298,20 @@ def cross_view_loss(
 ) -> Float[Tensor, ""]:
     """Compute the mean cross-entropy over all pairs of a student view and a different teacher view.
 
-    Let z be the logits of a student view. Let q be the mean probabilities of the m teacher views
-    other than this view. For a view that the teacher sees too, m is 1, otherwise 2. The terms of
-    the student view sum to m (logsumexp(z) - <q, z>) with the gradient m (softmax(z) - q).
+    Let z be the logits of a student view. Let q be the mean of the teacher's probabilities over the
+    m teacher views that differ from this view. The number m is 1 for the two views that the teacher
+    sees, and 2 for the others. The loss terms of the student view sum to m (logsumexp(z) - <q, z>),
+    and their gradient is m (softmax(z) - q).
 
-    To save memory, the student's logits exist for one chunk of prototypes at a time. They are
-    computed twice, once for the normalisers and once for the gradient. Matrix products use the
+    To save memory, the student's logits are computed for one chunk of prototypes at a time. They
+    are computed twice, once for the normalisers and once for the gradient. Matrix products use the
     dtype of autocast.
 
     Args:
         embeddings: Outputs of the student's head. The teacher sees the first two views.
-        directions: Directions of the prototypes as vectors of any length except 0.
-        lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * directions).T
-            / temperature after the directions are scaled to length 1.
+        directions: Directions of the prototypes, as vectors of any non-zero length.
+        lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * unit).T /
+            temperature, where `unit` contains the L2-normalised directions.
         targets: Probabilities of the teacher for each prototype.
         temperature: Temperature of the student.
 
@@ -328,7 +335,7 @@ class _CrossView(torch.autograd.Function):
     ) -> Tensor:
         views, batch, _ = embeddings.shape
         share = 1 / ((2 * views - 2) * batch)
-        # m divided by the number of all terms, for each view.
+        # For each view, m divided by the number of all pairs.
         mass = torch.full((views, 1, 1), 2 * share, device=embeddings.device, dtype=targets.dtype)
         mass[:2] = share
         student = embeddings.to(_product_dtype(embeddings))
@@ -341,7 +348,7 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Return scaled prototypes, student logits, and targets for the two global views.
+            """Return scaled prototypes, the student's logits, and targets for the two global views.
 
             The target of a global view is the teacher's output for the other global view. The mean
             of the two targets is the target of every local view.
@@ -391,8 +398,9 @@ def compute_logits(
     """Return embeddings @ weights.T in float32, or in float64 if a factor is float64.
 
     The factors are converted to the dtype of autocast. A GPU sums products of bfloat16 numbers in
-    float32, and the sums are not rounded to bfloat16. A cosine rounded to bfloat16 and divided by a
-    temperature of 0.04 would be wrong by up to 0.05. On a GPU, bfloat16 logits have no gradient.
+    float32. The sums are not rounded to bfloat16. Otherwise a cosine that is divided by a
+    temperature of 0.04 would be wrong by up to 0.05. On a GPU, logits of bfloat16 factors have no
+    gradient.
     """
     dtype = _product_dtype(embeddings)
     embeddings, weights = embeddings.to(dtype), weights.to(dtype)
@@ -406,6 +414,6 @@ def compute_logits(
 def _product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast would compute a matrix product with this tensor."""
     device = tensor.device.type
-    # Autocast does not exist for meta tensors, which are used to count operations.
+    # Tensors on the device "meta", which are used to count operations, have no autocast.
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else tensor.dtype

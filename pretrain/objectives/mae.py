@@ -1,4 +1,4 @@
-"""MAE: the encoder sees a part of the patches, and a small decoder predicts the other patches."""
+"""MAE: the encoder sees some of the patches, and a small decoder predicts the other patches."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_
 
 # Added to the variance of a patch.
 _EPS = 1e-6
-# A decoder has learned something if its loss is below this share of the mean prediction's loss.
+# A decoder counts as trained if its loss is below this share of the loss of predicting the mean.
 _LEARNED_SHARE = 0.99
 # Standard deviation of the decoder's initial weights outside its blocks.
 _STD = 0.02
@@ -33,14 +33,13 @@ class Mae(Objective):
     """Hyperparameters of MAE.
 
     The published decoder for ViT-B and larger encoders has a width of 512, 8 blocks and 16 heads.
-    The default decoder is meant for ViT-S. As in the paper, the width of the decoder is two
-    thirds of the encoder's width, and the width of a head is 32.
+    The default decoder is meant for ViT-S. As in the paper, the decoder has two thirds of the
+    encoder's width, and its heads have a width of 32.
 
     Attributes:
         mask_ratio: Share of the patches that the encoder does not see.
-        normalised_pixels: Whether the pixels of each target patch are standardised. Standardised
-            pixels have mean 0 and standard deviation 1 in each patch. Otherwise the targets are the
-            normalised pixels of the image.
+        normalised_pixels: Whether the pixels of each target patch are shifted and scaled to mean 0
+            and standard deviation 1. Otherwise the targets are the pixels of the normalised image.
         gray_decoder: Whether the blocks of the decoder apply the token graying of the encoder.
 
     Source: https://arxiv.org/abs/2111.06377, and
@@ -76,8 +75,9 @@ class Mae(Objective):
         """Return a learner with an encoder and a decoder. Class names are ignored.
 
         Raises:
-            ConfigurationError: The model is not a Vision Transformer, has too few patches or does
-                not gray tokens although the decoder should.
+            ConfigurationError: The model is not a Vision Transformer, the mask ratio hides none or
+                all of its patches, or `gray_decoder` is true but the encoder does not gray its
+                tokens.
         """
         del timeline, class_names
         model = require_vit(model, "mae", "other encoders cannot leave out patches")
@@ -92,8 +92,8 @@ class Mae(Objective):
         num_visible = math.floor(num_patches * (1 - self.mask_ratio) + 1e-9)
         if not 0 < num_visible < num_patches:
             raise ConfigurationError(
-                f"objective.mask_ratio={self.mask_ratio} shows {num_visible} of {num_patches} "
-                "patches, expected some but not all. Change the ratio or use larger images"
+                f"objective.mask_ratio={self.mask_ratio} leaves {num_visible} of {num_patches} "
+                "patches visible, expected some but not all. Change the ratio or use larger images"
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "decoder"))
@@ -116,8 +116,8 @@ class MaeLearner(Learner):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Compute the mean squared error of the pixels in the hidden patches.
 
-        PyTorch's global generator draws the patches to hide, and the trainer seeds it at each step.
-        Two micro-batches therefore get other masks than one batch of the same images.
+        The patches to hide are drawn from PyTorch's global generator, which the trainer seeds at
+        each step. Two micro-batches therefore get other masks than one batch of the same images.
 
         Args:
             network: The student, possibly wrapped for several devices.
@@ -126,8 +126,8 @@ class MaeLearner(Learner):
 
         Returns:
             The loss, and `mean_loss` for the log. `mean_loss` is the loss of a decoder that
-            predicts the mean of each hidden patch. If the target pixels are not normalised, that
-            decoder predicts the mean colour of all hidden pixels of an image.
+            predicts the mean of each hidden patch. If `normalised_pixels` is false, the prediction
+            is the mean colour of all hidden pixels of the image.
         """
         del step
         (images,) = views
@@ -145,7 +145,7 @@ class MaeLearner(Learner):
         return loss, {"mean_loss": targets.square().mean()}
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
-        """Return the pixels of each patch, normalised if the options say so."""
+        """Return the pixels of each patch, normalised if `normalised_pixels` is true."""
         patches = patchify(images, self.student.backbone.config.patch_size)
         if not self.options.normalised_pixels:
             return patches
@@ -153,7 +153,7 @@ class MaeLearner(Learner):
         return (patches - mean) / (variance + _EPS).sqrt()
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if the decoder is not better than a prediction of the mean."""
+        """Return an error if the decoder is no better than one that predicts the mean."""
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
         return ConfigurationError(
@@ -188,9 +188,9 @@ class MaeNetwork(nn.Module):
     def encode(
         self, images: Images, visible: Int64[Tensor, "batch visible"]
     ) -> Float[Tensor, "batch tokens dim"]:
-        """Return [CLS], registers and the tokens of the visible patches, as given by the encoder.
+        """Return the output of the encoder for [CLS], registers and the visible patches.
 
-        The other patches enter no block of the encoder.
+        No block of the encoder processes the other patches.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)
@@ -238,7 +238,7 @@ class MaeDecoder(nn.Module):
         Args:
             tokens: Output of the encoder: [CLS], registers and visible patches.
             order: A permutation of the patch numbers for each image. The visible patches come
-                first, in the order of their tokens.
+                first, in the order of `tokens`.
         """
         tokens, num_prefix = self.embed(tokens), self.num_prefix_tokens
         prefix, visible = tokens[:, :num_prefix], tokens[:, num_prefix:]
@@ -254,7 +254,7 @@ class MaeDecoder(nn.Module):
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
     """Return the pixels of all patches in row-major order.
 
-    The pixels of a patch are in row-major order, too. Each pixel has three consecutive values.
+    The pixels of a patch are in row-major order, too. The three values of a pixel are consecutive.
     """
     tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # batch 3 rows height cols width -> batch rows cols height width 3
@@ -264,5 +264,5 @@ def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches va
 def gather_patches(
     values: Float[Tensor, "batch patches dim"], numbers: Int64[Tensor, "batch selected"]
 ) -> Float[Tensor, "batch selected dim"]:
-    """Return the values of the patches whose numbers are given for each image."""
+    """Select patches of each image by their numbers."""
     return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))

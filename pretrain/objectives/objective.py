@@ -1,6 +1,7 @@
-"""Base classes of pretraining objectives: `Objective` has the options, `Learner` computes the loss.
+"""Base classes of objectives: `Objective` contains the options, `Learner` computes the loss.
 
-The trainer knows an objective only through these classes. Views of images go in, a loss comes out.
+The trainer accesses an objective only through these classes. It passes views of images, and gets a
+loss.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +18,13 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
 
 Views = Sequence[Tensor]
-"""Images, one tensor for each image size, and other inputs of a loss, such as labels."""
-# Separates the random numbers of heads and decoders from those of pretrain/batches.py.
+"""One tensor of images for each image size, and other inputs of a loss, such as labels."""
+# First number of each seed for heads and decoders. pretrain/batches.py uses other first numbers.
 _PART = 3
 
 
 class Learner(nn.Module, ABC):
-    """The trained networks and their loss. The optimizer is not part of a learner.
+    """The networks to train and their loss, without the optimizer.
 
     Attributes:
         options: The objective that built this learner.
@@ -48,7 +49,7 @@ class Learner(nn.Module, ABC):
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules to compile, whose inputs must have the same shapes at each step."""
+        """Return the modules to compile. Their inputs must have the same shapes at each step."""
         return self.encoders
 
     @abstractmethod
@@ -58,19 +59,20 @@ class Learner(nn.Module, ABC):
         """Compute the loss of a micro-batch.
 
         Args:
-            network: The student. With several devices, it is wrapped in DistributedDataParallel.
+            network: The student. If there are several processes, it is wrapped in
+                DistributedDataParallel.
             views: Views as returned by `ViewMaker.finish`.
             step: Number of the optimizer step, from 0.
 
         Returns:
-            The loss, and scalar tensors without gradients for the log by name.
+            The loss, and values for the log: scalar tensors without gradients, by name.
         """
 
     def freeze_gradients(self, step: int) -> None:
         """Remove the gradients of parameters that this optimizer step must not change."""
 
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
-        """Update networks that follow the student. The optimizer has already changed the student.
+        """Update the networks that follow the student, after the optimizer has updated the student.
 
         Args:
             step: Number of the optimizer step, from 0.
@@ -84,29 +86,29 @@ class Learner(nn.Module, ABC):
         return {}
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if this row of the log is typical of a failed training, or None.
+        """Return an error if this row of the log is typical of a failed run, or None if not.
 
-        The log raises the error if `train.collapse_patience` consecutive rows are typical of a
-        failed training. The hint of the error names options that may help.
+        The error is raised after `train.collapse_patience` consecutive rows of this kind. Its hint
+        recommends options that may help.
         """
         del row
 
 
-class Measuring(ABC):
-    """Evaluates a learner every few epochs without changing the learner.
+class PeriodicEvaluation(ABC):
+    """An evaluation of a learner every few epochs, which does not change the learner.
 
     Attributes:
-        costs_by: Options that determine how long the evaluation takes, for a message.
+        cost_options: Options that determine how long the evaluation takes, for a message.
     """
 
-    costs_by: str
+    cost_options: str
 
     @abstractmethod
-    def measures(self, step: int) -> Mapping[str, float]:
+    def measure_if_due(self, step: int) -> Mapping[str, float]:
         """Evaluate the learner if an evaluation is due.
 
         Args:
-            step: Number of optimizer steps taken so far.
+            step: Number of optimizer steps that the run has completed.
 
         Returns:
             Percentages by name. The mapping is empty if no evaluation is due after this step.
@@ -118,7 +120,7 @@ class Objective(ABC):
 
     Attributes:
         crops: The `ViewMaker` that turns samples into views.
-        noun: Plural noun for the training samples in messages.
+        noun: Plural noun for training samples, for messages.
     """
 
     crops: Any
@@ -133,35 +135,35 @@ class Objective(ABC):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> Learner:
-        """Build a learner with the weights that it has before the first step.
+        """Build a learner with its initial weights.
 
         Args:
             model: Configuration of the encoder.
             timeline: Length of the run, for schedules.
             seed: Seed of all initial weights. The global random state stays unchanged.
-            class_names: Classes of the training images. Empty without labels.
+            class_names: Classes of the training images. Empty if the images have no labels.
 
         Raises:
             ConfigurationError: The objective cannot train this encoder or use these classes.
         """
 
 
-class Generating(Objective, ABC):
+class GeneratingObjective(Objective, ABC):
     """An objective that generates its training samples, so that a run reads no images."""
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """Return an epoch of samples in place of the training images."""
+        """Return the samples of an epoch. They are used in place of training images."""
 
     @abstractmethod
-    def observer(self, learner: Any, timeline: Timeline) -> Measuring:
-        """Return the evaluation of the learner. It replaces the monitor."""
+    def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
+        """Return the object that evaluates the learner during training, in place of the monitor."""
 
 
 def derive_seed(seed: int, part: str) -> int:
     """Derive the seed of a part such as "head" or "decoder" from the seed of the run.
 
-    If the part used the seed of the run, it would start with the random numbers of the encoder.
+    If the part used the seed of the run, it would get the same random numbers as the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)
@@ -169,7 +171,7 @@ def derive_seed(seed: int, part: str) -> int:
 
 
 def require_vit(model: EncoderConfig, objective: str, reason: str) -> ViTConfig:
-    """Return the configuration of a Vision Transformer unchanged, and refuse other encoders.
+    """Check that an encoder is a Vision Transformer, and return its configuration.
 
     Args:
         model: Configuration of any encoder.

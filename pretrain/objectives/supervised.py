@@ -23,7 +23,8 @@ class Supervised(Objective):
     """Cross-entropy between the predicted and the true class of each image.
 
     Attributes:
-        num_classes: Expected number of classes. Training images with another number are refused.
+        num_classes: Expected number of classes. If the training images have another number of
+            classes, the run is refused.
         label_smoothing: Share of the target probability that is spread over all classes.
 
     Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
@@ -80,7 +81,7 @@ class SupervisedLearner(Learner):
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Compute the cross-entropy of images that mixup or CutMix may have mixed in pairs.
+        """Compute the cross-entropy. Mixup or CutMix may have mixed the images in pairs.
 
         Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
         the classes of these two images.
@@ -92,7 +93,7 @@ class SupervisedLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and for the log the top-1 accuracy on the batch in percent as `train_top1`.
+            The loss, and `train_top1` for the log, the top-1 accuracy on the batch in percent.
         """
         del step
         images, labels, own_share = views
@@ -111,6 +112,6 @@ class SupervisedLearner(Learner):
     ) -> Float[Tensor, "batch classes"]:
         """Return the logits of normalised images. No compiled code runs, so any batch size works.
 
-        A compiled encoder would be compiled again for each new batch size.
+        `torch.compile` would compile the encoder again for each new batch size.
         """
         return self.student.head(self.student.backbone.forward(images))

@@ -21,8 +21,8 @@ from ssl_bench.composition.fields import (
 from ssl_bench.errors import ConfigurationError
 
 _Betas = Annotated[Sequence[FractionBelowOne], ListLength(2, 2)]
-# Parameters that are added to tokens or are tokens: [CLS], position embeddings, including those of
-# Swin, registers and mask tokens.
+# Parameters that are tokens or are added to tokens: [CLS], registers, mask tokens and position
+# embeddings, including those of Swin.
 _TOKENS = ("cls_token", "pos_embed", "relative_position_bias_table", "reg_token", "mask_token")
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
@@ -37,13 +37,13 @@ class OptimizerRecipe:
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return an optimizer of these parameter groups."""
+        """Return an optimizer for these parameter groups."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """AdamW as in the recipe of DINO, with one fused kernel per step."""
+    """AdamW with the hyperparameters of DINO. The update is one fused kernel."""
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
@@ -62,15 +62,16 @@ class Soap(OptimizerRecipe):
     """SOAP with the published decay rates and refresh frequency.
 
     Args:
-        lr: Learning rate for batch size 256. No rate is published for DINO, so the default is that
-            of AdamW. Higher rates were better in short runs, so try 0.25 to 16 times the default.
-            The class `SOAP` has the default 3e-3, which is meant for language models.
+        lr: Learning rate for batch size 256. No learning rate of SOAP has been published for DINO,
+            so the default is that of AdamW. Higher values were better in short runs, so try 0.25 to
+            16 times the default. The class `SOAP` has another default, 3e-3, which is meant for
+            language models.
         shampoo_beta: Decay rate of the statistics. The default is `betas[1]`.
         precondition_frequency: Number of steps between two refreshes of a basis.
-        max_precond_dim: Longest axis of a parameter that has a basis.
-        stagger: Whether the refreshes are distributed over the steps between two refreshes. All
-            steps then take equally long, but the mean time of a step is longer. The reason is that
-            a GPU decomposes many matrices in little more time than one.
+        max_precond_dim: Maximum length of an axis of a parameter that has a basis.
+        stagger: Whether the refreshes of different bases take place at different steps. All steps
+            then take equally long. The mean time of a step is longer, because a GPU decomposes many
+            matrices together in little more time than one.
         shard_refreshes: Whether the processes of a run divide the decompositions among themselves.
     """
 
@@ -98,8 +99,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with and without weight decay. Frozen parameters are left out.
 
-    Biases and parameters with one axis have no weight decay. Official DINO decays class token,
-    registers, mask token and position embedding. timm and DeiT do not decay them
+    Biases and parameters with one axis have no weight decay. The official DINO applies weight decay
+    to the class token, registers, the mask token and the position embedding. timm and DeiT do not
     (`decay_tokens=False`).
 
     Args:
@@ -109,10 +110,10 @@ def parameter_groups(
         decay_tokens: Whether tokens and position embeddings have weight decay.
 
     Returns:
-        A group with weight decay, and then a group without. If `layer_decay` is not 1, there is
-        such a pair for each layer: first the embedding, then each module of `blocks`, and finally
-        `norm` with everything outside of the encoder. The key `lr_scale` of a group is
-        `layer_decay` to the power of the number of layers above it.
+        A group with weight decay and a group without. If `layer_decay` is not 1, there is such a
+        pair for each layer. The layers are the embedding, each module of `blocks`, and finally
+        `norm` together with everything outside the encoder. The value of the key `lr_scale` is
+        `layer_decay` to the power of the number of higher layers.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
@@ -150,7 +151,7 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Return a group with weight decay and a group without."""
+    """Return a group with weight decay, and a group without weight decay."""
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS
@@ -163,7 +164,7 @@ def _split_by_decay(
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, *, whole: bool = False
 ) -> Float[Tensor, " parameters"]:
-    """Limit the norm of each gradient, or of all gradients together, in place.
+    """Clip the norm of each gradient, or that of all gradients together, in place.
 
     Args:
         parameters: Parameters, some of which may have no gradient.
@@ -171,8 +172,8 @@ def clip_gradients(
         whole: Whether `max_norm` limits the norm of all gradients together.
 
     Returns:
-        The norm of each gradient before clipping, as a tensor on the device. No value is copied to
-        CPU memory, so nothing waits for the device.
+        The norm of each gradient before clipping, as a tensor on the device. Nothing is copied to
+        CPU memory, so the CPU does not wait for the device.
 
     Source: `torch.nn.utils.clip_grad_norm_` if `whole` is true. Otherwise `clip_gradients` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py

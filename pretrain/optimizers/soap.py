@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ssl_bench.system.device import float64_device, to_float64
 
-# Largest allowed difference between basis.T @ basis and the identity matrix.
+# Largest allowed element of |basis.T @ basis - identity|.
 _MAX_ERROR = 1e-5
 
 Matrices = dict[int, Float[Tensor, "members _ _"]]
@@ -25,14 +25,14 @@ Matrices = dict[int, Float[Tensor, "members _ _"]]
 
 
 class SOAP(torch.optim.Optimizer):
-    """SOAP with the results of the reference implementation and far fewer kernel launches.
+    """SOAP with the same results as the reference implementation and far fewer kernel launches.
 
     The first gradient of a parameter only initialises its statistics and bases. The parameter is
-    neither updated nor decayed. Steps are counted for each parameter, so the bias correction of a
-    parameter without early gradients starts with its own first gradient.
+    neither updated nor decayed. Each parameter has its own step count. If a parameter has no
+    gradients in early steps, its bias correction starts with its own first gradient.
 
-    As by default in the reference, each axis of a parameter with two or more dimensions has a
-    basis, and axes are not merged. A patch embedding therefore has four bases. Vectors and scalars
+    Each axis of a parameter with two or more dimensions has a basis, and axes are not merged. This
+    is the default of the reference. A patch embedding therefore has four bases. Vectors and scalars
     are updated by plain Adam. The state and the decompositions are float64 for float64 parameters
     and float32 otherwise. The reference always uses float32.
 
@@ -50,9 +50,9 @@ class SOAP(torch.optim.Optimizer):
         eps: Number added to the square root of the mean squared gradient.
         weight_decay: Decoupled weight decay.
         precondition_frequency: Number of steps between two refreshes of a basis.
-        max_precond_dim: Longest axis that has a basis.
-        stagger: Whether the refreshes are distributed over the steps between two refreshes. By
-            default all bases are refreshed at the same step.
+        max_precond_dim: Maximum length of an axis that has a basis.
+        stagger: Whether the refreshes of different bases take place at different steps. By default
+            all bases are refreshed at the same step.
         shard_refreshes: Whether the processes of `torch.distributed` divide the decompositions
             among themselves. By default each process computes all decompositions and uses those of
             the first process.
@@ -133,7 +133,7 @@ class SOAP(torch.optim.Optimizer):
         return loss
 
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
-        """Count this step, and count it as skipped too if gradients overflowed."""
+        """Count this step, and also count it as skipped if `found_inf` is 1."""
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
         for skipped in {id(s.skipped): s.skipped for s in stacks if s.step >= 0}.values():
@@ -154,7 +154,8 @@ class SOAP(torch.optim.Optimizer):
             take_adam_step(
                 [stacks[i] for i in started], [gradients[i] for i in started], group, factors
             )
-        # The statistics come last, because the bases of an update must not depend on its gradient.
+        # The statistics are updated last, because the bases of an update must not depend on its
+        # gradient.
         update_statistics(stacks, gradients, beta, factors)
         for stack in stacks:
             if stack.step == 0:
@@ -167,7 +168,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Build the stacks again if other parameters have a gradient than at the last step."""
+        """Build the stacks again if the set of parameters with a gradient has changed."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]
@@ -216,10 +217,11 @@ class Stack:
 
     Attributes:
         parameters: The members of the stack.
-        step: Number of gradients after the first. It is -1 before the first gradient.
+        step: Number of gradients after the first gradient. It is -1 before the first gradient.
         skipped: Number of skipped steps after the first gradient, as a scalar on the device. Stacks
             with the same step count share it.
-        phases: Number of steps by which staggering advances the refreshes of each member.
+        phases: Number of steps by which the refreshes of each member are earlier because of
+            staggering.
         index: Number of the stack in its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
@@ -244,7 +246,7 @@ class Stack:
         return stacked.to(self.exp_avg.dtype)
 
     def due_members(self, frequency: int) -> Iterator[slice]:
-        """Yield runs of consecutive members whose bases must be refreshed at this step."""
+        """Yield slices of consecutive members whose bases must be refreshed at this step."""
         is_due = [(self.step + phase) % frequency == 0 for phase in self.phases]
         for run_is_due, run in groupby(range(len(is_due)), key=is_due.__getitem__):
             if run_is_due:
@@ -285,7 +287,7 @@ def make_stack(
         # Consecutive members have the same phase, so that a refresh works on slices without copies.
         spread = [(index + member * frequency // members) % frequency for member in range(members)]
         phases = spread if group["stagger"] else [0] * members
-        states = [initial_state(parameters[0], group, phase) for phase in phases]
+        states = [make_first_state(parameters[0], group, phase) for phase in phases]
 
     def stack_matrices(kind: str) -> Matrices:
         return {mode: torch.stack([s[kind][mode] for s in states]) for mode in states[0][kind]}
@@ -303,12 +305,12 @@ def make_stack(
     )
 
 
-def initial_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
-    """Return the state of a parameter before its first gradient, which consists of zeros."""
+def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) -> dict[str, Any]:
+    """Return the state of a parameter before its first gradient. All tensors contain zeros."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     zeros = partial(torch.zeros, dtype=dtype, device=parameter.device)
-    # Vectors have no basis, and neither have axes above the limit. An axis of length 1 has no
-    # basis, because its only bases, +1 and -1, have no effect.
+    # Vectors and axes longer than the limit have no basis. An axis of length 1 has none either,
+    # because its only possible bases, +1 and -1, have no effect.
     sizes = {
         mode: size
         for mode, size in enumerate(parameter.shape if parameter.ndim > 1 else ())
@@ -325,9 +327,9 @@ def initial_state(parameter: nn.Parameter, group: dict[str, Any], phase: int) ->
 
 
 class Factors:
-    """Scalar factors of one optimizer step, as tensors on the device.
+    """The scalar factors of one optimizer step, as tensors on the device.
 
-    If the step is skipped, all factors have no effect. Each factor is computed only once.
+    If the step is skipped, no factor has an effect. Each factor is computed only once.
 
     Args:
         is_skipped: Scalar that is 1 if the step must change nothing, and 0 otherwise.
@@ -357,7 +359,7 @@ class Factors:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
         if key not in self._sizes:
-            # Without any update, the bias correction would divide by 0.
+            # Without the limit, the bias correction would divide by 0 before the first update.
             updates = (stack.step - stack.skipped).clamp_(min=1)
             correction = (1 - beta2**updates).sqrt_().div_(1 - beta1**updates)
             self._sizes[key] = correction.mul_(self._is_taken).mul_(-lr).to(stack.exp_avg.dtype)
@@ -453,14 +455,14 @@ def rotate(
 def rotate_back(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the tensors whose coordinates in the bases are given."""
+    """Return the tensors from their coordinates in the bases. This is the inverse of `rotate`."""
     return rotate(tensors, {mode: basis.mT for mode, basis in bases.items()})
 
 
 def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"]:
     """Return the eigenvectors of symmetric matrices as columns, by descending eigenvalue.
 
-    The computation waits for the device. It is needed once in the life of a parameter.
+    The computation waits for the device, but takes place only once for each parameter.
     """
     try:
         vectors = torch.linalg.eigh(matrices)[1]
@@ -496,8 +498,9 @@ def orthonormalise(
     Args:
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
-        rank_offset: Number by which the shares of the processes are shifted. With a different
-            number for each stack, all processes have work even if stacks are small.
+        rank_offset: Number that is added to the rank of each process before the matrices are
+            divided among the processes. With a different number for each stack, all processes have
+            work even if stacks are small.
         shard: Whether each process decomposes only a share of the matrices.
     """
     world = dist.get_world_size() if shard and dist.is_initialized() else 1
@@ -520,10 +523,9 @@ def _compute_q(
     matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for the
     whole stack.
 
-    The columns have very different lengths after a power iteration, so they are scaled first.
-    A single factorisation would fail if columns are linearly dependent, which happens until as
-    many gradients as rows have been seen. Three factorisations with a shift on the diagonal
-    succeed.
+    The columns have very different lengths after a power iteration, so they are scaled first. A
+    single factorisation would fail if columns are linearly dependent. This is the case until there
+    have been as many gradients as rows. Three factorisations with a shift on the diagonal succeed.
 
     Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
     """

@@ -1,11 +1,12 @@
 """The copying task: a state space model reads a random string and then repeats it.
 
-Strings are drawn at random and never stored. A string of n letters gives the row of tokens
-`x_1 ... x_n | x_1 ... x_n .` with the delimiter `|` and the stop `.`, which is 2 n + 2 tokens.
-Letters have the numbers 0 to k - 1, the delimiter has the number k, and the stop k + 1. The model
-reads all tokens except the stop. The loss covers only the predictions after the delimiter.
+Strings are drawn at random and never stored. A string of n letters becomes a row of 2 n + 2 tokens,
+`x_1 ... x_n | x_1 ... x_n .`, with the delimiter `|` and the stop `.`. Letters have the numbers 0
+to k - 1, the delimiter has the number k, and the stop k + 1. The model reads all tokens except the
+stop. The loss covers only the predictions after the delimiter.
 
-Only one paper needs this objective. The trainer knows it only by the base class `Generating`.
+Only one paper needs this objective. The trainer accesses the objective only through its base class
+`GeneratingObjective`.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from pretrain.crops.plain import Generators, Samples, ViewMaker
-from pretrain.objectives.objective import Generating, Learner, Measuring, Views
+from pretrain.objectives.objective import GeneratingObjective, Learner, PeriodicEvaluation, Views
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.data.samples import Sample
@@ -34,7 +35,7 @@ from ssl_bench.system.device import to_float64
 NUM_MARKS = 2
 # Number of strings in an epoch. Each epoch has its own strings.
 STRINGS_PER_EPOCH = 32_000
-# Separates the random numbers of test strings from those of pretrain/batches.py.
+# First number of each seed for test strings. pretrain/batches.py uses other first numbers.
 _TEST = 4
 # Number of rows that the model reads at once in a test.
 _BATCH = 32
@@ -44,7 +45,7 @@ Rows = Int64[Tensor, "batch row"]
 
 
 @dataclass(frozen=True)
-class Copying(Generating):
+class Copying(GeneratingObjective):
     """Cross-entropy of the next token in the copy of a random string.
 
     Attributes:
@@ -77,7 +78,7 @@ class Copying(Generating):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return an image set with the ids of the strings of an epoch."""
+        """Return an image set that has one id for each string of an epoch."""
         return GeneratedStrings()
 
     def build(
@@ -91,7 +92,8 @@ class Copying(Generating):
         """Return a learner with a state space model.
 
         Raises:
-            ConfigurationError: The model is of another kind, or has another number of tokens.
+            ConfigurationError: The model is not a state space model, or has the wrong number of
+                tokens.
         """
         del timeline, class_names
         if not isinstance(model, StateSpaceConfig):
@@ -111,7 +113,7 @@ class Copying(Generating):
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
-        """Return the test of the model on fixed strings."""
+        """Return the object that tests the model on fixed strings during training."""
         return CopyingTest(self, learner.student.backbone, timeline)
 
 
@@ -121,7 +123,7 @@ class CopyingLearner(Learner):
     options: Copying
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return no module. A scan is a loop over tokens, which `torch.compile` would unroll."""
+        """Return no module, because `torch.compile` would unroll the loop over tokens."""
         return ()
 
     def loss(
@@ -135,7 +137,8 @@ class CopyingLearner(Learner):
             step: Ignored.
 
         Returns:
-            The loss, and for the log the percentage of correct letters as `train_letters`.
+            The loss, and the percentage of correct letters for the log, under the name
+            `train_letters`.
         """
         del step
         (rows,) = views
@@ -149,7 +152,7 @@ class CopyingLearner(Learner):
 
 @dataclass(frozen=True)
 class StringMaker(ViewMaker):
-    """Draws a random string for each sample, instead of cropping its image.
+    """A view maker that draws a random string for each sample instead of cropping an image.
 
     Attributes:
         length: Number of letters in a string.
@@ -204,19 +207,19 @@ class GeneratedStrings:
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 
 
-class CopyingTest(Measuring):
-    """Tests every few epochs, and after the last step, how well a model copies fixed strings.
+class CopyingTest(PeriodicEvaluation):
+    """A test of how well a model copies fixed strings, every few epochs and after the last step.
 
-    The model predicts each letter from the correct previous letters. Its answer is the most likely
-    token. The stop is not counted.
+    The model predicts each letter from the correct previous letters. A prediction is the most
+    likely token. The prediction of the stop is not scored.
     """
 
-    costs_by = "objective.test_lengths, .test_strings and .test_epochs"
+    cost_options = "objective.test_lengths, .test_strings and .test_epochs"
 
     def __init__(self, options: Copying, model: StateSpaceModel, timeline: Timeline) -> None:
         self.options, self.model, self.timeline = options, model, timeline
 
-    def measures(self, step: int) -> Mapping[str, float]:
+    def measure_if_due(self, step: int) -> Mapping[str, float]:
         """Return the percentages of correct letters and strings if a test is due.
 
         Args:
@@ -233,18 +236,18 @@ class CopyingTest(Measuring):
 
 
 def make_rows(strings: Letters, letters: int) -> Rows:
-    """Return rows with each string, the delimiter, the string again, and the stop.
+    """Return one row for each string: the string, the delimiter, the string again, and the stop.
 
     Args:
         strings: Letters as numbers from 0.
-        letters: Number of different letters, which is also the number of the delimiter.
+        letters: Number of different letters. The delimiter has this number, too.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
 
 
 def draw_test_strings(length: int, letters: int, count: int) -> Letters:
-    """Return test strings, which are the same in all runs, whatever their seed."""
+    """Return `count` test strings, which are the same in all runs and for all seeds."""
     generator = np.random.default_rng((_TEST, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
 
@@ -253,7 +256,7 @@ def draw_test_strings(length: int, letters: int, count: int) -> Letters:
 def find_correct_letters(
     model: StateSpaceModel, strings: Letters, letters: int
 ) -> Bool[Tensor, "batch length"]:
-    """Return whether the model predicts each letter of each copy correctly."""
+    """Return for each letter of each copy whether the model predicts it correctly."""
     device, length = model.embedding.weight.device, strings.shape[1]
     is_correct = []
     for batch in strings.split(_BATCH):
@@ -264,6 +267,6 @@ def find_correct_letters(
 
 
 def compute_accuracies(is_correct: Bool[Tensor, "batch length"]) -> tuple[float, float]:
-    """Return the percentages of correct letters, and of strings without a wrong letter."""
+    """Return the percentage of correct letters, and that of strings without a wrong letter."""
     letters, strings = to_float64(is_correct).mean(), to_float64(is_correct.all(1)).mean()
     return 100 * float(letters), 100 * float(strings)

@@ -1,4 +1,4 @@
-"""Attention maps: which patches does the [CLS] token of each block look at?
+"""Attention maps: which patches does the [CLS] token attend to in each block?
 
 The code is in the order of a run: settings, one pass over the images, masks and scores of an image,
 scores of a block, and figures.
@@ -41,11 +41,11 @@ FACET = "cls"
 PERCENTILES = (1.0, 99.0)
 _TILE_HEIGHT = 192
 _TILES_PER_ROW = 4
-# Heights of tiles in a sheet of all blocks.
+# Height of the tiles in a sheet of all blocks.
 _SHEET_TILE_HEIGHT = 160
-# Maps that vary by less than this share of their largest value are constant up to rounding.
+# If a map varies by less than this share of its largest value, it is constant up to rounding.
 _CONSTANT = 1e-5
-# Shares of the mass that differ by less are equal up to rounding.
+# Shares of the mass that differ by less than this value are equal up to rounding.
 _ROUNDING = 1e-9
 
 Maps = Float64[Tensor, "*some rows cols"]
@@ -54,20 +54,21 @@ Counts = Int64[np.ndarray, "heads 4"]
 
 @dataclass(frozen=True)
 class Attention(Probe):
-    """Draw the attention of [CLS] to the patches, and compare it with the masks of objects.
+    """Draw the attention of [CLS] to the patches, and compare it with object masks.
 
     Attributes:
         protocol: Name of the preset. "dino" keeps 60 % of the attention, as DINO's authors do.
-        truth: Masks to compare with: "classes" for class masks, in which all classes but class 0
-            are the object, "object" for masks of one object, or "none". The default follows from
-            the dataset. It is "none" if class 0 is not called background.
-        mass: Share of the attention to patches that the mask of a head holds.
+        truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
+            or "none". In class masks, all classes except class 0 count as the object. The default
+            depends on the dataset. It is "none" if class 0 is not called background.
+        mass: Share of the attention to patches that the mask of a head covers.
         panels: Number of images with figures. They are spread over the dataset. Without true masks,
             only these images are encoded, or all images if the number is 0.
-        image_size: Side in pixels of squares that images are resized to without keeping their
+        image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio, a multiple of the patch size. By default, images keep their size, and
             their sides are reduced to multiples of the patch size.
-        max_side: Longer side in pixels that larger images are reduced to, if image_size is not set.
+        max_side: Longer side in pixels to which larger images are reduced, if image_size is not
+            set.
         num_workers: Number of threads that decode images.
 
     Source: Caron et al., "Emerging Properties in Self-Supervised Vision Transformers",
@@ -85,7 +86,7 @@ class Attention(Probe):
 
     task = "attention"
     keeps_images = True
-    # Metrics of both kinds of masks are the same.
+    # `truth` is excluded, because both kinds of masks have the same metrics.
     excluded_from_identity = (*Probe.excluded_from_identity, "truth", "panels")
 
     @classmethod
@@ -146,7 +147,7 @@ class Attention(Probe):
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder of figures, which states a square size."""
+        """Return the name of the figure folder, which contains `image_size` if that is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
     def pictures(
@@ -177,13 +178,14 @@ class Attention(Probe):
             line = f"attention: only {len(numbers)} of {len(images)} images are encoded"
             context.say(with_hint(line, hint=("--pictures", str(len(images)))))
         results: dict[int, list[ImageResult]] = {layer: [] for layer in context.layers}
-        # "cls" is a small facet. The extractor checks that it is finite.
+        # Any facet of the blocks would do. "cls" is small, and the extractor checks that it is
+        # finite.
         record = AttentionRecorder(context.extractor(context.layers, "cls"))
         for sample, pixels in self._read(context, images, numbers):
             weights = self._patch_maps(
                 context.encoder, pixels, record(pixels[None], [sample.image_id])
             )
-            truth = self._truth(sample)
+            truth = self._object_mask(sample)
             for layer, maps in weights.items():
                 results[layer].append(image_result(maps, truth, self.mass))
             if sample.image_id in drawn_ids:
@@ -217,8 +219,8 @@ class Attention(Probe):
             for layer, own in weights.items()
         }
 
-    def _truth(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
-        """Return 1 for the object, 0 for the background and `IGNORED`, or None without masks."""
+    def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
+        """Return a mask of 1 (object), 0 (background) and `IGNORED`, or None without true masks."""
         if self.truth == "none":
             return None
         if sample.mask is None:
@@ -286,7 +288,7 @@ class ImageResult:
         jaccard_mean_map: Jaccard index of the mask of the map averaged over heads.
         constant: Jaccard index of image-independent masks, by name.
         has_object: Whether the true mask has a pixel of the object.
-        entropy: Entropy of the map of each head, as a share of the logarithm of its patches.
+        entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Share of the attention of each head that goes to patches.
         is_degenerate: Whether the maps of all heads are constant up to rounding.
     """
@@ -301,7 +303,7 @@ class ImageResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return a text with the Jaccard index of the mean map and of each head for a figure."""
+        """Return titles for the maps: the Jaccard index of the mean map and of each head."""
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
         return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
@@ -315,7 +317,7 @@ def image_result(
     Args:
         maps: Attention of [CLS] to the patches, for each head.
         truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
-        mass: Share of the attention to patches that a mask holds.
+        mass: Share of the attention to patches that a mask covers.
     """
     entropy = entropy_share(maps)
     patch_share = maps.sum((1, 2)).numpy()
@@ -347,9 +349,9 @@ def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return the fewest patches that hold a share `mass` of a map, up to rounding.
+    """Return the smallest set of patches that covers a share `mass` of a map, up to rounding.
 
-    If patches are equal, those that come first row by row are taken first.
+    Among equal patches, those that come first in row-major order are taken first.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -364,7 +366,7 @@ def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
 def mask_counts(
     masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
 ) -> Counts:
-    """Return the `ObjectCounts` of masks of patches at the size of the true mask.
+    """Return the `ObjectCounts` of patch masks at the size of the true mask.
 
     A pixel belongs to the patch of its centre ("nearest-exact" of torch). The pixels of each patch
     are counted once for all masks.
@@ -385,7 +387,7 @@ def mask_counts(
 
 
 def entropy_share(maps: Maps) -> Float64[np.ndarray, " *some"]:
-    """Return the entropy of the shares of the patches, divided by its largest value log N."""
+    """Return the entropy of each map, divided by its maximum log N for N patches."""
     shares = patch_shares(maps)
     most = math.log(max(2, shares.shape[-1]))
     return (torch.special.entr(shares).sum(-1) / most).numpy()
@@ -430,7 +432,7 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
             cell, number = (layer, FACET, metric), (estimate.value, estimate.ci95())
             yield Score(*cell, *number, num_images, details, per_image=values[metric])
     entropy = np.array([one.entropy for one in results])
-    # The interval of a percentage is limited to 100 %, which is an entropy of 1.
+    # `mean_estimate` limits the interval to 100 %, which is an entropy of 1.
     estimate = mean_estimate(100 * entropy.mean(1))
     percents = estimate.ci95()
     ci95 = None if percents is None else (percents[0] / 100, percents[1] / 100)
@@ -444,7 +446,7 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Return a map in the colours of DINO's script, from its 1st to its 99th percentile."""
+    """Colour a map as DINO's script does, from its 1st to its 99th percentile."""
     values = one_map.numpy()
     low, high = np.percentile(values, PERCENTILES)
     share = (values - low) / (high - low) if high > low else np.full(values.shape, 0.5)

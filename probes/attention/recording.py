@@ -1,8 +1,8 @@
-"""Record the attention weights of each block while the block computes them.
+"""Record the attention weights of each block during a forward pass.
 
-Fused attention returns no weights. `AttentionRecorder` therefore watches the calls of a forward
-pass. At the call of the fused function, queries and keys have passed the block's own norms and
-rotary positions, and the call states the block's own scale and bias.
+Fused attention returns no weights. `AttentionRecorder` therefore intercepts the calls of PyTorch
+functions during a forward pass. When a block calls the fused function, it has already applied its
+norms and rotary positions to queries and keys. It passes its scale and bias as arguments.
 """
 
 import math
@@ -23,7 +23,7 @@ from ssl_bench.models import Encoder
 from ssl_bench.system.device import disable_autocast
 
 CLS = slice(0, 1)
-"""The queries of the [CLS] token."""
+"""Slice of the queries that contains only the [CLS] token."""
 OTHER_TASK = ("--task", "pca")
 
 Weights = Float[Tensor, "batch heads queries tokens"]
@@ -40,7 +40,7 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Weights:
-    """Return softmax(q k' scale + bias) over all tokens in float32, or float64 for such inputs.
+    """Return softmax(q k' scale + bias) over all tokens, in float32 or higher precision.
 
     The arguments are those of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -51,7 +51,7 @@ def attention_weights(
         attn_mask: Bias of the logits, or a boolean mask of the keys that a query attends to.
         is_causal: Whether a token attends only to itself and to earlier tokens.
         scale: Factor of the logits. By default 1 / sqrt(width).
-        enable_gqa: Whether several heads share the keys of a head.
+        enable_gqa: Whether several heads of queries share one head of keys.
     """
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
     if enable_gqa:
@@ -70,11 +70,11 @@ def attention_weights(
 
 
 class AttentionRecorder:
-    """Run an encoder, and return the attention weights of its blocks.
+    """A callable that runs an encoder and returns the attention weights of its blocks.
 
-    The attention of a block is the only call of `scaled_dot_product_attention`, of
-    `multi_head_attention_forward` (`torch.nn.MultiheadAttention`) or of a softmax of a tokens x
-    tokens matrix for each head. It must include all tokens of an image.
+    A block must compute attention between all tokens of an image, exactly once. Attention is a call
+    of `scaled_dot_product_attention`, of `multi_head_attention_forward` (as in
+    `torch.nn.MultiheadAttention`), or of a softmax of a tokens x tokens matrix for each head.
 
     Args:
         extractor: Extractor of any facet of the blocks.
@@ -87,7 +87,7 @@ class AttentionRecorder:
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> dict[int, Weights]:
-        """Return the weights of each layer. The pass includes all layers of the extractor.
+        """Return the attention weights of each layer of the extractor.
 
         Raises:
             UnfitEncoder: A block has no softmax attention between all tokens of an image.
@@ -97,14 +97,14 @@ class AttentionRecorder:
         stride = extractor.patch_size
         patches = (images.shape[-2] // stride) * (images.shape[-1] // stride)
         calls = _Calls(extractor.encoder.num_prefix_tokens + patches, self._queries)
-        with _blocks_announced(extractor, calls), calls:
+        with _track_running_block(extractor, calls), calls:
             extractor(images, ids)
-        return {layer: calls.only_weights(layer, extractor.encoder) for layer in extractor.layers}
+        return {layer: calls.get_weights(layer, extractor.encoder) for layer in extractor.layers}
 
 
 @contextmanager
-def _blocks_announced(extractor: FeatureExtractor, calls: "_Calls") -> Generator[None]:
-    """Tell `calls` which block runs."""
+def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Generator[None]:
+    """Set `calls.layer` to the running block, inside a `with` block."""
     blocks = extractor.encoder.module.get_submodule("blocks")
     handles = []
 
@@ -126,10 +126,10 @@ def _blocks_announced(extractor: FeatureExtractor, calls: "_Calls") -> Generator
 
 
 class _Calls(TorchFunctionMode):
-    """The attention weights in the calls of torch's functions within blocks.
+    """A function mode that stores the attention weights from calls of torch functions in blocks.
 
     Attributes:
-        layer: The block that runs, or None outside of the requested blocks.
+        layer: Index of the running block. None while no requested block runs.
     """
 
     def __init__(self, num_tokens: int, queries: slice) -> None:
@@ -137,7 +137,7 @@ class _Calls(TorchFunctionMode):
         self.layer: int | None = None
         self._num_tokens, self._queries = num_tokens, queries
         self._weights: dict[int, list[Weights]] = {}
-        # Numbers of tokens of attention that does not include all tokens.
+        # For each layer, the number of tokens of attention that does not include all tokens.
         self._other_tokens: dict[int, int] = {}
 
     def __torch_function__(
@@ -148,17 +148,17 @@ class _Calls(TorchFunctionMode):
         if self.layer is None:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._keep_fused(*args, **kwargs)
+            self._store_fused_weights(*args, **kwargs)
         output = func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             weights: Any = func(*args, **kwargs)[1]
-            self._keep(weights)
+            self._store_weights(weights)
         elif func in _SOFTMAX and output.ndim == 4 and output.shape[2] == output.shape[3]:
-            self._keep(output)
+            self._store_weights(output)
         return output
 
-    def _keep_fused(
+    def _store_fused_weights(
         self,
         query: Tensor,
         key: Tensor,
@@ -169,7 +169,7 @@ class _Calls(TorchFunctionMode):
         **options: Any,
     ) -> None:
         del value, dropout_p
-        if self._includes_all(query.shape[-2], key.shape[-2]):
+        if self._includes_all_tokens(query.shape[-2], key.shape[-2]):
             self._append(
                 attention_weights(
                     *(query, key, self._queries),
@@ -179,12 +179,12 @@ class _Calls(TorchFunctionMode):
                 )
             )
 
-    def _keep(self, weights: Weights) -> None:
-        if self._includes_all(*weights.shape[2:]):
+    def _store_weights(self, weights: Weights) -> None:
+        if self._includes_all_tokens(*weights.shape[2:]):
             self._append(weights[:, :, self._queries].float())
 
-    def _includes_all(self, num_queries: int, num_keys: int) -> bool:
-        """Return whether attention includes all tokens of an image. If not, note its tokens."""
+    def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether attention includes all tokens. If not, store its number of tokens."""
         if num_queries == num_keys == self._num_tokens:
             return True
         if self.layer is not None:
@@ -195,8 +195,12 @@ class _Calls(TorchFunctionMode):
         if self.layer is not None:
             self._weights.setdefault(self.layer, []).append(weights.detach())
 
-    def only_weights(self, layer: int, encoder: Encoder) -> Weights:
-        """Return the weights of a layer. Raise UnfitEncoder if there are none or several."""
+    def get_weights(self, layer: int, encoder: Encoder) -> Weights:
+        """Return the attention weights of a layer.
+
+        Raises:
+            UnfitEncoder: There are no weights, or the layer has computed attention several times.
+        """
         weights = self._weights.get(layer, [])
         if len(weights) == 1:
             return weights[0]

@@ -1,4 +1,4 @@
-"""Agreement of clusters and classes with 95 % intervals, computed from a contingency table.
+"""Measure the agreement of clusters and classes, with 95 % intervals, from a contingency table.
 
 A contingency table counts the images, or pixels, of each pair of a cluster and a class.
 """
@@ -28,7 +28,7 @@ IMAGES_PER_PAIR = 3
 """Minimum number of images per pair of a cluster and a class that an interval requires."""
 # Differences of entropies below this number of nats are rounding errors.
 _ROUNDING_NATS = 1e-12
-# Larger tables are compared with fewer random tables.
+# Tables with more cells are compared with fewer random tables.
 _MANY_CELLS = 10_000
 # Maximum number of table cells, or terms of a sum, that are in memory at the same time.
 _MAX_CELLS = _MAX_TERMS = 2_000_000
@@ -56,9 +56,9 @@ def contingency_table(
 def nmi(table: Table) -> Scores:
     """Return the normalised mutual information in percent, or NaN if there is only one class.
 
-    The mutual information is divided by the mean of the entropies of clusters and classes. Random
-    clusters score higher if there are more clusters and classes, or fewer images. For example, they
-    score 44 for 1,000 classes with 50 images each.
+    The mutual information is divided by the mean of the entropies of clusters and classes. The
+    score of random clusters increases with the number of clusters and classes, and decreases with
+    the number of images. For example, it is 44 for 1,000 classes with 50 images each.
     """
     information, mean = _information(table)
     is_defined = _has_classes(table)
@@ -72,8 +72,8 @@ def ami(table: Table) -> Scores:
 
     The score subtracts the expected mutual information of random clusters of the same sizes. Random
     clusters therefore score 0 on average. For very many images, the score equals `nmi`. It is NaN
-    if there is only one class, or if random clusters reach the maximum. Random clusters reach it,
-    for example, if each class has one image.
+    if there is only one class, or if random clusters reach the maximum, for example because each
+    class has one image.
 
     Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010. This is their
     variant with the mean of the entropies of clusters and classes.
@@ -89,16 +89,17 @@ def ami(table: Table) -> Scores:
 
 
 def ari(table: Table) -> Scores:
-    """Return the adjusted Rand index: 1 for equal partitions, and 0 on average for random clusters.
+    """Return the adjusted Rand index, which is 1 for equal partitions and 0 on average by chance.
 
     The index is NaN if there is only one class.
 
     Source: Hubert and Arabie, Journal of Classification 2, 1985.
     """
     pairs, cluster_pairs, class_pairs = (
-        _pairs(counts).sum(-1) for counts in (_flat(table), table.sum(-1), table.sum(-2))
+        _count_pairs(counts).sum(-1)
+        for counts in (_flatten_cells(table), table.sum(-1), table.sum(-2))
     )
-    expected = cluster_pairs * (class_pairs / np.maximum(_pairs(table.sum((-2, -1))), 1.0))
+    expected = cluster_pairs * (class_pairs / np.maximum(_count_pairs(table.sum((-2, -1))), 1.0))
     best = (cluster_pairs + class_pairs) / 2
     is_defined = _has_classes(table) & (best != expected)
     return np.where(
@@ -172,7 +173,7 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
 
 
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return, for each metric, the better one of two baselines that do not depend on the images.
+    """Return the better of two image-independent baselines for each metric.
 
     The first baseline draws random clusters of the same sizes. Random clusters have an expected
     `ami` and `ari` of 0, and an expected `nmi` with a closed form. Other metrics are averaged over
@@ -181,7 +182,8 @@ def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[st
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
-    # With a single row or column there is only one table, and scipy returns negative counts.
+    # With a single row or column, only one table is possible, and scipy would return negative
+    # counts.
     tables = used[None]
     if 1 not in used.shape:
         distribution = random_table(used.sum(1), used.sum(0))
@@ -206,13 +208,13 @@ def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[st
 def _information(table: Table) -> tuple[Scores, Scores]:
     """Return the mutual information of clusters and classes, and the mean of their entropies."""
     cluster_entropy, class_entropy, joint_entropy = (
-        _entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flat(table))
+        _entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flatten_cells(table))
     )
     information = cluster_entropy + class_entropy - joint_entropy
     return np.asarray(information), np.asarray((cluster_entropy + class_entropy) / 2)
 
 
-def _flat(table: Table) -> Int64[np.ndarray, "*tables cells"]:
+def _flatten_cells(table: Table) -> Int64[np.ndarray, "*tables cells"]:
     return table.reshape(*table.shape[:-2], -1)
 
 
@@ -229,7 +231,7 @@ def _entropy(
     return -xlogy(shares, shares).sum(-1)
 
 
-def _pairs(counts: np.ndarray | np.int64) -> np.ndarray | np.float64:
+def _count_pairs(counts: np.ndarray | np.int64) -> np.ndarray | np.float64:
     # Floats are needed, because the pairs of 10^10 pixels exceed an int64.
     return counts * (counts - 1.0) / 2
 
@@ -258,9 +260,9 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the expected mutual information of a row and a column.
+    """Return the terms of the expected mutual information for pairs of a row and a column.
 
-    `sizes` are the total of the row, the total of the column and the total of the table.
+    `sizes` are the totals of the row, of the column and of the table.
     """
     row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
@@ -394,9 +396,9 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
     """Return the intervals of all metrics of pixels except `miou_majority`.
 
-    The matching of clusters and classes is fitted to the labels that are scored. The matching is
-    therefore repeated for each left-out image. `miou_majority` has no interval: one image can
-    change the majority class of a cluster, and the score can then change by more than the margin.
+    Clusters are matched to classes with the scored labels. The matching is therefore repeated for
+    each left-out image. `miou_majority` has no interval: one image can change the majority class of
+    a cluster, and the score can then change by more than the margin.
 
     Args:
         table: Contingency table of the pixels of all images.
@@ -437,7 +439,7 @@ def _leave_one_out(
 def _estimate_limit(table: Table) -> Scores:
     """Estimate `nmi` for infinitely many images."""
     cluster_entropy, class_entropy, joint_entropy = (
-        estimate_entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flat(table))
+        estimate_entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flatten_cells(table))
     )
     mean = (cluster_entropy + class_entropy) / 2
     return np.asarray(100 * (2 * mean - joint_entropy) / np.where(mean > 0, mean, np.nan))

@@ -1,7 +1,8 @@
-"""Clustering: how well do k-means clusters of the features of each block agree with the classes?
+"""Clustering: how well do k-means clusters of the features of each block match the classes?
 
-Clusters are found without labels. The protocol "images" clusters the scored images. The protocol
-"patches" clusters patches of training images, and assigns each scored pixel to a cluster.
+The clusters are computed without labels. The protocol "images" clusters the scored images. The
+protocol "patches" clusters patches of the training images, and assigns each patch of the scored
+images to a cluster.
 """
 
 import itertools
@@ -63,9 +64,9 @@ MAJORITY = "miou_majority"
 
 @dataclass(frozen=True)
 class Clustering(Probe):
-    """Cluster features with k-means, and score the agreement of clusters and classes.
+    """Cluster features with k-means, and score the agreement between clusters and classes.
 
-    All features are normalised to unit length.
+    All features are L2-normalised.
 
     Attributes:
         protocol: What is clustered: "images" with a class label, or "patches" of the training
@@ -84,7 +85,7 @@ class Clustering(Probe):
             for the protocol "images".
         batch_size: Number of images in a forward pass of the encoder.
         memory_gib: Maximum size of the features in GiB. If the features of all layers exceed it,
-            the images pass the encoder several times.
+            the encoder processes the images several times.
         num_workers: Number of threads that decode images.
     """
 
@@ -118,8 +119,8 @@ class Clustering(Probe):
 
     @property
     def known_facets(self) -> tuple[Facet, ...]:
-        of_patches = ("token", "token_normed", "key", "query", "value")
-        named = ("cls", "patch_mean") if self.protocol == "images" else of_patches
+        patch_facets = ("token", "token_normed", "key", "query", "value")
+        named = ("cls", "patch_mean") if self.protocol == "images" else patch_facets
         return (*named, *INNER_FACETS)
 
     @property
@@ -260,7 +261,7 @@ class Clustering(Probe):
         chosen: Int64[Tensor, " chosen"],
         patches: int,
     ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
-        """Return unit vectors of the chosen patches. Images without such a patch are not encoded.
+        """Return unit vectors of the chosen patches. Images without any of them are not encoded.
 
         Args:
             context: Context of the run.
@@ -366,7 +367,7 @@ class Clustering(Probe):
 
 
 def metric_name(metric: str, factor: int) -> str:
-    """Return the name of a metric. It ends in "_x3", for example, for 3 clusters per class."""
+    """Return the full name of a metric, which ends in "_x3" for 3 clusters per class."""
     return metric if factor == 1 else f"{metric}_x{factor}"
 
 
@@ -383,7 +384,8 @@ def fit_kmeans(
 
     kmeans = KMeans(count, n_init=restarts, random_state=seed)
     with warnings.catch_warnings():
-        # scikit-learn warns about equal vectors, but the details of scores count empty clusters.
+        # scikit-learn warns if vectors are equal. This warning is not needed, because the details
+        # of the scores contain the number of empty clusters.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return kmeans.fit(unit)
 
@@ -407,7 +409,7 @@ def nearest_centers(
     If several centers are equally near, the first one is returned.
     """
     joined = torch.cat([*centers])
-    # In |x - c|^2, the squared length of x is left out, because it is equal for all centers.
+    # Instead of |x - c|^2, this computes x c - |c|^2 / 2, because |x|^2 is equal for all centers.
     nearness = unit @ joined.T - joined.square().sum(1) / 2
     parts = nearness.split([len(part) for part in centers], 1)
     return torch.stack([part.argmax(1) for part in parts]).int()

@@ -1,7 +1,7 @@
 """Record the input and output of blocks in float64, and split each block into its parts.
 
 `record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP. A
-decomposition is only used if it reproduces the output of the block.
+decomposition is used only if it reproduces the output of the block.
 """
 
 import copy
@@ -30,8 +30,8 @@ Function = Callable[[Tensor], Tensor]
 # Maximum relative difference between the outputs of a block and of its decomposition. In float64,
 # changing the order of operations changes results by about 1e-14.
 _TOLERANCE = 1e-9
-# Names of each part of a block in timm, torch, torchvision and other packages. A wrong match is
-# harmless, because the output of the decomposed block is compared with the output of the block.
+# Attribute names of each part of a block in timm, torch, torchvision and other packages. A wrong
+# match is harmless, because the outputs of the block and of its decomposition are compared.
 _NAMES = {
     "norm1": ("norm1", "ln_1", "ln1", "attention_norm", "layernorm_before"),
     "attn": ("attn", "attention", "self_attn", "self_attention"),
@@ -42,11 +42,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention with the weights of a layer. Its attention matrices are accessible.
+    """Softmax attention with the weights of a layer and with accessible attention matrices.
 
     Attributes:
         layer: The attention layer. If it has norms of queries and keys, they are applied.
-        qkv: Maps tokens to the queries, keys and values of all heads, tokens x (3 * dim).
+        qkv: Function from tokens to the queries, keys and values of all heads, tokens x (3 * dim).
         proj: Output projection.
         layer_scale: LayerScale of the output, or the identity.
         num_heads: Number of heads.
@@ -83,7 +83,7 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True)
 class PreNormBlock:
-    """A block split into parts. It computes y = x + attention(norm1(x)), then y + mlp(norm2(y)).
+    """A decomposed block. It computes y = x + attention(norm1(x)), then y + mlp(norm2(y)).
 
     Attributes:
         graying: Function that computes x from the input tokens. In most blocks it is the identity.
@@ -91,7 +91,8 @@ class PreNormBlock:
         mlp: MLP, including its LayerScale.
         skip_attention: Whether the input of attention is added to its output.
         skip_mlp: Whether the input of the MLP is added to its output.
-        heads: Attention with accessible matrices. None if it is not plain softmax attention.
+        heads: Attention with accessible matrices. None if the attention is not plain softmax
+            attention.
     """
 
     graying: Function
@@ -151,8 +152,8 @@ def record_blocks(
 ) -> tuple[BlockRecords, Float64[Tensor, "images tokens dim"]]:
     """Run a float64 copy of the encoder, and record the input and output of each block.
 
-    Images are resized to squares with a side of `image_size` pixels, because condition numbers
-    depend on the number of tokens. `context` only provides the device and the progress bar.
+    All images are resized to squares with a side of `image_size` pixels, because condition numbers
+    depend on the number of tokens. `context` provides only the device and the progress bar.
 
     Returns:
         The records, and the input tokens of block 0 for all images.
@@ -196,7 +197,7 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Copy a module. Stored activations are detached first, because deepcopy rejects gradients."""
+    """Copy a module. deepcopy rejects tensors with a graph, so these are detached first."""
     detached = {
         id(leaf): leaf.detach()
         for part in module.modules()
@@ -211,8 +212,8 @@ def decompose_block(
 ) -> tuple[PreNormBlock | None, str]:
     """Split a block into its parts, and check that the parts reproduce the output of the block.
 
-    Parallel blocks and post-norm blocks cannot be split. Blocks with further arguments, such as
-    rotary positions, cannot be split either.
+    Parallel blocks, post-norm blocks, and blocks with further arguments such as rotary positions
+    cannot be split.
 
     Args:
         block: The block.
@@ -237,11 +238,11 @@ def decompose_block(
     if isinstance(attention, nn.MultiheadAttention):
         call = lambda x: attention(x, x, x, need_weights=False)[0]  # noqa: E731
     decomposed = PreNormBlock(
-        graying=_without_batch(getattr(module, "graying", nn.Identity())),
+        graying=_make_unbatched(getattr(module, "graying", nn.Identity())),
         norm1=parts["norm1"],
-        attention=_without_batch(call, layer_scales[0]),
+        attention=_make_unbatched(call, layer_scales[0]),
         norm2=parts["norm2"],
-        mlp=_without_batch(parts["mlp"], layer_scales[1]),
+        mlp=_make_unbatched(parts["mlp"], layer_scales[1]),
         skip_attention=getattr(module, "skip_attention", True),
         skip_mlp=getattr(module, "skip_mlp", True),
         heads=None,
@@ -249,11 +250,11 @@ def decompose_block(
     if mismatch := find_mismatch(decomposed, tokens, output):
         formula = "x + attn(norm1(x)), then that + mlp(norm2(that))"
         return None, f"the block is not {formula}, {mismatch}"
-    heads, reason = _open_attention(attention, layer_scales[0], num_heads)
+    heads, reason = _expose_attention(attention, layer_scales[0], num_heads)
     if heads is not None:
         normed = decomposed.norm1(decomposed.graying(tokens))
         if mismatch := find_mismatch(heads.output, normed, decomposed.attention(normed)):
-            heads, reason = None, f"attention is not softmax of its qkv, {mismatch}"
+            heads, reason = None, f"attention is not softmax attention of its qkv, {mismatch}"
     return replace(decomposed, heads=heads), reason
 
 
@@ -263,8 +264,8 @@ def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
-def _without_batch(*functions: Any) -> Function:
-    """Chain functions of batches, and return a function of the tokens of a single image."""
+def _make_unbatched(*functions: Any) -> Function:
+    """Chain functions of batches into a function of the tokens of a single image."""
 
     def run_chain(tokens: Tensor) -> Tensor:
         batch = tokens[None]
@@ -277,21 +278,21 @@ def _without_batch(*functions: Any) -> Function:
 
 def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
     """Describe how a function's output differs from the expected one. Return "" if they agree."""
-    # A layer of an unknown kind can raise any exception.
+    # A layer of unknown type can raise any exception.
     try:
         error = (function(tokens) - expected).abs().max()
     except Exception as failure:
         reraise_out_of_memory(failure)
         reason = (str(failure).splitlines() or [""])[0]
-        return f"which ends in {type(failure).__name__}: {reason}"
+        return f"which fails with {type(failure).__name__}: {reason}"
     largest = torch.maximum(expected.abs().max(), error.new_tensor(1e-12))
-    return "" if error <= _TOLERANCE * largest else "which gives other numbers"
+    return "" if error <= _TOLERANCE * largest else "which gives a different output"
 
 
-def _open_attention(
+def _expose_attention(
     layer: nn.Module, layer_scale: nn.Module, num_heads: int
 ) -> tuple[SoftmaxAttention | None, str]:
-    """Return softmax attention with the weights of a layer, or the reason why this is impossible.
+    """Build softmax attention from the weights of a layer, or return None and the reason why not.
 
     The caller must check that the returned attention reproduces the output of the layer.
     """
@@ -302,7 +303,7 @@ def _open_attention(
         num_heads = attention.num_heads
     elif all(isinstance(getattr(attention, n, None), nn.Linear) for n in ("qkv", "proj")):
         if (width := attention.qkv.out_features) % (3 * num_heads):
-            return None, f"the {width} numbers of its qkv are not those of {num_heads} heads"
+            return None, f"its qkv has {width} outputs, which {num_heads} heads cannot share"
         qkv, proj = attention.qkv, attention.proj
     else:
         return None, f"{type(layer).__name__} has no Linear layers called qkv and proj"

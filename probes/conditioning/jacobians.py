@@ -1,7 +1,7 @@
-"""Singular values of the Jacobians of a block: all of them, or bounds from Lanczos iterations.
+"""Compute singular values of the Jacobians of a block, or bound them by Lanczos iterations.
 
-`block_functions` returns the functions that are differentiated. `exact_spectra` computes all
-singular values of their Jacobians. `lanczos_bounds` computes bounds of the extreme singular values.
+`block_functions` returns the functions to differentiate. `exact_spectra` computes all singular
+values of their Jacobians. `lanczos_bounds` computes bounds of the extreme singular values.
 """
 
 import math
@@ -26,10 +26,10 @@ _FAILURE = 0.05
 
 
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
-    """Return the function of each facet, and the tokens at which it is differentiated.
+    """Return the function of each facet, and the tokens at which it must be differentiated.
 
     "attention" and "mlp" map the normed input of a sub-block to its output. Their Jacobians are K
-    and K^ in equation 7 of the paper. The Jacobian of "attention_skip" is K + I in equation 8.
+    and K^ in equation 7 of the paper. "attention_skip" has the Jacobian K + I of equation 8.
     "block" is the original block with its norms and skips.
 
     "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
@@ -68,9 +68,10 @@ def differentiable_attention() -> Generator[None]:
 
 
 def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs inputs"]:
-    """Return the derivatives of all outputs with respect to all inputs, in row-major order.
+    """Return the derivative of each output (row) with respect to each input (column).
 
-    The function needs (tokens * dim)^2 * 8 bytes of memory and one backward pass for each output.
+    Outputs and inputs are in row-major order. The computation needs (tokens * dim)^2 * 8 bytes of
+    memory and one backward pass for each output.
     """
     with differentiable_attention():
         rows = torch.func.jacrev(function, chunk_size=_ROWS_PER_CHUNK)(x)
@@ -112,17 +113,17 @@ class SingularValueBounds:
     """Bounds of the extreme singular values of a matrix, from Lanczos iterations.
 
     Attributes:
-        size: Number of rows of the square matrix.
+        size: Number of rows and of columns of the matrix.
         steps: Number of iterations.
         largest: Lower bound of the largest singular value.
         smallest: Upper bound of the smallest singular value.
         largest_residual: Maximum distance from `largest` to the nearest singular value.
         smallest_residual: Maximum distance from `smallest` to the nearest singular value. It is
             infinite if `smallest` was computed from the test vector.
-        largest_at_most: Upper bound of the largest singular value. It holds for 97.5 % of start
+        largest_at_most: Upper bound of the largest singular value. It holds for 97.5 % of all start
             vectors.
-        smallest_at_least: Lower bound of the smallest singular value. It holds for 97.5 % of start
-            vectors.
+        smallest_at_least: Lower bound of the smallest singular value. It holds for 97.5 % of all
+            start vectors.
         effective_rank: Effective rank, estimated by quadrature from one start vector.
     """
 
@@ -152,7 +153,7 @@ class SingularValueBounds:
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
     def details(self) -> dict[str, Any]:
-        """Return the bounds in the form that records store."""
+        """Return the bounds for the details of a record."""
         excluded = ("size", "effective_rank")
         bounds = {name: value for name, value in vars(self).items() if name not in excluded}
         return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
@@ -162,8 +163,8 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
     """Bound the extreme singular values of every Jacobian of a block, by facet."""
     bounds = {}
     for facet, (function, point) in block_functions(record).items():
-        # A norm removes the mean of each token. The Jacobian of a block that begins with a norm and
-        # has no skip is therefore singular. It maps a constant shift of all channels to zero.
+        # A LayerNorm removes the mean of each token. If a block begins with a norm and has no skip,
+        # its Jacobian therefore maps a constant shift of all channels to zero.
         shift = torch.zeros_like(point)
         shift[0] = 1
         jacobian = jacobian_map(function, point)
@@ -207,7 +208,7 @@ def bound_singular_values(
 ) -> SingularValueBounds:
     """Bound the extreme singular values of a matrix by Lanczos iterations from a random vector.
 
-    After k steps, the bidiagonal matrix B has k singular values. They lie between the smallest and
+    After k steps, the bidiagonal matrix B has k singular values, which lie between the smallest and
     the largest singular value of A. The condition number of A is therefore at least that of B. The
     upper bound is finite only if the condition number of A is at most about k / 5.
 
@@ -232,7 +233,7 @@ def bound_singular_values(
     test_value = float(matrix.apply(test_vector).norm() / test_vector.norm())
     largest, smallest = float(values[0]), float(values[-1])
     if off_diagonal[-1] == 0:
-        # The iterations have exhausted the space, so both values are exact.
+        # The iterations have covered the whole space, so both values are exact.
         at_most, at_least = largest, smallest
     else:
         log_term = math.log(1.648 * math.sqrt(matrix.size) / (_FAILURE / 2))
@@ -281,10 +282,11 @@ def bidiagonalise(
 
     Returns:
         The diagonal of the upper bidiagonal matrix B, and the entries above the diagonal. The last
-        entry of the diagonal is 0 if the iterations find that A is singular. The second tensor has
-        b as an additional last entry. b is 0 if the iterations have exhausted the space.
+        entry of the diagonal is 0 if the iterations have shown that A is singular. The second
+        tensor has b as an additional last entry. b is 0 if the iterations have covered the whole
+        space.
 
-    Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
+    Source: Golub and Kahan, 1965, and Golub and Van Loan, "Matrix Computations", section 10.4.
     """
     right, left = [start / start.norm()], []
     diagonal, above = [], []

@@ -1,4 +1,4 @@
-"""Conditioning probe: how close to singular are the matrices and Jacobians of each block?
+"""Conditioning: how close to singular are the matrices and Jacobians of each block?
 
 The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
 (`scores.py`, `jacobians.py`) and draws a figure. The protocol "checkpoints" compares two encoders.
@@ -52,7 +52,7 @@ SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 @dataclass(frozen=True)
 class Conditioning(Probe):
-    """Compute condition numbers, effective ranks, token cosines, Jacobian norms and CKA of blocks.
+    """Condition numbers, effective ranks, token cosines, Jacobian norms and CKA of blocks.
 
     All computations are in float64. All scores except CKA are medians over images and heads.
 
@@ -64,10 +64,10 @@ class Conditioning(Probe):
             same block of another encoder. "mean_log": logarithms of the condition numbers of tokens
             before and after attention, averaged over blocks 0 to the scored block.
         num_images: Number of images, taken from the start of the dataset.
-        image_size: Side in pixels of the squares that images are resized to, without keeping their
+        image_size: Side in pixels of the squares that images are resized to without keeping their
             aspect ratio. The default is rounded to a multiple of the patch size.
         num_steps: Number of Lanczos iterations.
-        compare_to: Address of the other encoder, for the protocol "checkpoints".
+        compare_to: Address of the other encoder, only for the protocol "checkpoints".
         at_initialisation: Whether to score a checkpoint of `ssl-bench pretrain` with its initial
             weights. The configuration in the checkpoint and the seed determine these weights.
     """
@@ -111,7 +111,8 @@ class Conditioning(Probe):
         return [(layer, *cell) for layer in layers for cell in CELLS[self.protocol]]
 
     def split(self, dataset: Dataset) -> ImageSet:
-        # Not checked in __post_init__, because protocols are also validated without other settings.
+        # This is not checked in __post_init__, because protocols are also validated without other
+        # settings.
         if self.protocol == "checkpoints" and self.compare_to is None:
             raise ConfigurationError(
                 "probe.protocol=checkpoints needs a second encoder to compare with",
@@ -154,13 +155,13 @@ class Conditioning(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score one block after the other, then draw the figure.
 
-        Results of blocks that cannot be decomposed are NaN, and their details state why.
+        Scores of blocks that cannot be decomposed are NaN, and their details state why.
         """
         self.require_fitting(context.encoder)
         if self.at_initialisation:
             context = replace(context, encoder=_initialise(context.encoder, context.seed))
         samples = self._first_samples(context)
-        # Means of logarithms include blocks that are not scored.
+        # The means of logarithms include earlier blocks, which need not be scored.
         layers = range(max(context.layers) + 1) if self.protocol == "mean_log" else context.layers
         records, embedded = record_blocks(
             context.encoder, samples, layers, self.image_size, context
@@ -185,7 +186,7 @@ class Conditioning(Probe):
             when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
             images = f"{len(samples)} images of {self.image_size} x {self.image_size}"
             title = f"{context.encoder.name}{when}: {self.protocol}, {images}"
-            draw_figure(finished, title, _with_ending(stem, ".png"), cka)
+            draw_figure(finished, title, _append_ending(stem, ".png"), cka)
         yield from self._undefined_scores(context, finished, len(samples), records)
 
     def _first_samples(self, context: ProbeContext) -> list[Sample]:
@@ -199,7 +200,7 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Score matrices and CKA, then write all singular values and the CKA matrix to files."""
+        """Yield the scores, then write all singular values and the CKA matrix to files."""
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
             scores, values = spectra_scores(layer, records[layer])
@@ -207,9 +208,9 @@ class Conditioning(Probe):
             spectra |= {f"block{layer:02d}_{facet}": values[facet].numpy() for facet in values}
             yield from (*scores, cka_with_input(layer, records[layer]))
         write_atomically(
-            _with_ending(stem, SPECTRA_ENDING), lambda file: np.savez_compressed(file, **spectra)
+            _append_ending(stem, SPECTRA_ENDING), lambda file: np.savez_compressed(file, **spectra)
         )
-        write_atomically(_with_ending(stem, CKA_ENDING), lambda file: np.save(file, cka.values))
+        write_atomically(_append_ending(stem, CKA_ENDING), lambda file: np.save(file, cka.values))
 
     def _score_jacobians(self, context: ProbeContext, records: BlockRecords) -> Iterator[Score]:
         for layer in context.progress(records, "blocks", len(records)):
@@ -229,7 +230,7 @@ class Conditioning(Probe):
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
     ) -> tuple[list[Score], CkaMatrix]:
-        """Score the CKA of each block and the block with the same index in the other encoder."""
+        """Score the CKA between each block and the block of the same index in the other encoder."""
         encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
@@ -266,10 +267,10 @@ class Conditioning(Probe):
         num_images: int,
         records: BlockRecords,
     ) -> Iterator[Score]:
-        """Yield NaN for results that could not be computed, and print the reasons."""
+        """Yield NaN for each score that could not be computed, and print the reasons."""
         computed = {(score.layer, score.facet, score.metric) for score in finished}
         missing = [cell for cell in self.cells(context.layers) if cell not in computed]
-        reasons = {cell: self._reason(*cell[:2], records) for cell in missing}
+        reasons = {cell: self._explain_missing(*cell[:2], records) for cell in missing}
         # Results with the same reason share a message.
         for reason in dict.fromkeys(reasons.values()):
             cells = [cell for cell in missing if reasons[cell] == reason]
@@ -289,12 +290,12 @@ class Conditioning(Probe):
         for cell, reason in reasons.items():
             yield make_score(*cell, math.nan, None, num_images, {"undefined": reason})
 
-    def _reason(self, layer: int, facet: str, records: BlockRecords) -> str:
+    def _explain_missing(self, layer: int, facet: str, records: BlockRecords) -> str:
         """Return why a facet of a block could not be scored."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
         if facet == "block":
-            return "called alone, the block does not give what it gave in the encoder"
+            return "the block, called separately, does not reproduce its output in the encoder"
         if self.protocol == "mean_log":
             # The first block that cannot be decomposed makes the means of all later blocks NaN.
             first = next(n for n in records if any(r.parts is None for r in records[n]))
@@ -306,7 +307,7 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return the encoder with initial weights that are drawn with the seed."""
+    """Return the encoder with the initial weights that the seed determines."""
     if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(
             f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}",
@@ -326,17 +327,17 @@ def _outputs_by_name(records: BlockRecords) -> dict[str, Tensor]:
     return {str(layer): stack_outputs(records[layer]) for layer in records}
 
 
-def _with_ending(stem: Path, ending: str) -> Path:
+def _append_ending(stem: Path, ending: str) -> Path:
     return stem.with_name(f"{stem.name}{ending}")
 
 
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
     """Draw a panel for each metric, with a line and a 95 % band for each facet.
 
-    Infinite values are marked at the top of a panel. The CKA matrix, if there is one, has its own
-    panel. The figure has no panel if no block could be scored.
+    Infinite values are marked at the top of a panel. A CKA matrix has its own panel. If no block
+    could be scored, the figure has no panel.
     """
-    # pyplot would change the backend and the open figures of the caller.
+    # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
 
     metrics = list(dict.fromkeys(score.metric for score in scores))
@@ -366,16 +367,16 @@ def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> N
     """Draw the panel of one metric. A facet has the same colour in all panels."""
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
-        of_facet, number = [s for s in scores if s.facet == facet], facets.index(facet)
-        layers = [score.layer for score in of_facet]
-        values = [score.value if math.isfinite(score.value) else math.nan for score in of_facet]
+        facet_scores, number = [s for s in scores if s.facet == facet], facets.index(facet)
+        layers = [score.layer for score in facet_scores]
+        values = [score.value if math.isfinite(score.value) else math.nan for score in facet_scores]
         colour = f"C{number}"
         axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
-        bands = [(s.layer, *s.ci95) for s in of_facet if s.ci95 and math.isfinite(sum(s.ci95))]
+        bands = [(s.layer, *s.ci95) for s in facet_scores if s.ci95 and math.isfinite(sum(s.ci95))]
         if bands:
             band_layers, low, high = zip(*bands, strict=True)
             axis.fill_between(band_layers, low, high, alpha=0.15, color=colour)
-        for layer in (score.layer for score in of_facet if math.isinf(score.value)):
+        for layer in (score.layer for score in facet_scores if math.isinf(score.value)):
             axis.annotate(
                 "∞", (layer, 0.99 - 0.04 * number), xycoords=("data", "axes fraction"),
                 color=colour, ha="center", va="top", fontsize=11, fontweight="bold",

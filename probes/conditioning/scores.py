@@ -1,7 +1,7 @@
-"""Scores of blocks from their matrices, Jacobians and tokens.
+"""Compute scores of blocks from their matrices, Jacobians and tokens.
 
-Each function that returns scores belongs to one protocol of `Conditioning`. `linear_cka` compares
-two representations of the same tokens.
+Each protocol of `Conditioning` has its own function, such as `spectra_scores`. `linear_cka`
+compares two representations of the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def make_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return a score without a unit. If the value is NaN, the details state the reason."""
+    """Return a score without a unit. If the value is NaN, its details state the reason."""
     if np.isnan(value):
         reasons = [_UNDEFINED[name] for name in _UNDEFINED if metric.startswith(name)]
         details = {**({"undefined": reasons[0]} if reasons else {}), **details}
@@ -87,7 +87,7 @@ def make_score(
 
 
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """Return the median over images and heads as a score. Its details contain all numbers."""
+    """Return a score: the median over images and heads. Its details contain all numbers."""
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
@@ -98,11 +98,10 @@ def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **detai
 def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     """Return the median over images and values, and its 95 % interval from the sign test.
 
-    Infinity counts as larger than all other numbers. Each end of the interval is the median of the
-    values of one image. The interval makes no assumption about the distribution. With two to eight
-    images, the interval extends from the smallest to the largest median of an image. It then covers
-    the true median with a probability of 1 - 2^(1 - images), which is below 95 % for fewer than six
-    images.
+    Infinity counts as larger than all other numbers. Each end of the interval is the median of one
+    image. The interval makes no assumption about the distribution. With two to eight images, it
+    extends from the smallest to the largest median of an image. Its probability of covering the
+    true median is then 1 - 2^(1 - images), which is below 95 % for fewer than six images.
 
     Returns:
         The median and its interval. If any number is NaN, the median is NaN and the interval is
@@ -112,7 +111,7 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
     if count < 2 or np.isnan(value):
         return value, None
     medians = np.sort(np.median(numbers, axis=1))
-    # Number of images that may lie beyond each end.
+    # Rank, counted from each end, of the image whose median is the end of the interval.
     beyond = max(1, int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum()))
     return value, (
         min(value, float(medians[beyond - 1])),
@@ -124,16 +123,17 @@ def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
 def spectra_scores(
     layer: int, records: Sequence[BlockRecord]
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
-    """Score the attention matrices and the outputs of the sub-blocks of one block.
+    """Score the attention matrices and the sub-block outputs of one block.
 
-    The facets "attention" and "mlp" are the outputs of the sub-blocks. For "attention_skip" and
-    "mlp_skip", the input of the sub-block is added, even if the encoder has no such skip.
+    The facets "attention" and "mlp" are the outputs of the sub-blocks. "attention_skip" and
+    "mlp_skip" are these outputs plus the inputs of the sub-blocks, even if the encoder has no such
+    skip.
 
     Returns:
         The scores, and the singular values of each facet. A facet is left out if the block cannot
         be split into the parts that the facet needs.
     """
-    by_image = [_matrices(record) for record in records]
+    by_image = [_collect_matrices(record) for record in records]
     scores, spectra = list[Score](), dict[str, Values]()
     for facet in _common_facets(FACETS, by_image):
         matrices = [found[facet] for found in by_image]
@@ -150,13 +150,13 @@ def spectra_scores(
         centred = [float(effective_rank(singular_values(x - x.mean(0)))) for x in outputs]
         details = {"centred_effective_rank": float(np.median(centred))}
         scores.append(_median_score(layer, facet, "effective_rank", ranks, **details))
-        cosines = _column([mean_cosine(tokens) for tokens in outputs])
+        cosines = _to_column([mean_cosine(tokens) for tokens in outputs])
         scores.append(_median_score(layer, facet, "mean_cosine", cosines))
     return scores, spectra
 
 
-def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of a block by facet. The output of a sub-block counts as one head."""
+def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
+    """Return the matrices of a block by facet. The output of a sub-block is a single matrix."""
     parts = record.parts
     if parts is None:
         return {}
@@ -174,7 +174,7 @@ def _matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows col
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
     """Divide singular values by the largest one, and return the medians over images and heads.
 
-    At most `_STORED_VALUES` of the medians are returned, together with their 0-based ranks.
+    At most `_STORED_VALUES` of the medians are returned, together with their ranks, counted from 0.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -201,10 +201,10 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
     """Score the mean logarithm of the condition numbers of tokens before and after attention.
 
-    The facet "before" is the input of attention before its norm. If the block has graying, the
-    input is grayed first. The facet "after" is the sum of "before" and the output of attention. For
-    each image, the logarithms are averaged over blocks 0 to the scored layer. The score is the
-    median over images. A layer is skipped if a block up to this layer cannot be decomposed.
+    The facet "before" contains the tokens that the attention's norm receives, after graying if the
+    block has it. The facet "after" is the sum of "before" and the output of attention. For each
+    image, the logarithms are averaged over blocks 0 to the scored layer. The score is the median
+    over images. A layer is skipped if a block up to this layer cannot be decomposed.
 
     Args:
         layers: Block indices to score.
@@ -242,12 +242,12 @@ def exact_scores(layer: int, records: Sequence[BlockRecord]) -> list[Score]:
     scores, norms = list[Score](), dict[str, Numbers]()
     for facet in _common_facets(JACOBIANS, by_image):
         spectra = [found[facet] for found in by_image]
-        norms[facet] = _column([float(values[0]) for values in spectra])
+        norms[facet] = _to_column([float(values[0]) for values in spectra])
         if facet in BLOCK_JACOBIANS:
             details = {"spectra": [rank_details(values) for values in spectra]}
-            numbers = _column([float(condition_number(s, len(s))) for s in spectra])
+            numbers = _to_column([float(condition_number(s, len(s))) for s in spectra])
             scores.append(_median_score(layer, facet, "condition_number", numbers, **details))
-            ranks = _column([float(effective_rank(values)) for values in spectra])
+            ranks = _to_column([float(effective_rank(values)) for values in spectra])
             scores.append(_median_score(layer, facet, "effective_rank", ranks))
     return scores + _term_scores(layer, norms, "", {})
 
@@ -260,15 +260,15 @@ def lanczos_scores(
     scores, norms, at_most = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
     for facet in _common_facets(JACOBIANS, by_image):
         bounds = [found[facet] for found in by_image]
-        norms[facet] = _column([bound.largest for bound in bounds])
+        norms[facet] = _to_column([bound.largest for bound in bounds])
         if facet in ("dominant", "perturbation"):
             at_most[f"{facet}_at_most"] = [bound.largest_at_most for bound in bounds]
         if facet in BLOCK_JACOBIANS:
             details = {"bounds": [bound.details() for bound in bounds]}
-            numbers = _column([bound.condition_number_at_least for bound in bounds])
+            numbers = _to_column([bound.condition_number_at_least for bound in bounds])
             metric = "condition_number_at_least"
             scores.append(_median_score(layer, facet, metric, numbers, **details))
-            ranks = _column([bound.effective_rank for bound in bounds])
+            ranks = _to_column([bound.effective_rank for bound in bounds])
             scores.append(_median_score(layer, facet, "effective_rank" + ESTIMATE, ranks))
     return scores + _term_scores(layer, norms, ESTIMATE, at_most)
 
@@ -290,16 +290,16 @@ def _term_scores(
 
 
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the facets that all images have."""
+    """Return the facets that are available for all images."""
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
-def _column(values: Sequence[float]) -> Numbers:
+def _to_column(values: Sequence[float]) -> Numbers:
     return np.array(values, dtype=np.float64)[:, None]
 
 
 def cka_with_input(layer: int, records: Sequence[BlockRecord]) -> Score:
-    """Score the linear CKA between the input and the output of one block."""
+    """Return a score: the linear CKA between the input and the output of one block."""
     x, y = torch.stack([record.input for record in records]), stack_outputs(records)
     ci95 = linear_cka_ci95(x, y)
     return make_score(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(records), {})
@@ -314,8 +314,8 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
 class CkaMatrix:
     """Linear CKA of each pair of representations, with the names of rows and columns.
 
-    `other` is the name of the encoder whose blocks are the columns. The name is empty if rows and
-    columns belong to the same encoder.
+    `other` is the name of the encoder whose blocks are the columns. It is empty if rows and columns
+    belong to the same encoder.
     """
 
     values: Float64[np.ndarray, "rows columns"]
@@ -384,8 +384,8 @@ def _squared_covariance(
 ) -> Float64[Tensor, " sums"]:
     """Return the squared norm of the centred cross-covariance for each row of weights.
 
-    It is ||sum_a w_a M_a - s t^T / n||^2, where M_a = X_a^T Y_a is the product of image a, s and t
-    are the weighted sums of x and y, and n is the weighted number of tokens.
+    It is ||sum_a w_a M_a - s t^T / n||^2. M_a = X_a^T Y_a is the product of image a. The vectors s
+    and t are the weighted sums of x and y, and n is the weighted number of tokens.
     """
     matrices = torch.einsum("atd,ate->ade", x, y)
     s, t = x.sum(1), y.sum(1)
@@ -400,7 +400,7 @@ def _squared_covariance(
 
 
 def _centre(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
-    """Subtract the mean token. If tokens differ only by rounding, the result is exactly zero."""
+    """Subtract the mean token. If all tokens are equal up to rounding, the result is exactly 0."""
     x = x.double()
     centred = x - x.mean((0, 1))
     noise = x.shape[0] * x.shape[1] * torch.finfo(torch.float64).eps * x.norm()

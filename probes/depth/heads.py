@@ -1,8 +1,9 @@
-"""Linear heads that predict the depth of each pixel, and their training.
+"""Train linear heads that predict the depth of each pixel.
 
-A head maps a patch to the logits of 256 bins, whose depths are evenly spaced. The depth of a pixel
-is the mean depth of the bins, weighted by the positive logits. A *source* is one layer, or several
-layers whose channels are concatenated. Each source has one head for each learning rate.
+A head computes the logits of 256 bins from a patch. The depths of the bins are evenly spaced. The
+depth of a pixel is the mean depth of the bins, weighted by their positive logits. A *source* is one
+layer, or several layers whose channels are concatenated. Each source has one head for each learning
+rate.
 """
 
 import time
@@ -31,7 +32,7 @@ from ssl_bench.evaluation import Progress
 
 NUM_BINS = 256
 UPSAMPLING = 4
-"""Ratio of the resolution of predicted depth maps to that of the patches."""
+"""Ratio of the resolution of predicted depth maps to the resolution of the patch grid."""
 _ADDED_TO_LOGITS = 0.1
 _ADDED_TO_DEPTH = 1e-3
 _MEAN_WEIGHT = 0.15
@@ -47,7 +48,7 @@ class TrainingDepths:
 
     Attributes:
         patches: Features of the patches. The labels are depth maps in metres with `UPSAMPLING`
-            times the resolution of the patches, and 0 where the depth is unknown.
+            times the resolution of the patch grid. Unknown depths are 0.
         cls: [CLS] tokens. Their width is 0 if the heads do not receive them.
     """
 
@@ -63,7 +64,8 @@ class DepthHeads:
         weight: Weights of the patch's channels, followed by those of the [CLS] token's channels.
         bias: Biases.
         bins: Depth of each bin in metres.
-        constant_channels: Number of channels of each source that do not vary.
+        constant_channels: Number of channels of each source that do not vary over the training
+            images.
         seconds: Time that the training took, including interrupted runs.
     """
 
@@ -74,7 +76,7 @@ class DepthHeads:
     seconds: float = 0.0
 
     def predict(self, source: int, patches: Patches, cls: Cls) -> DepthMaps:
-        """Return depth maps in metres, with `UPSAMPLING` times the resolution of the patches."""
+        """Return depth maps in metres, with `UPSAMPLING` times the resolution of the patch grid."""
         return predict_depth(self.weight[source], self.bias[source], self.bins, patches, cls)
 
 
@@ -86,8 +88,8 @@ class HeadTraining:
         learning_rates: Peak learning rates. One head of each source is trained for each rate.
         epochs: Number of passes over the training images.
         batch_size: Number of images per step.
-        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss is
-            its mean term alone, which adjusts the scale of the depths first.
+        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss
+            consists only of its mean term, so that the scale of the depths is adjusted first.
         weight_decay: Weight decay of AdamW.
         standardize: Whether each channel is standardised over the training images.
         bounds: Depth of the first and of the last bin in metres. Other depths count as unknown.
@@ -112,7 +114,7 @@ class HeadTraining:
         progress: Progress,
         journal: Journal,
     ) -> DepthHeads:
-        """Train the heads on the chosen images. Continue from the last entry of `journal`.
+        """Train the heads on the chosen images, starting from the last entry of `journal`, if any.
 
         The heads of a source do not depend on which other sources are trained.
         """
@@ -146,14 +148,14 @@ class HeadTraining:
         states: list[list[dict[str, Tensor]]] = [[{}, {}] for _ in sources]
         if state:
             weight, bias = (part.to(device) for part in state["parameters"])
-            states = [[_to(each, device) for each in pair] for pair in state["optimizer"]]
+            states = [[_move_tensors(each, device) for each in pair] for pair in state["optimizer"]]
         bins = torch.linspace(*self.bounds, NUM_BINS, device=device)
         optimizer, schedule = HeadAdamW(self.weight_decay), Schedule("cosine", self.warmup)
         peak = torch.tensor(self.learning_rates, device=device)
         by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=self.seed)
         steps, done = [*chain(*by_epoch)], state.get("step", 0)
 
-        def state_after(step: int) -> dict[str, Any]:
+        def make_state(step: int) -> dict[str, Any]:
             seconds = time.monotonic() - start
             parameters = [weight, bias]
             return {
@@ -178,9 +180,9 @@ class HeadTraining:
                 gradients = [each[None] for each in torch.autograd.grad(loss.sum(), leaves)]
                 update_heads(optimizer, parameters, gradients, states[source], rates, step + 1)
             if journal.is_due():
-                journal.replace(state_after(step + 1))
+                journal.replace(make_state(step + 1))
         if journal.is_due():
-            journal.replace(state_after(len(steps)))
+            journal.replace(make_state(len(steps)))
         # Fold the standardisation into the heads.
         weight = weight * scale[:, None, None]
         bias = bias - (weight * mean[:, None, None]).sum(-1)
@@ -191,7 +193,7 @@ class HeadTraining:
         return (depth > self.bounds[0]) & (depth < self.bounds[1])
 
 
-def _to(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _move_tensors(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -202,7 +204,7 @@ def predict_depth(
     patches: Patches,
     cls: Cls,
 ) -> DepthMaps:
-    """Return the depth maps of several heads, as `DepthHeads.predict` does."""
+    """Return the depth maps of several heads in metres."""
     dim = patches.shape[-1]
     by_patch = (patches.flatten(0, 2) @ weight[..., :dim].mT).unflatten(1, patches.shape[:3])
     by_image = cls @ weight[..., dim:].mT + bias[:, None]
@@ -236,9 +238,9 @@ def decode_depth(
 class PositiveSums(torch.autograd.Function):
     """Sums over the positive logits of each pixel, weighted by depth and unweighted.
 
-    A cell lies between the centres of four patches, whose logits its pixels interpolate. Upsampled
-    logits are computed in pieces that fit the cache, and again in the backward pass. They take
-    22 MB for one head and an image of 37 x 37 patches.
+    A cell is the area between the centres of four patches, whose logits are interpolated at its
+    pixels. Upsampled logits are computed in pieces that fit into the cache, and computed again in
+    the backward pass. For one head and an image of 37 x 37 patches, they take 22 MB.
     """
 
     @staticmethod
@@ -260,10 +262,10 @@ class PositiveSums(torch.autograd.Function):
         by_bin, result = torch.stack([bins, torch.ones_like(bins)]), torch.zeros_like(padded)
         weights = corner_weights(UPSAMPLING, padded.device).to(padded)
         for (maps, rows), positive in _upsample(padded):
-            of_logits = gradient[:, :, maps, rows].flatten(1).T @ by_bin
-            of_logits = of_logits.view_as(positive)
-            of_logits = torch.ops.aten.threshold_backward(of_logits, positive, 0)
-            by_corner = (weights.T @ of_logits.flatten(1)).view(4, *positive.shape[1:])
+            logit_gradient = gradient[:, :, maps, rows].flatten(1).T @ by_bin
+            logit_gradient = logit_gradient.view_as(positive)
+            logit_gradient = torch.ops.aten.threshold_backward(logit_gradient, positive, 0)
+            by_corner = (weights.T @ logit_gradient.flatten(1)).view(4, *positive.shape[1:])
             for corner, values in zip(_corners(result, maps, rows), by_corner, strict=True):
                 corner += values
         return result, None
@@ -272,7 +274,7 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return the four patches around each cell of some maps and rows of cells, as views."""
+    """Return views of the four patches around each cell, for some maps and rows of cells."""
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
 
@@ -312,8 +314,8 @@ def scale_invariant_loss(
     Args:
         depth: Predicted depth in metres.
         target: True depth in metres.
-        is_known: Pixels that count.
-        only_mean: Leave out the variance.
+        is_known: Whether the depth of each pixel is known.
+        only_mean: Whether to leave out the variance.
 
     Source: `SigLoss` in dinov2/eval/depth/models/losses/sigloss.py of
     https://github.com/facebookresearch/dinov2/tree/b8931f7b.

@@ -72,7 +72,7 @@ UNITS = {
     "log10": "",
     "silog": "",
 }
-"""Unit of each metric, in the order of `image_metrics`."""
+"""Unit of each metric, in the order in which `image_metrics` returns the metrics."""
 _CLS_FACETS = {"token": "cls", "token_normed": "cls_normed"}
 _COLOURS = "viridis"
 _TILES_PER_ROW = 5
@@ -84,28 +84,28 @@ Metrics = Float64[np.ndarray, "images sources rates metrics"]
 class Depth(Probe):
     """Predict the depth of each pixel with linear heads on the patches of each block.
 
-    The heads of all blocks and all learning rates are trained together, so each image passes the
-    encoder only once. Images in figures pass it once more.
+    The heads of all blocks and all learning rates are trained together, so the encoder processes
+    each image only once. It processes images in figures once more.
 
     Attributes:
         protocol: Name of the preset. "ssl_bench" has the head and the loss of DINOv2.
-        layers_mode: Blocks that each head receives. "single" trains a head on each block. "multi"
-            trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the last
-            requested layer. "last4" trains one head on the last four blocks up to that layer.
+        layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
+            "multi" trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the
+            last requested layer. "last4" trains one head on the last four blocks up to that layer.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
-            mlp_out, or a submodule of a block. The [CLS] token is joined to tokens only.
+            mlp_out, or a submodule of a block. With token, heads also receive the [CLS] token.
         norm: Normalisation of the features. "standardize" scales each channel to zero mean and unit
             variance on the training set. "final" applies the encoder's final norm. "none" uses the
             output of the block.
         min_depth: Depth of the first bin in metres. Pixels with smaller depths count as unknown.
         max_depth: Depth of the last bin in metres. Pixels with larger depths count as unknown.
-        learning_rates: Peak learning rates, of which the held-out images select one.
+        learning_rates: Peak learning rates, one of which is selected on the held-out images.
         epochs: Number of passes over the training images.
         images_per_step: Number of images per step, and in a forward pass.
-        warmup: Fraction of the steps in which the learning rate rises, and in which the loss only
-            adjusts the mean depth.
+        warmup: Fraction of the steps in which the learning rate rises and the loss adjusts only the
+            mean depth.
         weight_decay: Weight decay of AdamW.
         holdout: Fraction of the training images that are held out to select the learning rate.
         train_images: Maximum number of training images, drawn at random. None for all images.
@@ -116,7 +116,7 @@ class Depth(Probe):
         keep_minutes: Minimum time in minutes between two writes of unfinished work. A killed run
             continues from the last write.
         num_workers: Number of threads that decode images.
-        guesses: Settings that the authors of the protocol left open, and differences from the
+        guesses: Settings that the authors of the protocol do not specify, and differences from the
             published protocol. $NAME is replaced by the value of the setting NAME.
 
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision",
@@ -173,7 +173,7 @@ class Depth(Probe):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Return the scored metrics, and the column of `UNITS` that each of them averages."""
+        """Return the scored metrics, and the key in `UNITS` of the values that each averages."""
         names = {"delta1_holdout": "delta1"} if self.holdout else {}
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
 
@@ -218,7 +218,7 @@ class Depth(Probe):
 
 
 class DepthRun:
-    """Linear depth with one encoder on one dataset. The constructor computes nothing.
+    """Linear depth with one encoder on one dataset. The constructor computes no features.
 
     Attributes:
         sources: Layers that each head receives.
@@ -266,8 +266,8 @@ class DepthRun:
         everything = range(len(self.scored_images))
         metrics, baseline = self.score(heads, self.scored_images, everything, mean_depth)
 
-        # Held-out images select the learning rate of each source. If no images are held out, the
-        # scored images select it.
+        # The learning rate of each source is selected on held-out images. If there are none, it is
+        # selected on the scored images.
         selection = metrics if held_out_metrics is None else held_out_metrics
         chosen = selection[..., 0].mean(0).argmax(1).tolist()
         # Save the figures before any score is recorded.
@@ -294,7 +294,7 @@ class DepthRun:
     # Training images
 
     def compute_features(self) -> TrainingDepths:
-        """Compute the features and the depth maps of all training images that are used.
+        """Compute the features and the depth maps of the training images.
 
         Raises:
             DataError: No training image has a pixel with a known depth between the bounds.
@@ -334,7 +334,7 @@ class DepthRun:
         return TrainingDepths(stored, cls)
 
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
-        """Return the mean depth at each place, or over all places where it is always unknown."""
+        """Return the mean known depth at each place, or over all places if none is known there."""
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
         return torch.where(is_known.any(0), mean, depths[is_known].mean())
@@ -373,7 +373,7 @@ class DepthRun:
         indices: Sequence[int],
         mean_depth: Float[Tensor, "rows cols"] | None = None,
     ) -> tuple[Metrics, Float64[np.ndarray, "_images metrics"]]:
-        """Return the metrics of all heads for each image, and those of `mean_depth`.
+        """Return the metrics of all heads, and those of predicting `mean_depth`, for each image.
 
         Raises:
             DataError: An image has no pixel with a known depth between the bounds.
@@ -478,7 +478,7 @@ class DepthRun:
                 draw_depths(sample.image, {k: v.numpy() for k, v in maps.items()}, path)
 
     def _open_journal(self) -> Journal:
-        """Return the journal from which a killed run continues. A complete run removes its file."""
+        """Return the journal from which the next run continues if this run is killed."""
         ids = self.split.ids(self.images)
         header = {
             **self.context.encoder.identity(),
@@ -550,7 +550,7 @@ def image_metrics(
     Args:
         predicted: Predicted depth in metres.
         depth: True depth in metres.
-        bounds: Pixels count if their true depth is between these two.
+        bounds: Only pixels whose true depth is between these two values are scored.
     """
     low, high = bounds
     is_known = ((depth > low) & (depth < high)).to(predicted.device)
@@ -586,8 +586,8 @@ def draw_depths(
 
     Args:
         image: The image.
-        maps: Depth maps in metres by title. The range of the first one is that of the colours.
-            NaN is white.
+        maps: Depth maps in metres by title. The range of the first map determines the colours. NaN
+            is white.
         path: File of the figure.
     """
     first = next(iter(maps.values()))

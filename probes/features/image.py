@@ -22,9 +22,9 @@ IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
-"""Vectors of an image after the final norm: [CLS], the mean of its patches, or both together."""
+"""Block facets, after the final norm, from which each facet of a whole image is computed."""
 
-# Unit vectors count as equal if every entry differs by less than this value.
+# Unit vectors count as equal if all of their entries differ by less than this value.
 _TOLERANCE = 1e-6
 
 
@@ -55,7 +55,7 @@ class ImagePass:
             are keys of `IMAGE_FACETS`, or facets from inside a block. `crop_share` is the side of
             the central square as a fraction of the shorter side.
         context: Context of the probe.
-        batch_size: Maximum number of images that pass the encoder together.
+        batch_size: Maximum number of images in a forward pass of the encoder.
     """
 
     probe: Any
@@ -63,7 +63,7 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """Return for how many layers the features of all images fit into memory, at least 1."""
+        """Return the number of layers, at least 1, whose features of all images fit into memory."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
@@ -71,7 +71,8 @@ class ImagePass:
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
         """Compute the features of the images with these indices.
 
-        Later probes of the same command find these features in `context.features`.
+        The features are also stored in `context.features`, where later probes of the same command
+        find them.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -82,7 +83,7 @@ class ImagePass:
         known: ImageFeatures | None = shared.get(key)
         if known and {*layers} <= {*known.layers} and {*self.probe.facets} <= {*known.by_facet}:
             return known
-        # Free the old features before new features need the memory.
+        # Free the memory of the old features before the new features need it.
         shared.pop(key, None)
         extractor = self._extractor(layers)
         by_facet = {

@@ -34,12 +34,12 @@ class Journal:
     Args:
         folder: Folder of the file.
         name: Beginning of the file name.
-        header: Everything that the entries depend on, as JSON types.
+        header: All values that the entries depend on, as JSON types.
         say: Function that prints a message when a run continues from the file or cannot use it.
         minutes: Minimum time between two writes in minutes. With 0, each entry is written
             immediately.
-        is_cache: Whether the file is in a cache folder. A file in a cache folder is only read if no
-            other user could have written it.
+        is_cache: Whether the file is in a cache folder. Such a file is read only if no other user
+            could have written it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of a file. The header of the file is not compared.
+        """Return the valid entries of a file, without comparing its header.
 
         Raises:
             OSError: The file cannot be read.
@@ -95,7 +95,7 @@ class Journal:
         return entries
 
     def is_due(self) -> bool:
-        """Return whether the last write is at least `minutes` ago."""
+        """Return whether at least `minutes` have passed since the last write."""
         return time.monotonic() - self._written_at >= self._seconds
 
     def append(self, entry: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Journal:
         self._has_written = True
 
     def replace(self, entry: Mapping[str, Any]) -> None:
-        """Replace all entries of the file by this one. A crash during the call keeps the old file.
+        """Replace all entries of the file by this one. A killed process leaves the old file.
 
         Raises:
             MachineError: The file cannot be written.
@@ -160,7 +160,7 @@ def _remove_unfinished_line(file: BinaryIO) -> None:
 
 
 def _format(entry: Mapping[str, Any]) -> str:
-    """Return an entry as JSON in a single line. The last item is a checksum of the entry."""
+    """Return an entry as one line of JSON, with a checksum of the entry as its last item."""
     text = json.dumps(dict(entry), default=_encode)
     return f'{text[:-1]}, "{_CHECKSUM}": {zlib.crc32(text.encode())}}}'
 

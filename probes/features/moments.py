@@ -1,4 +1,4 @@
-"""Compute means and covariances of more vectors than fit into memory."""
+"""Compute the mean and covariance of more vectors than fit into memory."""
 
 import torch
 from jaxtyping import Float, Float64
@@ -10,7 +10,7 @@ from ssl_bench.system.device import to_float64
 class Moments:
     """Running mean and covariance of vectors, computed batch by batch in float64.
 
-    The mean of the first batch is subtracted from all vectors, for precision.
+    For numerical precision, the mean of the first batch is subtracted from all vectors.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,8 @@ class Moments:
         """Add vectors, and return this object."""
         vectors = to_float64(vectors)
         if not self.count:
-            # With a shift near the mean, the covariance is not a small difference of large numbers.
+            # With a shift near the mean, the covariance is not a small difference between large
+            # numbers.
             self._shift = vectors.mean(0)
             self._sum = torch.zeros_like(self._shift)
             self._products = self._shift.new_zeros(len(self._shift), len(self._shift))

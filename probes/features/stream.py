@@ -21,10 +21,11 @@ Scales = Float[Tensor, "layers batch"]
 """Factors by which `undo_scaling` multiplies the features of each layer and image."""
 
 _MAX_CPU_PIXELS = 2**19
-# Features of an image are not scaled if their largest absolute value is in this range. Float16 then
-# has its full precision of ten bits for values down to 2^-8 times the largest value.
+# Features of an image are not scaled if their largest absolute value is in this range. Values down
+# to 2^-8 times the largest value then have float16's full precision of ten bits.
 _SMALLEST, _LARGEST = 2.0**-6, 65504.0
-# Otherwise, the largest absolute value is scaled to between this number and twice this number.
+# Otherwise, features are scaled so that their largest absolute value lies between this number and
+# twice this number.
 _SCALED_LARGEST = 2.0**14
 
 
@@ -44,8 +45,8 @@ def map_ahead(
 
     Args:
         function: Function to call for each item.
-        items: Arguments of the function. They are read up to `max_ahead` items ahead of the
-            results.
+        items: Arguments of the function. At most `max_ahead` of them are read before their results
+            are needed.
         workers: Number of threads.
         max_ahead: Maximum number of results that are computed before they are needed.
     """
@@ -72,8 +73,8 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
     """Return how many square images to encode together.
 
-    On a CPU, batches are reduced to half a million pixels. Larger batches are not faster on a CPU,
-    and show progress too rarely.
+    On a CPU, a batch has at most half a million pixels. Larger batches would not be faster, and the
+    progress bar would move too rarely.
     """
     if device.type != "cpu":
         return batch_size
@@ -83,7 +84,7 @@ def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> i
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Extract the features of each layer from a batch, and the sums that `fetch_finite` checks.
+    """Compute the features of each layer for a batch, and the sums that `fetch_finite` checks.
 
     Args:
         extractor: Extractor of one facet.
@@ -91,8 +92,8 @@ def extract(
         ids: Image ids for error messages.
 
     Raises:
-        CheckpointError: A feature is not finite. On a GPU, only `fetch_finite` raises this error,
-            so the CPU does not wait here.
+        CheckpointError: A feature is not finite. On a GPU, `fetch_finite` raises this error
+            instead, so that the CPU need not wait here.
     """
     features, sums = extractor.extract_unchecked(images)
     if not sums.is_cuda:
@@ -132,7 +133,7 @@ def extract_float16(
     *,
     fetch: bool = False,
 ) -> tuple[list[Half], Scales]:
-    """Compute the features of all layers, rounded by `to_float16`.
+    """Compute the features of all layers, and round them to float16.
 
     Args:
         extractor: Extractor of one facet.
@@ -156,12 +157,13 @@ def extract_float16(
 def to_float16(
     features: Float[Tensor, "batch rows cols dim"],
 ) -> tuple[Half, Float[Tensor, " batch"]]:
-    """Round features to float16. Images whose features do not fit its range are scaled first.
+    """Round features to float16, after scaling images whose features do not fit its range.
 
     Float16 has ten bits of precision only between 2^-14 and 65504. If the largest absolute feature
     of an image is below 2^-6 or above 65504, all of its features are divided by a power of two. The
     division is exact, and the largest feature is then near 2^14. The scale depends only on the
-    features of the image in this layer. It is therefore the same in all storages and batches.
+    features of the image in this layer. It is therefore the same in all batches, and for stored and
+    recomputed features.
 
     Returns:
         The rounded features, and the power of two by which each image was divided.

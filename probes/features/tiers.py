@@ -1,9 +1,10 @@
-"""Compute the features of training images, and store them or compute them again in each epoch.
+"""Compute the features of training images, and either store them or recompute them in each epoch.
 
-`TrainingPass.run` selects one of three storages. "memory" holds the features in memory. "disk"
-writes them to a file that later runs use again. "stream" computes each batch when it is read. All
-three round the features to float16 and give equal values. An entry is one view of one training
-image.
+`TrainingPass.run` provides the features in one of three ways. "memory" keeps them in memory. "disk"
+writes them to a file that later runs reuse. "stream" recomputes each batch when it is read. All
+three round the features to float16 and give equal values.
+
+In this module, an entry is one view of one training image.
 """
 
 import errno
@@ -52,23 +53,23 @@ Tier = Literal["memory", "disk", "stream"]
 RequestedTier = Literal["auto", "memory", "disk", "stream"]
 GIB = 2**30
 VERSION = 5
-"""Version of the feature file. Increase it when stored values or the layout of the file change."""
-_STORAGES = {
+"""Version of the feature file. Increase it when the stored values or the file layout change."""
+_TIER_DESCRIPTIONS = {
     "memory": "stored in memory",
     "disk": "stored on disk",
-    "stream": "computed again in each epoch",
+    "stream": "recomputed in each epoch",
 }
-# Maximum length of a scale in the JSON file, with the comma and space.
+# Maximum number of characters of a scale in the JSON file, including the comma and the space.
 _SCALE_CHARACTERS = 26
 # Number of batches that are read from the file in advance.
 _BATCHES_AHEAD = 2
 
 Blocks = Float[Tensor, "layers entries rows cols dim"]
-# For each entry, whether each value from 0 to 255 occurs in its labels.
+# Whether each label from 0 to 255 occurs in each entry.
 Present = Bool[Tensor, "_entries 256"]
 # The entries of each batch.
 BatchEntries = Sequence[Int64[Tensor, "..."]]
-# Function that stores features. Arguments: index of the layer, entries, features, scales.
+# Function that stores features, with the arguments: index of the layer, entries, features, scales.
 Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 
@@ -80,7 +81,7 @@ class FeatureBatch:
     labels: Shaped[Tensor, "batch height width"]
 
 
-# Function that reads the batches of the given entries, in the given order.
+# Function that takes the entries of each batch, and yields the batches in the same order.
 ReadBatches = Callable[[BatchEntries], Iterator[FeatureBatch]]
 
 
@@ -89,13 +90,13 @@ class StoredFeatures:
     """Features in memory or in a memory-mapped file.
 
     Attributes:
-        layers: Block index of each layer in `blocks`.
+        layers: Index of each block whose features are in `blocks`.
         blocks: Features of all entries, divided by `scales`.
         labels: Labels in memory or in a memory-mapped file.
-        present: Whether each value from 0 to 255 occurs in the labels of an entry. Empty if each
-            entry has a single label.
+        present: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
+            single label.
         scales: Factors by which `undo_scaling` multiplies `blocks`. None if all factors are 1.
-        tier: Whether `blocks` are in memory or on disk.
+        tier: "memory" or "disk", where `blocks` are stored.
         passes: Number of times that this run has encoded all entries. 0 if an earlier run stored
             the features.
     """
@@ -125,7 +126,8 @@ class StoredFeatures:
 
         def select(entries: Int64[Tensor, " batch"]) -> Tensor:
             if reads_file:
-                # Unlike `index_select`, this takes no processor cores from the training of heads.
+                # Unlike `index_select`, this uses a single CPU core and leaves the others to the
+                # training of heads.
                 selected = torch.from_numpy(blocks.numpy().take(entries.numpy(), 1))
             else:
                 selected = blocks.index_select(1, to_device(entries, blocks.device))
@@ -144,12 +146,12 @@ class StoredFeatures:
 
 @dataclass
 class StreamedFeatures:
-    """Features that are computed each time they are read.
+    """Features that are computed again each time they are read.
 
     Attributes:
-        layers: Block indices of the layers that can be read.
-        present: Whether each value from 0 to 255 occurs in the labels of an entry.
-        compute: Function that computes batches from the layers, the entries of each batch and the
+        layers: Indices of the blocks whose features can be read.
+        present: Whether each label from 0 to 255 occurs in each entry.
+        compute: Function that computes batches, given the layers, the entries of each batch and the
             device.
     """
 
@@ -177,7 +179,7 @@ class StreamedFeatures:
 
 
 TrainingFeatures = StoredFeatures | StreamedFeatures
-"""Features of all training images. Entry `n * views + v` is view v of the image at position n.
+"""Features of all training images. Entry n * views + v is view v of the image at position n.
 
 If the features are one vector per image, each entry has one patch and one label.
 """
@@ -193,9 +195,9 @@ class TrainingPass:
         images: The training set.
         indices: Indices of the training images that are used.
         image_size: Side of the encoder's square input in pixels.
-        views: Crops and mirror images that are encoded for each image.
+        views: Views of each image that are encoded, such as crops and mirror images.
         label_size: Side of the label maps in pixels.
-        batch_size: Number of views that pass the encoder together.
+        batch_size: Number of views in a forward pass of the encoder.
         workers: Number of threads that decode images.
     """
 
@@ -222,14 +224,14 @@ class TrainingPass:
     ) -> TrainingFeatures:
         """Compute and store the features, open a file of stored features, or prepare a stream.
 
-        All images are read in any case, because their labels are needed. An unreadable image is
+        All images are always read, because their labels are needed. An unreadable image is
         therefore found before training.
 
         Args:
             folder: Folder of the feature files.
-            tier: The storage. "auto" selects memory if features and labels fit. Otherwise, it
-                selects disk if they fit, or if an earlier run stored the features. Otherwise, it
-                selects stream.
+            tier: How the features are provided. "auto" selects "memory" if features and labels fit
+                into memory. Otherwise, it selects "disk" if they fit there or if an earlier run has
+                stored the features, and "stream" if not.
             memory_gib: Limit for the memory in GiB. None for half of the free memory.
             disk_gib: Limit for the disk in GiB. None for half of the free space.
 
@@ -252,7 +254,7 @@ class TrainingPass:
             else:
                 tier = "disk" if needed <= disk or load() is not None else "stream"
         self.context.say(
-            f"features: {2 * prod(shape) / GIB:.1f} GiB, {_STORAGES[tier]} (limits: "
+            f"features: {2 * prod(shape) / GIB:.1f} GiB, {_TIER_DESCRIPTIONS[tier]} (limits: "
             f"{memory / GIB:.1f} GiB of memory, {disk / GIB:.1f} GiB in {folder})"
         )
         present = torch.zeros(entries, 256, dtype=torch.bool)
@@ -283,7 +285,7 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Fill `present` and `labels` from all views. If `put` is given, store features with it."""
+        """Fill `present` and `labels` from all views. Use `put`, if given, to store features."""
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
                 present[entry, values.unique().long()] = True
@@ -296,7 +298,7 @@ class TrainingPass:
     def read_views(
         self, *, encode: bool = False
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
-        """Read batches of images. For each view, yield entries, labels, features and scales.
+        """Read batches of images, and yield entries, labels, features and scales for each view.
 
         Args:
             encode: Whether to compute the features. If false, the list of features is empty.
@@ -311,7 +313,7 @@ class TrainingPass:
         for batch in batches(shown, self.batch_size):
             for number in range(views):
                 entries = [*range(start * views + number, (start + len(batch)) * views, views)]
-                ids, pixels, labels = _stack(image[number] for image in batch)
+                ids, pixels, labels = _stack_views(image[number] for image in batch)
                 halves, scales = list[Half](), torch.empty(0, len(batch))
                 if encode:
                     halves, scales = extract_float16(self.extractor, pixels, ids, fetch=True)
@@ -329,15 +331,15 @@ class TrainingPass:
         """Decode and encode batches of entries without storing the features.
 
         The features are rounded to float16, like stored features. On a CPU, the features of an
-        image do not depend on the other images in the batch. On a GPU, the library of matrix
-        products decides whether they do.
+        image do not depend on the other images in the batch. On a GPU, this depends on the library
+        that computes matrix products.
 
         Args:
             layers: Some layers of the extractor.
             batch_entries: The entries of each batch.
             device: Device of the batches.
-            allow_scaled: Whether to return scaled float16 features, without `undo_scaling`. They
-                suffice if all vectors are normalised to length 1 later.
+            allow_scaled: Whether to return scaled float16 features, without `undo_scaling`. These
+                are sufficient if all vectors are L2-normalised later.
 
         Raises:
             CheckpointError: A feature is not finite.
@@ -352,7 +354,7 @@ class TrainingPass:
         entries = (entry for batch in batch_entries for entry in batch.tolist())
         loaded = map_ahead(load, entries, workers=self.workers, max_ahead=4 * self.workers)
         for batch in batch_entries:
-            ids, images, labels = _stack(islice(loaded, len(batch)))
+            ids, images, labels = _stack_views(islice(loaded, len(batch)))
             halves, scales = extract_float16(self.extractor, images, ids)
             features = to_device(torch.stack([halves[index] for index in indices]), device)
             if not allow_scaled:
@@ -365,7 +367,7 @@ class TrainingPass:
         return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
-        """Return everything that the features depend on, as JSON types."""
+        """Return all values that the features depend on, as JSON types."""
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
@@ -384,7 +386,7 @@ class TrainingPass:
 _View = tuple[str, Float[Tensor, "3 size size"], UInt8[Tensor, "label_rows label_cols"]]
 
 
-def _stack(
+def _stack_views(
     views: Iterable[_View],
 ) -> tuple[
     list[str], Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch label_rows label_cols"]
@@ -403,18 +405,18 @@ class FeatureFile:
 
     The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
     another process deletes or replaces the files, the run keeps the old array. Later changes inside
-    the array file are not noticed. If the array file is truncated or the disk cannot be read, the
-    operating system stops the process with SIGBUS. It also stops the process if another host
-    deletes the file on a network file system.
+    the array file are not detected. The operating system stops the process with SIGBUS if the array
+    file is truncated or the disk cannot be read. The same happens if another host deletes the file
+    on a network file system.
 
     Several processes may write the same features. Each process continues with its own array. Later
-    runs find the files of the process that finished last. If the processes computed different bits,
-    the array and the JSON file may come from different processes. The checksum is then wrong, and
-    the next run computes the features again.
+    runs find the files of the process that finished last. The array and the JSON file may come from
+    different processes. If the arrays of these processes are not bitwise identical, the checksum is
+    wrong, and the next run computes the features again.
 
     Args:
         folder: Folder of the files.
-        header: Everything that the values depend on, as JSON types.
+        header: All values that the features depend on, as JSON types.
         shape: Shape of the array.
     """
 
@@ -463,7 +465,7 @@ class FeatureFile:
         """Write features to the files, and memory-map the array.
 
         Args:
-            fill: Function that receives a function `put`, and stores all features by calling it.
+            fill: Function that stores all features by calling its argument `put`.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -472,7 +474,7 @@ class FeatureFile:
         scales, checksums = np.zeros(self.shape[:2], np.float32), np.zeros(self.shape[:2], "<u4")
         try:
             remove_orphans(self.folder)
-            # The array gets its name before the JSON file does.
+            # The array file is renamed to its final name before the JSON file.
             with atomic_file(self.sidecar) as sidecar, atomic_file(self.path) as file:
                 _allocate(file, self._num_bytes)
                 _allocate(sidecar, len(self._header) + 100 + _SCALE_CHARACTERS * scales.size)
@@ -502,13 +504,13 @@ class FeatureFile:
         return blocks, torch.from_numpy(scales)
 
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
-        """Return the content of the JSON file."""
+        """Return the content of the JSON file for these scales and checksums."""
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
         return f'{{"header": {self._header}, {values}}}\n'.encode()
 
     def _read_checksums(self, file: BufferedReader, progress: Progress) -> np.ndarray:
-        """Return the CRC-32 of each entry of each layer, from one pass over the file.
+        """Read the file once, and return the CRC-32 of each entry of each layer.
 
         Raises:
             ValueError: The size or the array header of the file is not the expected one.
@@ -543,7 +545,8 @@ def create_array_file(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            # If the disk were full when mapped memory is written, the process would be stopped.
+            # Without this, the operating system would stop the process if the disk became full
+            # while mapped memory is written.
             _allocate(file, num_bytes)
             return torch.from_numpy(np.memmap(file, dtype, "w+", shape=shape))
     except OSError as error:

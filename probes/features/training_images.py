@@ -1,10 +1,10 @@
 """Select the training images of a probe, the views of each image, and the layers of each head.
 
-`TrainingSplit` holds some training images out, to choose a hyperparameter. `Shots` draws a few
+`TrainingSplit` holds out some training images to select a hyperparameter. `Shots` draws a few
 training images of each class. The draws depend only on the images, the settings and the seed. A
 view is an image that is resized or cropped to a square, with the mask of the same area. Random
-crops depend only on the seed and the image. Each epoch therefore uses the same views, whether
-features are stored or not.
+crops depend only on the seed and the image. Each epoch therefore uses the same views, even if
+features are not stored.
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ from ssl_bench.scores import IGNORED
 LayerGroup = tuple[int, ...]
 """Layers whose concatenated features are the input of one head."""
 ShotCounts = Count | Sequence[Count] | None
-"""Number of training images of each class, or several such numbers. None for all images."""
+"""Number of training images of each class, or several such numbers. None means all images."""
 _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FACETS)
 
 
 @dataclass(frozen=True)
 class TrainingSplit:
-    """Training images that a probe uses, some of which are held out.
+    """The training images that a probe uses. Some of them are held out.
 
-    An entry of the stored features is one view of one image. View v of the image at position n of
-    `indices` is entry n * views + v.
+    Features are stored by entry. The entry of view v of the image at position n of `indices` is n *
+    views + v.
 
     Attributes:
         indices: Indices of the used images in the training set, in ascending order.
-        held_out: Positions in `indices` of the images that no head is trained on.
+        held_out: Positions in `indices` of the held-out images.
     """
 
     indices: tuple[int, ...]
@@ -51,7 +51,7 @@ class TrainingSplit:
     def draw(
         cls, images: ImageSet, *, max_images: int | None, holdout: float, seed: int
     ) -> "TrainingSplit":
-        """Draw the images to use, and hold some of them out.
+        """Draw the images to use, and hold out some of them.
 
         Args:
             images: The training set.
@@ -96,10 +96,10 @@ def ids_sha256(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Shots:
-    """Training images of each class, drawn several times.
+    """A few training images of each class, in several random draws.
 
-    In each draw, the images of a class have a random order. The n shots are the first n images in
-    this order, so they are among the shots of every larger number.
+    Each draw orders the images of each class at random. The first n images in this order are the
+    shots for the number n, so they are also shots for every larger number.
 
     Attributes:
         indices: Indices of all drawn images in the training set, in ascending order.
@@ -140,7 +140,7 @@ class Shots:
         return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(drawn.shape)))
 
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
-        """Skip `skip` images of each class. Return ascending positions of the next `count`."""
+        """Return the sorted positions of `count` images of each class, after the first `skip`."""
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
 
@@ -160,7 +160,7 @@ def require_labels(images: ImageSet) -> Sequence[int]:
 
 
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the distinct numbers of shots in ascending order, or () to use all images.
+    """Return the distinct numbers of shots in ascending order, or () if all images are used.
 
     Raises:
         ConfigurationError: The list is empty.
@@ -203,7 +203,7 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if a facet names one block, but a head receives several blocks."""
+    """Raise a ConfigurationError if a facet names one block but heads receive several blocks."""
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.facet must name every block (*) for probe.layers_mode={layers_mode}, got block "
@@ -244,7 +244,7 @@ _MAX_ASPECT = 4
 
 
 class TrainingViews:
-    """Base class of the ways to make views of an image. Subclasses are frozen dataclasses.
+    """The base class of methods that make views of an image. Subclasses are frozen dataclasses.
 
     Attributes:
         count: Number of views of each image.
@@ -257,7 +257,7 @@ class TrainingViews:
 
         Args:
             sample: Image and mask.
-            number: Which view, from 0 to `count` - 1.
+            number: Number of the view, from 0 to `count` - 1.
             size: Height and width of the view in pixels.
 
         Raises:
@@ -280,7 +280,7 @@ class WholeImage(TrainingViews):
 
 @dataclass(frozen=True)
 class CentralSquare(TrainingViews):
-    """The central square of an image that has a class but no mask. The view's mask is a single 0.
+    """The central square of an image that has a class but no mask. Its mask is a single zero.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
@@ -328,7 +328,8 @@ class ResizedCrops(TrainingViews):
             rows, cols = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
             if 0 < rows <= height and 0 < cols <= width:
                 return _random_slice(random, height, rows), _random_slice(random, width, cols)
-        # The image is too long. Use the largest central window with an allowed aspect ratio.
+        # No window fits into the image. Use the largest central window with an allowed aspect
+        # ratio.
         least, most = self.aspect
         rows, cols = min(height, round(width / least)), min(width, round(height * most))
         top, left = (height - rows) // 2, (width - cols) // 2
@@ -340,15 +341,16 @@ class ScaledCrops(TrainingViews):
     """Square crops of a randomly resized image. Each crop is mirrored with probability 0.5.
 
     The shorter side of the resized image is a random factor times the side of the crop. The image
-    is shrunk further if its longer side would exceed four times this length. If it is smaller than
-    the crop, the rest of the crop has the mean colour and is ignored in the mask.
+    is reduced further if its longer side would exceed four times this length. If the image is
+    smaller than the crop, the rest of the crop is filled with the mean colour and ignored in the
+    mask.
 
     Attributes:
         seed: Seed of the crops.
         mean: Mean colour, RGB in [0, 1].
         factor: Range of the random factor.
-        dominance: A crop is drawn again if one class has at least this share of the labelled
-            pixels, or if no pixel is labelled. At most ten crops are drawn.
+        dominance: A crop is drawn again if one class has at least this share of its labelled
+            pixels, or if it has no labelled pixel. At most ten crops are drawn.
 
     Source: Resize, RandomCrop, RandomFlip and Pad of https://github.com/open-mmlab/mmsegmentation,
     with the settings for linear heads of https://github.com/facebookresearch/dinov2.
@@ -397,7 +399,7 @@ def make_views(
 ) -> TrainingViews:
     """Return the views for the settings `crops` and `views` of a probe.
 
-    Scaled crops are filled with the mean colour outside of the image.
+    Scaled crops are filled with the colour `mean` outside the image.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)
@@ -432,7 +434,7 @@ def image_and_mask(
 def resize_bilinear(
     image: Float[Tensor, "3 height width"], rows: int, cols: int
 ) -> Float[Tensor, "3 rows cols"]:
-    """Resize an image by bilinear interpolation with antialiasing. Its aspect ratio may change."""
+    """Resize an image by antialiased bilinear interpolation. Its aspect ratio may change."""
     size = (rows, cols)
     return F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0].clamp_(0, 1)
 
@@ -440,7 +442,7 @@ def resize_bilinear(
 def resize_bicubic(
     image: UInt8[np.ndarray, "height width 3"], rows: int, cols: int
 ) -> Float[Tensor, "3 {rows} {cols}"]:
-    """Resize an RGB image by bicubic interpolation with antialiasing, to values in [0, 1]."""
+    """Resize an RGB image by antialiased bicubic interpolation, and scale its values to [0, 1]."""
     pixels = Image.fromarray(image).resize((cols, rows), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.asarray(pixels).copy()).permute(2, 0, 1).float() / 255
 

@@ -1,4 +1,4 @@
-"""Train heads that pool the patches of an image by learned queries and classify the result.
+"""Train heads that pool the patches of an image with learned queries and classify the result.
 
 Linear classification uses these heads if `probe.pool` is `attentive`.
 
@@ -31,14 +31,14 @@ _QUERY_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class AttentivePooling:
-    """Heads that pool the patches by learned queries and are trained by LARS.
+    """Heads that pool the patches with learned queries and are trained with LARS.
 
     The published code uses learning rates of 0.1 to 1.5 for batches of 256 images, and 90 epochs of
     random crops.
 
     Attributes:
-        queries: Number of queries per head, which must divide the number of channels of the
-            encoder. Each query pools an equal part of the channels.
+        queries: Number of queries of each head, which must divide the encoder's number of channels.
+            Each query pools an equal share of the channels.
         learning_rates: Peak learning rates. One head is trained for each rate, and one of these
             heads is selected afterwards.
         batch_size: Number of images per step. Pooled channels are normalised over these images.
@@ -59,10 +59,10 @@ class AttentivePooling:
         return {"pool": "attentive", "optimizer": "lars", **own}
 
     def require_divisible(self, dim: int) -> None:
-        """Check that the number of queries divides the channels of the encoder.
+        """Check that the number of queries divides the number of channels of the encoder.
 
         Raises:
-            ConfigurationError: The number of queries does not divide the channels.
+            ConfigurationError: The number of queries does not divide `dim`.
         """
         if dim % self.queries:
             divisors = [count for count in range(1, dim + 1) if dim % count == 0]
@@ -84,9 +84,12 @@ class AttentivePooling:
         device: torch.device,
         progress: Progress,
     ) -> "TrainedAttentiveHeads":
-        """Train one head per layer and rate on the chosen entries. `labels` has all entries."""
+        """Train one head for each layer and learning rate on the chosen entries.
+
+        `labels` contains the labels of all entries.
+        """
         start, layers = time.monotonic(), features.layers
-        # A smaller last batch would have other statistics, so it is left out.
+        # The batch normalisation of a smaller last batch would differ, so that batch is left out.
         num_batches = max(1, len(entries) // self.batch_size)
         by_epoch = shuffled_batches(entries, self.batch_size, epochs=self.epochs, seed=seed)
         batches = [*chain(*(epoch[:num_batches] for epoch in by_epoch))]
@@ -128,14 +131,14 @@ class AttentivePooling:
 class AttentiveHeads:
     """One attentive head for each layer (source) and each learning rate (value).
 
-    The attention of a query to the patches is the softmax of its scaled products with them. Patches
-    are not projected into keys. Each query pools its own part of the channels of the value
+    The attention weights of a query are the softmax of its scaled dot products with the patches.
+    There is no key projection. Each query pools its own share of the channels of the value
     projection. The pooled channels are batch-normalised without scale and shift, and classified by
     a linear layer.
 
     Attributes:
-        value: Projection of the channels without a bias. Each query has an equal part of the rows.
-        mean: Running mean of the pooled channels. Scored images are normalised with it.
+        value: Value projection without a bias. Each query has an equal share of its rows.
+        mean: Running mean of the pooled channels, with which scored images are normalised.
         variance: Running variance of the pooled channels.
 
     Source: `poolings/ep.py` and `probe_heads.py` of the published code, with one attention head and
@@ -167,12 +170,12 @@ class AttentiveHeads:
         def uniform(*shape: int) -> Tensor:
             return (2 * torch.rand(*shape, generator=generator) - 1) * width
 
-        def for_all_heads(part: Tensor) -> Tensor:
+        def copy_to_heads(part: Tensor) -> Tensor:
             return part.to(device).expand(sources, values, *part.shape).clone()
 
         query = torch.randn(queries, dim, generator=generator) * _QUERY_DEVIATION
         parts = (query, uniform(dim, dim), uniform(classes, dim), uniform(classes))
-        return cls(*map(for_all_heads, (*parts, torch.zeros(dim), torch.ones(dim))))
+        return cls(*map(copy_to_heads, (*parts, torch.zeros(dim), torch.ones(dim))))
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -219,10 +222,10 @@ def pool_tokens(
     query: Float[Tensor, "values queries dim"],
     value: Float[Tensor, "values dim dim"],
 ) -> Float[Tensor, "values batch dim"]:
-    """Pool the tokens of each image by each query of a head, and concatenate the channels.
+    """Pool the tokens of each image with each query of a head, and concatenate the results.
 
-    Tokens are pooled before the value projection, so no head has to project all tokens. Pooling and
-    projection are linear, so their order does not matter.
+    Tokens are pooled before the value projection, so that no head has to project all tokens. Both
+    operations are linear, so their order does not matter.
     """
     values, queries, dim = query.shape
     scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
@@ -249,10 +252,11 @@ class TrainedAttentiveHeads:
 
 @dataclass(frozen=True)
 class LARS(HeadOptimizer):
-    """Momentum optimizer that scales the norm of a gradient to a fraction of the parameter norm.
+    """Momentum optimizer that scales each gradient to a fraction of the norm of its parameter.
 
     The first two axes of a parameter are sources (layers) and values (learning rates). Norms are
-    computed for each head. Gradients of vectors, such as the bias of a head, are not scaled.
+    computed separately for each head. Gradients of vectors, such as the bias of a head, are not
+    scaled.
 
     Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of the published
     code, without weight decay.

@@ -1,7 +1,8 @@
-"""Train logistic regressions to convergence by L-BFGS, for many layers and values of C at once.
+"""Train logistic regressions by L-BFGS until they converge, for many layers and values of C.
 
 All heads share each pass over the features, but each head has its own curvature and step length.
-Heads that have ended are not computed any more. `minimise` works for any smooth convex functions.
+Heads that have converged or stalled are left out of later passes. `minimise` works for any smooth
+convex functions.
 """
 
 import time
@@ -33,34 +34,38 @@ from ssl_bench.system.device import to_device, to_float64
 _Values = Float64[Tensor, "problems parameters"]
 _Losses = Float64[Tensor, " problems"]
 _Indices = Int64[Tensor, " problems"]
-# A step, the change of the gradient, and the inverse of their dot product (0 if not positive).
+# A step, the change of the gradient, and the inverse of their dot product, or 0 if that is not
+# positive.
 _Pair = tuple[_Values, _Values, _Losses]
 
 # A step is accepted if it gives at least this fraction of the decrease that the slope predicts.
 _SUFFICIENT_DECREASE = 1e-4
-# In float32, the rounding error of a loss may be this large. A step that changes the loss less is
-# accepted if the slope falls to this fraction.
+# Relative rounding error of a loss in float32. A step that increases the loss by less than this is
+# accepted if the slope falls to the given fraction.
 _LOSS_NOISE, _SUFFICIENT_FLATTENING = 1e-7, 0.5
-# Number of lengths that are tried for a step.
+# Maximum number of lengths that are tried for a step.
 _MAX_TRIALS = 10
 # Number of past steps that approximate the curvature.
 _MEMORY = 5
-# A step is progress if it lowers the loss by more than this fraction, or the largest gradient.
+# A step makes progress if it lowers the loss by more than this fraction, or if it lowers the
+# largest entry of the gradient.
 _LOSS_TOLERANCE = 1e-10
 # A problem stalls after this number of steps without progress.
 _PATIENCE = 10
-# Limits for rare classes, whose logarithm and curvature would be infinite and 0.
+# Lower limits for rare classes, because a frequency of 0 would have an infinite logarithm and a
+# curvature of 0.
 _LEAST_FREQUENCY, _LEAST_CURVATURE = 1e-7, 1e-4
-# Added to the variances of the features, because the probabilities of a trained head vary.
+# Share of the mean variance that is added to all variances, because the probabilities of a trained
+# head vary.
 _ADDED_VARIANCE = 0.05
 
 
 @dataclass(frozen=True)
 class LogisticRegression(Training):
-    """Logistic regressions that are trained to convergence by L-BFGS.
+    """Logistic regressions that are trained by L-BFGS until they converge.
 
-    As in scikit-learn, they minimise C * (sum of the losses) + (sum of the squared weights) / 2.
-    The bias is not penalised. The result does not depend on the batch size.
+    As in scikit-learn, each regression minimises C * (sum of the losses) + (sum of the squared
+    weights) / 2. The bias is not penalised. The result does not depend on the batch size.
 
     Attributes:
         c_values: Values of C, the weight of the loss relative to the penalty, as in scikit-learn.
@@ -93,7 +98,7 @@ class LogisticRegression(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head for each source (the layers of a head) and each C. Nothing is random.
+        """Train one head for each source (the layers of a head) and each C, without randomness.
 
         The journal is ignored, so an interrupted training starts from the beginning.
         """
@@ -102,7 +107,7 @@ class LogisticRegression(Training):
         read = features.reader([*chain(*sources)], spec.device)
         batches = entries.split(self.batch_size)
 
-        # Measure the channels and count the labelled patches of each batch in one pass.
+        # In one pass, measure all channels and count the labels of each batch.
         statistics, labelled = RunningStatistics.start(spec.device), []
         moments = [Moments() for _ in sources]
         for batch in progress(read(batches), "mean and covariance", len(batches)):
@@ -127,19 +132,19 @@ class LogisticRegression(Training):
         num_values, dim = len(self.values), scale.mean.shape[1]
         num_weights = spec.classes * dim
 
-        def bank_of(source: int, values: _Values) -> LinearHeads:
-            """Return some heads of a source, whose parameters are the rows of `values`."""
+        def make_heads(source: int, values: _Values) -> LinearHeads:
+            """Return heads of one source. The rows of `values` are their parameters."""
             weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
             return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
 
         def objective(chosen: _Indices, values: _Values) -> tuple[_Losses, _Values]:
-            """Return the mean patch loss of the chosen heads plus their penalty, and gradients."""
+            """Return the mean loss plus the penalty of each chosen head, and the gradients."""
             banks = []
             for source in range(len(sources)):
                 own = (chosen // num_values == source).nonzero()[:, 0]
                 if len(own):
                     own = to_device(own, values.device)
-                    banks.append((source, own, bank_of(source, values[own])))
+                    banks.append((source, own, make_heads(source, values[own])))
             loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
             for batch, share in zip(read(batches), shares, strict=True):
                 x, targets = concatenate_layers(batch.features, len(sources)), spec.targets(batch)
@@ -154,7 +159,7 @@ class LogisticRegression(Training):
 
         covariances = torch.stack([own.covariance for own in moments])
         precondition = hessian_inverse(covariances, to_float64(scale.scale), penalty, frequencies)
-        # Without weights, these biases are the minimum.
+        # If all weights are zero, these biases minimise the loss.
         start_bias = frequencies.log().expand(len(penalty), -1)
         name = (
             f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}, fewer steps if it converges"
@@ -167,7 +172,7 @@ class LogisticRegression(Training):
             gradient_tolerance=self.gradient_tolerance,
         )
         parts = [
-            bank_of(source, values).fold_standardization()
+            make_heads(source, values).fold_standardization()
             for source, values in enumerate(minimum.values.split(num_values))
         ]
         flags = torch.stack([~minimum.converged, minimum.stalled])
@@ -188,10 +193,10 @@ def hessian_inverse(
     penalty: _Losses,
     frequencies: Float64[Tensor, " classes"],
 ) -> Callable[[_Values], _Values]:
-    """Return a function that multiplies gradients by an approximate inverse Hessian.
+    """Return a function that multiplies gradients by an approximation of the inverse Hessian.
 
-    The Hessian of class k is approximately f(1 - f) times the covariance of the features, where f
-    is the frequency of the class. The penalty is added to it.
+    Let f be the frequency of class k. The Hessian of this class is approximately f (1 - f) times
+    the covariance of the features, plus the penalty.
 
     Args:
         covariances: Covariance of the features of each source.
@@ -218,12 +223,14 @@ def hessian_inverse(
 
 @dataclass(frozen=True)
 class Minimum:
-    """Result of `minimise`. A problem is one of the minimised functions.
+    """The result of minimising several functions, each of which is called a problem.
 
     Attributes:
-        converged: Whether no entry of the gradient exceeds the tolerance, as a tensor on the CPU.
-        stalled: Whether a problem ended unconverged because several steps lowered neither its loss
-            nor its gradient. All other unconverged problems reached the maximum number of steps.
+        converged: Whether no entry of the gradient of a problem exceeds the tolerance, as a tensor
+            on the CPU.
+        stalled: Whether a problem stopped before convergence because several steps lowered neither
+            its loss nor its gradient. All other problems without convergence reached the maximum
+            number of steps.
     """
 
     values: Float64[Tensor, "problems parameters"]
@@ -243,30 +250,30 @@ def minimise(
     """Minimise several smooth convex functions at once by L-BFGS, one for each row of `start`.
 
     Args:
-        objective: Function of the indices of some problems, on the CPU, and of their parameters. It
-            returns their losses and gradients.
+        objective: Function that returns the losses and gradients of some problems, given their
+            indices (on the CPU) and their parameters.
         start: Initial parameters of each problem.
         precondition: Function that multiplies the gradients of all problems by an approximate
             inverse Hessian.
-        iterations: As many items as there may be steps.
+        iterations: Iterable with one item for each step. Its length is the maximum number of steps.
         gradient_tolerance: A problem converges if no entry of its gradient exceeds this value.
 
-    Sources: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Hager and Zhang, "A
-    New Conjugate Gradient Method with Guaranteed Descent and an Efficient Line Search" (2005),
-    for steps whose change of the loss is a rounding error.
+    Sources: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. For steps that
+    change the loss by no more than a rounding error: Hager and Zhang, "A New Conjugate Gradient
+    Method with Guaranteed Descent and an Efficient Line Search" (2005).
     """
     values, pairs, num_steps = start.clone(), list[_Pair](), 0
     everything = torch.arange(len(start))
     loss, gradient = objective(everything, start)
     largest = gradient.abs().amax(1)
-    # These are on the CPU, which waits for the device only once after each trial.
+    # These flags are on the CPU, which waits for the device only once after each trial.
     converged = (largest <= gradient_tolerance).cpu()
     without_progress = torch.zeros(len(start), dtype=torch.int64)
     for _ in iterations:
         pending = everything[~converged & (without_progress < _PATIENCE)]
         if not len(pending):
             break
-        direction = _direction(gradient, pairs, precondition)
+        direction = _descent_direction(gradient, pairs, precondition)
         slope, length = _dot(gradient, direction), torch.ones_like(loss)
         old_values, old_gradient = values.clone(), gradient.clone()
         # Shorten each step until the loss of its problem decreases enough.
@@ -287,7 +294,7 @@ def minimise(
             gradient[own] = torch.where(accepted[:, None], new_gradient, gradient[own])
             loss[own] = torch.where(accepted, new_loss, before)
             largest[own] = torch.where(accepted, new_largest.minimum(largest[own]), largest[own])
-            # If the slope changes linearly, it is 0 here.
+            # If the slope changes linearly along the step, it is 0 at this length.
             length[own] *= (predicted / (predicted - new_slope)).clamp(0.1, 0.5)
             flags = torch.stack([accepted, is_progress, new_largest <= gradient_tolerance]).cpu()
             chosen = pending[flags[0]]
@@ -296,7 +303,7 @@ def minimise(
             pending = pending[~flags[0]]
             if not len(pending):
                 break
-        # A problem without an acceptable step cannot continue.
+        # A problem for which no step was accepted cannot continue.
         without_progress[pending] = _PATIENCE
         step, change = values - old_values, gradient - old_gradient
         curvature = _dot(step, change)
@@ -308,7 +315,7 @@ def minimise(
     return Minimum(values, converged, stalled, num_steps)
 
 
-def _direction(
+def _descent_direction(
     gradient: _Values, pairs: Sequence[_Pair], precondition: Callable[[_Values], _Values]
 ) -> _Values:
     """Return the negative gradient times the approximate inverse Hessian (two-loop recursion)."""
@@ -319,7 +326,7 @@ def _direction(
         shares.append(share)
     direction = precondition(direction)
     if pairs:
-        # The last step corrects the scale of the approximation.
+        # The last step corrects the scale of the approximated Hessian.
         step, change, weight = pairs[-1]
         ratio = _dot(step, change) / _dot(change, precondition(change)).clamp(min=1e-300)
         direction *= torch.where(weight > 0, ratio, 1.0)[:, None]

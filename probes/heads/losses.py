@@ -2,7 +2,7 @@
 
 A head is linear, so upsampling its logits gives the same result as applying the head to upsampled
 features. Heads therefore compute logits for patches, and only the loss handles pixels. Each loss
-returns its value and its gradient. It splits the work into pieces that fit the cache.
+returns its value and its gradient. The work is divided into pieces that fit into the cache.
 `summed_logsumexp` computes the expensive part of the bilinear loss without storing the upsampled
 logits of all heads.
 """
@@ -24,14 +24,15 @@ from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device, value_counts
 from ssl_bench.system.output import say
 
-# Size of a piece in bytes, if a row of cells fits. A piece fits the cache of a CPU, and a GPU is
-# fastest with few kernel launches.
+# Maximum size of a piece in bytes, unless a single row of cells is larger. On a CPU, a piece fits
+# into the cache. On a GPU, large pieces need few kernel launches.
 PIECE_BYTES = {"cpu": 2**21, "cuda": 2**28, "mps": 2**28}
-# Below about -87, exponentials underflow in float32, and products of them are wrong.
+# Exponentials of logits below about -87 underflow in float32, so that their products are wrong.
 _LOWEST_LOGIT = -80
-# Rounding errors grow with the number of factors.
+# Maximum number of pixels of a cell whose exponentials are computed as products, because rounding
+# errors grow with the number of factors.
 _MAX_PRODUCTS = 16**2
-# The kernel keeps the pixels of a cell in registers.
+# Maximum number of pixels of a cell for the kernel, which keeps them in registers.
 _MAX_KERNEL_PIXELS = 32**2
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
@@ -43,9 +44,9 @@ class PixelTargets:
 
     Attributes:
         label_weights: Weight of each patch logit in the sum of the label logits of all pixels. The
-            label logit of a pixel is its logit for its own label.
-        counted: Weight of each pixel of each cell, 0 if the pixel is ignored. A cell is an area
-            whose pixels depend on the same patches. Losses of whole patches have a single weight
+            label logit of a pixel is its logit for its true class.
+        counted: Weight of each pixel of each cell, or 0 if the pixel is ignored. A cell is an area
+            whose pixels depend on the same patches. Losses on whole patches have a single weight
             for each cell.
     """
 
@@ -58,9 +59,9 @@ class PixelTargets:
 
 
 class PixelLoss:
-    """Base class of the losses. A file of configs/probe/segmentation/loss selects one of them.
+    """The base class of losses. Each file in configs/probe/segmentation/loss selects one loss.
 
-    By default, `loss_and_gradient` computes the cross-entropy of the logits of each patch against
+    By default, `loss_and_gradient` computes the cross-entropy between the logits of each patch and
     the distribution of its labels. Losses with upsampled logits override this method.
     """
 
@@ -93,7 +94,7 @@ class PixelLoss:
 class HistogramLoss(PixelLoss):
     """Cross-entropy of the logits of each patch against the histogram of the labels under it.
 
-    It equals the cross-entropy of all pixels, if each pixel has the logits of its patch.
+    This loss is the cross-entropy over all pixels if each pixel has the logits of its patch.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -110,8 +111,8 @@ class HistogramLoss(PixelLoss):
 class MajorityLoss(PixelLoss):
     """Cross-entropy of the logits of each patch against the most frequent label under it.
 
-    A patch is left out if ignored pixels are more frequent than each class. If several classes are
-    equally frequent, the class with the smallest number is used.
+    A patch is left out if it has more ignored pixels than pixels of any class. If several classes
+    are equally frequent, the class with the smallest number is used.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -144,8 +145,9 @@ class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against labels on a finer grid.
 
     A cell is the area between the centers of four patches, whose logits are interpolated at its
-    pixels. The loss of a pixel is its log-normaliser minus the logit of its label. Label logits are
-    summed without upsampling, so only the log-normaliser needs upsampled logits.
+    pixels. The loss of a pixel is its log-normaliser minus the logit of its true class. The logits
+    of the true classes are summed without upsampling, so only the log-normalisers need upsampled
+    logits.
 
     Attributes:
         factor: Side of the label maps in multiples of the token grid, or None for the size of the
@@ -200,8 +202,8 @@ class UpsampledLoss(PixelLoss):
 class ResampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against labels of any size.
 
-    It also supports sizes that are not a multiple of the token grid. It is slower than
-    `UpsampledLoss` for the same number of pixels.
+    The size need not be a multiple of the token grid. For the same number of pixels, this loss is
+    slower than `UpsampledLoss`.
 
     Attributes:
         size: Side of the label maps in pixels.
@@ -222,7 +224,7 @@ class ResampledLoss(PixelLoss):
     def targets(
         self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        weights, (down, across) = [], self._matrices(grid, labels.float())
+        weights, (down, across) = [], self._bilinear_matrices(grid, labels.float())
         for image in labels:
             one_hot = torch.stack([image == number for number in range(classes)]).float()
             weights.append(down.T @ one_hot @ across)
@@ -232,7 +234,7 @@ class ResampledLoss(PixelLoss):
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         label_weights = targets.label_weights.to(logits)
-        down, across = self._matrices(logits.shape[-2:], logits)
+        down, across = self._bilinear_matrices(logits.shape[-2:], logits)
         loss, gradient = -(logits * label_weights).flatten(1).sum(1), torch.empty_like(logits)
         for head in range(logits.shape[0]):
             for image in range(logits.shape[2]):
@@ -243,7 +245,7 @@ class ResampledLoss(PixelLoss):
                 gradient[head, :, image] = down.T @ probabilities.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 
-    def _matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _bilinear_matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the vertical and the horizontal bilinear weights, with pixels as rows."""
         device = float64_device(like.device)
         pixels = torch.arange(self.size, dtype=torch.float64, device=device)
@@ -274,9 +276,11 @@ def label_histograms(
 def summed_logsumexp(
     logits: Logits, counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 ) -> tuple[Float[Tensor, " heads"], Logits]:
-    """Return the sum of the log-normalisers of all pixels, and the gradient of this sum.
+    """Return the weighted sum of the log-normalisers of all pixels for each head, and its gradient.
 
-    On CUDA, one Triton kernel computes each piece in float32. Otherwise, pieces fit the cache.
+    The logits are processed in pieces. On CUDA, a Triton kernel computes float32 pieces whose cells
+    have at most 32 x 32 pixels, if Triton can compile it. Otherwise, PyTorch computes each piece.
+    On a CPU, the pieces fit into the cache.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
@@ -321,7 +325,7 @@ def _sum_piece(
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the sum of the log-normalisers, and its gradient with respect to each corner."""
+    """Return the sum of the log-normalisers for each head, and its gradient for each corner."""
     corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
     is_product = torch.zeros(len(padded), dtype=torch.bool)
     if padded.device.type == "cpu" and 1 < len(weights) <= _MAX_PRODUCTS:
@@ -351,8 +355,8 @@ def _exponentials(
 ) -> Float[Tensor, "pixels values"]:
     """Return the exponentials of bilinearly upsampled logits.
 
-    In a cell, a logit is a + bx + cy + dxy. The exponential of a pixel is therefore that of its
-    neighbour times a ratio. A product takes less time than an exponential.
+    In a cell, a logit is a + bx + cy + dxy. The exponential at a pixel is therefore that of its
+    neighbour times a ratio, and a product takes less time than an exponential.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)
@@ -373,7 +377,7 @@ def _exponentials(
 def _corners(
     padded: Float[Tensor, "*some tall wide"],
 ) -> list[Float[Tensor, "*some cell_rows cell_cols"]]:
-    """Return the four patches around each cell as views."""
+    """Return views of the four patches around each cell."""
     rows = (padded[..., :-1, :], padded[..., 1:, :])
     return [side for row in rows for side in (row[..., :-1], row[..., 1:])]
 
@@ -410,7 +414,7 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
 
 
 def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials, given the softmax of the logits."""
+    """Return the logarithm of the sum of exponentials, computed from logits and their softmax."""
     # The largest probability is at least 1 / classes, so its logarithm is accurate.
     return logits.amax(axis) - probabilities.amax(axis).log_()
 

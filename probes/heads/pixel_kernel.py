@@ -1,7 +1,7 @@
-"""Sum the log-normalisers of bilinearly upsampled logits in one CUDA kernel, with the gradient.
+"""Sum the log-normalisers of bilinearly upsampled logits in one CUDA kernel, and differentiate.
 
 The kernel upsamples the logits of a cell in registers, once for the normalisers and once for the
-gradient. It never writes them to memory.
+gradient. It never writes upsampled logits to memory.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-# Pixels per program. They and their running sums fit in registers.
+# Number of pixels in one program. Their logits and running sums fit into registers.
 _PIXELS_OF_PROGRAM = 1024
 
 
@@ -19,10 +19,11 @@ def sum_with_kernel(
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the sum of the log-normalisers, and its gradient with respect to each corner.
+    """Return the sum of the log-normalisers for each head, and its gradient for each corner.
 
     Args:
-        padded: Logits of the patches in float32. Beyond the grid, its edge patches are repeated.
+        padded: Logits of the patches in float32. The patches at the edge of the grid are repeated
+            once beyond it.
         counted: Weight of each pixel of a cell.
         weights: Bilinear weights of the four patches around a cell for each of its pixels.
     """
@@ -53,7 +54,7 @@ def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
     return upper_left * w0 + upper_right * w1 + lower_left * w2 + lower_right * w3
 
 
-# Otherwise, Triton compiles again for numbers that are 1 or multiples of 16.
+# Without this option, Triton compiles again for values that are 1 or multiples of 16.
 @triton.jit(do_not_specialize=["pixels", "classes", "images", "tall", "wide"])
 def _kernel(
     padded, counted, weights, sums, by_corner,

@@ -1,17 +1,17 @@
 """Predict the class of every pixel from the logits of patches.
 
 The logits are upsampled bilinearly to the size of the image, and each pixel gets the class with the
-largest upsampled logit. `F.interpolate` and `argmax` take 88 ms per head for 150 classes on a CPU.
-`predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
+largest upsampled logit. For one head with 150 classes on a CPU, `F.interpolate` and `argmax` take
+88 ms, and `predict_pixels_exactly` takes 17 ms (results/tables/pixels.md).
 
-Stored results from CPUs depend on `predict_pixels_exactly`, so the definition of its classes must
-not change. A pixel lies between four patch centers. Its upsampled logit is the sum of weight *
-logit over these patches, from upper left to lower right. Every product and sum is rounded to
-float32. If several classes have the largest upsampled logit, the class with the largest of the four
-patch logits wins. If several classes remain, the smallest class number wins.
+Stored results from CPUs depend on `predict_pixels_exactly`, so the following definition of the
+predicted class must not change. A pixel lies between four patch centers. Its upsampled logit is the
+sum of weight * logit over these patches, from upper left to lower right. Every product and sum is
+rounded to float32. If several classes have the largest upsampled logit, the class with the largest
+single patch logit wins. If several classes remain, the smallest class number wins.
 
-Only pixels whose class depends on rounding are computed by this definition. The algorithm has four
-steps:
+Only pixels whose class depends on rounding are computed directly by this definition. The algorithm
+has four steps:
 
 1. Cut the image into blocks of at most 10 x 10 pixels. Interpolate the logits at the corners of the
    blocks, which are called nodes (`Axis`).
@@ -36,16 +36,16 @@ from probes.heads.losses import PIECE_BYTES
 
 # results/tables/pixels.md compares other sizes.
 _MAX_BLOCK_SIDE = 10
-# Replaces the class of a node at which no class is clearly the largest.
+# This value replaces the class of a node at which no logit is clearly the largest.
 _UNDECIDED = 255
 # Maximum number of logits at nodes that are computed together.
 _NODE_LOGITS = 1 << 19
-# Number of pixels that are filled together. They fit the cache of a core.
+# Number of pixels that are filled together, so that they fit into the cache of a core.
 _PIECE_PIXELS = 1 << 16
-# Bound on rounding errors, relative to the largest logit. Logits interpolated by way of nodes
-# differ by less than 25 eps from the definition. Differences of two logits are off by twice that.
+# Bound on rounding errors, relative to the largest logit. Logits that are interpolated from nodes
+# differ from the definition by less than 25 eps, and differences of two logits by less than 50 eps.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
-# Differences of larger logits may overflow.
+# Differences between larger logits may overflow.
 _MAX_LOGIT = 1e30
 _EXACT_PIXELS = 4096
 
@@ -55,8 +55,9 @@ def predict_pixels(
 ) -> UInt8[Tensor, "heads height width"]:
     """Return the class with the largest bilinearly upsampled logit, for every pixel.
 
-    On a GPU, all logits are upsampled. On a CPU, they are only upsampled for heads with huge or
-    non-finite logits. The two ways can give different classes where rounding decides.
+    On a GPU, all logits are upsampled. On a CPU, this is done only for heads with huge or
+    non-finite logits, and `predict_pixels_exactly` computes all other heads. The two methods may
+    give different classes for pixels whose class depends on rounding.
     """
     if logits.device.type != "cpu":
         return predict_pixels_upsampled(logits, height, width)
@@ -76,7 +77,7 @@ def predict_pixels(
 def predict_pixels_upsampled(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Compute `predict_pixels` by upsampling all logits of a few heads at a time."""
+    """Predict the class of every pixel by upsampling all logits of a few heads at a time."""
     maps = logits.movedim(-1, 1)
     pixel_bytes = maps.shape[1] * maps.element_size()
     num_heads = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
@@ -88,10 +89,10 @@ def predict_pixels_upsampled(
 def predict_pixels_exactly(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Compute `predict_pixels` on a CPU by this module's definition, for finite logits below 1e30.
+    """Predict the class of every pixel by this module's definition, on a CPU.
 
-    Each thread computes whole groups of heads. Single operations are too small to be divided among
-    threads.
+    All logits must be finite and smaller than 1e30. Each thread computes whole groups of heads,
+    because single operations are too small to be divided among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -134,7 +135,7 @@ def _predict_group(
 
 @dataclass(frozen=True)
 class Axis:
-    """Pixels along one axis, with the patches and blocks in which they lie.
+    """The pixels along one axis of an image, and the patches and blocks that they belong to.
 
     The outermost patches are repeated beyond the edge, so every pixel lies in a gap between two
     patch centers. Each gap is cut into equal blocks. The number of blocks per gap is a power of
@@ -147,7 +148,8 @@ class Axis:
         blocks_per_gap: Number of blocks between two patches.
         block: Index of the block of each pixel.
         has_pixels: Whether each block contains pixels.
-        block_pixels: Pixels of each block. In smaller blocks, the last pixel is repeated.
+        block_pixels: Pixels of each block. If a block has fewer pixels than the largest one, its
+            last pixel is repeated.
         node_weights: Weight of the node after each pixel of `block_pixels`.
     """
 
@@ -195,13 +197,13 @@ class Axis:
     def neighbours(
         self, pixels: Int64[Tensor, " pixels"]
     ) -> list[tuple[Int64[Tensor, " pixels"], Float[Tensor, " pixels"]]]:
-        """Return the patches before and after some pixels, each with its weights."""
+        """Return the patches before and after some pixels, and the weights of these patches."""
         before, after = self.patch_before[pixels], self.weight_after[pixels]
         behind = (before + 1).clamp(max=self.patches - 1)
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
     def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Interpolate patch values at the nodes. `dim` is the axis of the patches."""
+        """Interpolate the values of patches at the nodes. `dim` is the axis of the patches."""
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
         before, behind = (padded.narrow(dim, start, self.patches + 1) for start in (0, 1))
@@ -217,7 +219,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class UndecidedBlocks:
-    """Blocks in which several classes can have the largest logit.
+    """The blocks in which more than one class can have the largest logit.
 
     Attributes:
         head, row, col: Head of each block, and its row and column among the blocks.
@@ -249,8 +251,9 @@ class UndecidedBlocks:
         head, row, col = places
         first, flat = (head * rows + row) * cols + col, nodes.view(-1, num_classes)
         corners = [flat.index_select(0, first + step) for step in (0, 1, cols, cols + 1)]
-        # Compare all classes with a rival, the class whose smallest corner is the largest. A class
-        # that is below the rival at all four corners is below it in the whole block.
+        # In each block, compare all classes with a rival: the class with the largest minimum over
+        # the four corners. A class below the rival at all four corners is below it in the whole
+        # block.
         smallest = torch.minimum(corners[0], corners[1])
         for corner in corners[2:]:
             torch.minimum(smallest, corner, out=smallest)
@@ -292,7 +295,7 @@ class UndecidedBlocks:
 def _fill_blocks(
     predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Fill in the class of each pixel of the blocks, and return pixels with tied logits."""
+    """Fill in the class of each pixel of the blocks, and return the pixels with tied logits."""
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
     # Buffers for all pieces.
@@ -358,7 +361,7 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Return the classes of pixels by the definition. `pixels` are indices into all maps."""
+    """Return the classes of pixels by the definition. `pixels` are indices into the flat maps."""
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)
     for patch_row, row_weight in y.neighbours(row):

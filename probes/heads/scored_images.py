@@ -1,7 +1,8 @@
 """Prepare scored images, predict the classes of their pixels, and compute scores from counts.
 
-`probe.inference` of segmentation selects `Squashed` or `SlidingWindows`. `ImageCounts` stores the
-pixel counts of each image for many heads. `mask_score` computes a score from these counts.
+`Squashed`, `ByPatch` and `SlidingWindows` prepare images and predict pixels. The setting
+`probe.inference` selects one of them. `ImageCounts` stores the pixel counts of each image for many
+heads. `mask_score` computes a score from these counts.
 """
 
 import math
@@ -34,7 +35,7 @@ from ssl_bench.scores import (
 )
 from ssl_bench.system.device import value_counts
 
-# An image with a higher aspect ratio is shrunk further.
+# An image with a higher aspect ratio is reduced further.
 _MAX_ASPECT_RATIO = 4
 
 
@@ -46,7 +47,7 @@ class ScoredImage:
         windows: Input of the encoder, RGB in [0, 1].
         corners: Row and column of the upper left pixel of each window in the resized image.
         size: Height and width of the resized image.
-        mask: Class of each pixel, 255 if it is ignored. Predictions have the size of the mask.
+        mask: Class of each pixel, or 255 for ignored pixels. Predictions have the size of the mask.
     """
 
     image_id: str
@@ -108,7 +109,7 @@ class ByPatch(Squashed):
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Square windows of an image whose shorter side is resized to the side of a window.
+    """Square windows of an image, after its shorter side is resized to the side of a window.
 
     The stride is two thirds of the side. Upsampled logits of overlapping windows are averaged, and
     then resized to the size of the mask.
@@ -158,12 +159,12 @@ class SlidingWindows:
 
 
 class ImageCounts:
-    """Numbers of correct, predicted and true pixels of each class in each image, for many heads.
+    """Counts of correct, predicted and true pixels of each class and image, for many heads.
 
-    A head predicts few classes in an image. Only predicted classes are stored, each as a column of
-    four numbers: image, head * classes + class, correct pixels, predicted pixels. True pixels do
-    not depend on the head and are stored once. An image has less than 2^31 pixels, so int32 is
-    enough for its counts. Sums over images are int64.
+    A head predicts few classes in an image. Only the predicted classes are therefore stored, each
+    as a column of four numbers: image, head * classes + class, correct pixels, predicted pixels.
+    The counts of true pixels do not depend on the head and are stored once. An image has fewer than
+    2^31 pixels, so int32 is sufficient for its counts. Sums over images are int64.
 
     Attributes:
         total: Numbers of correct, predicted and true pixels, summed over all images.
@@ -173,7 +174,7 @@ class ImageCounts:
         self.total: Int64[np.ndarray, "sources values 3 classes"]
         self.total = np.zeros((sources, values, 3, classes), dtype=np.int64)
         self._true = np.zeros((0, classes), dtype=np.int32)
-        # These grow in place. New numpy arrays would fragment the memory.
+        # These arrays grow in place, because creating new numpy arrays would fragment the memory.
         self._columns = [array("i") for _ in range(4)]
 
     def __len__(self) -> int:
@@ -181,7 +182,7 @@ class ImageCounts:
         return len(self._true)
 
     def add(self, counts: Integer[Tensor, "images sources values 3 classes"]) -> None:
-        """Append the `class_counts` of some images."""
+        """Append the counts of some images, as `class_counts` returns them."""
         correct, predicted = (counts[:, :, :, row].flatten(1) for row in (0, 1))
         image, number = predicted.nonzero(as_tuple=True)
         columns = torch.stack([image, number, correct[image, number], predicted[image, number]])
@@ -209,10 +210,10 @@ class ImageCounts:
         return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
     def extend(self, entry: Mapping[str, Any]) -> None:
-        """Append the counts of an entry if its images are the next ones. Otherwise, change nothing.
+        """Append the counts of a journal entry if its images are next. Otherwise, change nothing.
 
-        An entry has other images if an earlier entry was damaged, or if two processes wrote the
-        file.
+        The images of an entry are not next if an earlier entry was damaged, or if two processes
+        wrote the file.
         """
         if entry["first"] != len(self):
             return
@@ -240,13 +241,13 @@ def mask_score(
 ) -> Score:
     """Return the pixel accuracy or mean IoU of one head over a dataset.
 
-    Mean IoU is the mean IoU of the classes that occur in the masks or the predictions.
+    Mean IoU is the mean of the IoU over the classes that occur in the masks or the predictions.
 
     Args:
         cell: Layer and facet.
         metric: "pixel_accuracy", or the name of a mean IoU.
         counts: Counts of all images.
-        head: Index of the source (layers) and index of the value (learning rate or C).
+        head: Index of the source (group of layers), and index of the value (learning rate or C).
         class_names: Names of the classes, in the order of their numbers.
         details: Further details of the record.
     """
@@ -287,8 +288,8 @@ def class_counts(
 ) -> Int64[Tensor, "heads 3 classes"]:
     """Count the correct, predicted and ground-truth pixels of each class.
 
-    Pixels with the target 255 are ignored. IoU and pixel accuracy need only these counts. They take
-    3 / num_classes of the memory of a confusion matrix.
+    Pixels with the target 255 are ignored. These counts are sufficient for IoU and pixel accuracy,
+    and take 3 / num_classes of the memory of a confusion matrix.
     """
     true, by_head = target.flatten(), predicted.flatten(1)
     # On a CPU, one head at a time fits into the cache. On a GPU, all heads at once are faster.
@@ -305,7 +306,7 @@ def confusion_counts(
     target: UInt8[Tensor, "*pixels"],
     num_classes: int,
 ) -> Int64[Tensor, "heads classes classes"]:
-    """Return a confusion matrix for each head. Rows are true classes and columns predicted ones.
+    """Return a confusion matrix for each head, with true classes as rows.
 
     Pixels with the target 255 are ignored. If a confusion matrix is not needed, use `class_counts`,
     which takes less memory.
@@ -324,7 +325,8 @@ def _count_wrong_and_correct(
 ) -> Int64[Tensor, "heads 2 classes"]:
     """Count wrong pixels (row 0) and correct pixels (row 1) of each predicted class."""
     heads, size = len(predicted), 2 * num_classes
-    # int32 halves the memory traffic. An image has fewer than 2^31 / 512 pixels, so int32 suffices.
+    # int32 halves the memory traffic. It is sufficient, because an image has fewer than 2^31 / 512
+    # pixels.
     offsets = torch.arange(heads, dtype=torch.int32, device=true.device)[:, None] * size
     cells = (predicted == true).int().mul_(num_classes).add_(predicted).add_(offsets)
     # Ignored pixels are counted separately, because removing them would make the CPU wait.

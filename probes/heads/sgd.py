@@ -1,12 +1,12 @@
-"""Train linear heads step by step, for many blocks and learning rates at once.
+"""Train linear heads by optimizer steps, for many blocks and learning rates at once.
 
 A *source* is one layer, or several layers whose channels are concatenated. One head is trained for
 each pair of a source and a learning rate. All heads start from the same weights and see the same
 batches, so they differ only in their features and their learning rate.
 
 `StepTraining.train` contains the training loop. The other classes of this file are its parts:
-heads, standardisation of channels, optimizers and schedule. probes/heads/logistic.py trains the
-same heads to convergence.
+heads, standardisation of channels, optimizers and schedule. probes/heads/logistic.py trains heads
+of the same form until they converge.
 """
 
 import math
@@ -59,11 +59,11 @@ class HeadSpec:
 
 
 class Training:
-    """A way to train heads. Subclasses are frozen dataclasses that a config can select.
+    """The base class of methods that train heads. Subclasses are frozen dataclasses for configs.
 
     Attributes:
         hyperparameter: Name of the hyperparameter that differs between the heads of a source, such
-            as "learning_rate". The field with the plural of this name contains its values.
+            as "learning_rate". Its values are in the field with the plural of this name.
         batch_size: Number of images per batch.
     """
 
@@ -101,15 +101,15 @@ class Training:
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Trained heads for features that are not standardised.
+    """Trained heads, which receive features without standardisation.
 
     Attributes:
-        constant_channels: Number of channels of each source that do not vary. Standardised heads
-            ignore them.
+        constant_channels: Number of channels of each source that do not vary. Heads on standardised
+            features ignore these channels.
         seconds: Time that the training took, including interrupted runs.
         unconverged: Number of heads of each source that did not converge, or None if unknown.
-        stalled: Number of unconverged heads of each source whose loss hardly decreased any more, or
-            None if unknown.
+        stalled: Number of heads of each source that stopped before convergence because their loss
+            hardly decreased, or None if unknown.
     """
 
     sources: tuple[LayerGroup, ...]
@@ -170,7 +170,10 @@ class StepTraining(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head per source and learning rate. Continue from the last journal entry."""
+        """Train one head for each source and learning rate.
+
+        If the journal has entries, the training continues from the last one.
+        """
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
         read = features.reader([*chain(*sources)], spec.device)
@@ -238,7 +241,7 @@ def shuffled_batches(
 def concatenate_layers(
     blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
-    """Concatenate the channels of the layers of each source. Layers of a source are adjacent."""
+    """Concatenate the channels of each source's layers, which must be adjacent."""
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
 
@@ -251,7 +254,7 @@ class Standardization:
     scale: Float[Tensor, "sources dim"]
 
     def identity(self) -> "Standardization":
-        """Return mean 0 and scale 1 for each channel, which leave features unchanged."""
+        """Return a mean of 0 and a scale of 1 for each channel, which do not change features."""
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def select(self, source: int) -> "Standardization":
@@ -265,15 +268,15 @@ class Standardization:
 
 @dataclass
 class RunningStatistics:
-    """Mean and variance of the channels of each layer, in float64, updated batch by batch.
+    """Running mean and variance of the channels of each layer, in float64.
 
     All images have the same number of patches. The variance of a channel is therefore the mean
     variance within the images plus the variance of the image means.
 
     Attributes:
-        num_images: Number of images so far.
+        num_images: Number of images that have been added.
         mean: Mean of the image means.
-        between: Sum of the squared distances of the image means from `mean`.
+        between: Sum of the squared differences between the image means and `mean`.
         within: Sum of the variances within the images.
 
     Source of the variance of the image means: Chan, Golub and LeVeque, "Updating Formulae and a
@@ -289,7 +292,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return empty statistics, or restore them from the `vars` of earlier statistics."""
+        """Return empty statistics, or those whose `vars` are in `state`."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)
@@ -299,7 +302,7 @@ class RunningStatistics:
     def add(self, features: Float[Tensor, "layers batch rows cols dim"]) -> None:
         """Add a batch of images."""
         for part in features.split(_MAX_IMAGES, 1):
-            # The square of a float32 feature may exceed float32.
+            # The square of a float32 feature may exceed the range of float32.
             values = part.float() if part.dtype == torch.float16 else to_float64(part)
             moments = torch.var_mean(values.flatten(2, 3), 2, correction=0)
             variances, means = map(to_float64, moments)  # layers images dim
@@ -313,9 +316,10 @@ class RunningStatistics:
             self.num_images = total
 
     def standardization(self, num_sources: int, device: torch.device) -> Standardization:
-        """Return the mean and scale of each channel. Layers of a source are adjacent."""
+        """Return the mean and scale of each channel. The layers of a source must be adjacent."""
         deviation = ((self.within + self.between) / self.num_images).sqrt()
-        # A smaller deviation is a rounding error of float16 features. A division would amplify it.
+        # A smaller deviation is a rounding error of float16 features, which a division would
+        # amplify.
         varies = deviation > 1e-4 * self.mean.abs()
         scale = torch.where(varies, 1 / deviation, 0)
         parts = (part.float().reshape(num_sources, -1).to(device) for part in (self.mean, scale))
@@ -326,7 +330,8 @@ class RunningStatistics:
 class LinearHeads:
     """Linear heads of all sources and hyperparameter values, trained on the same batches.
 
-    Gradients are computed without autograd, so the logits of all heads are never in memory at once.
+    Gradients are computed without autograd, so that the logits of all heads are never in memory at
+    the same time.
     """
 
     standardization: Standardization
@@ -337,7 +342,7 @@ class LinearHeads:
     def initialize(
         cls, standardization: Standardization, *, num_values: int, classes: int, seed: int
     ) -> "LinearHeads":
-        """Return heads that all have the same random weights, and biases of zero."""
+        """Return heads with the same random weights and with biases of zero."""
         sources, dim = standardization.mean.shape
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(classes, dim, generator=generator).mul_(0.01)
@@ -355,7 +360,7 @@ class LinearHeads:
         loss: PixelLoss,
         targets: PixelTargets,
     ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
-        """Return the mean loss of each head over labelled pixels, and the gradients of parameters.
+        """Return the mean loss of each head over the labelled pixels, and the gradients.
 
         The gradients are in the order of `parameters`. Loss and gradients are zero for a batch
         without labels.
@@ -382,7 +387,7 @@ class LinearHeads:
     ) -> tuple[
         Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
     ]:
-        """Return weight and bias of equivalent heads for features that are not standardised."""
+        """Return weights and biases of equivalent heads for features without standardisation."""
         mean, scale = self._mean_and_scale(slice(None))
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
@@ -396,7 +401,7 @@ class LinearHeads:
     def _pieces(
         self, features: Float[Tensor, "sources batch rows cols dim"]
     ) -> Iterator[tuple[slice, slice]]:
-        """Split sources and images into pieces whose logits fit the cache."""
+        """Split sources and images into pieces whose logits fit into the cache."""
         sources, batch, rows, cols, _ = features.shape
         image_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()
         pairs = max(1, PIECE_BYTES[features.device.type] // image_bytes)
@@ -407,12 +412,12 @@ class LinearHeads:
 
 
 class HeadOptimizer:
-    """Update rule that works on the parameters of all heads at once."""
+    """Update rule that updates the parameters of all heads at once."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
-        """Update a parameter in place. `rates` broadcasts to its shape. `step` starts at 1."""
+        """Update a parameter in place. `rates` is broadcast to its shape. `step` starts at 1."""
         raise NotImplementedError
 
 
@@ -488,7 +493,7 @@ class Schedule:
     warmup: float = 0.05
 
     def factor(self, step: int, num_steps: int) -> float:
-        """Return the ratio at a step. Steps are counted from 0."""
+        """Return the ratio of the learning rate to its peak at a step. Steps are counted from 0."""
         warmup_steps = self.warmup * num_steps
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

@@ -56,7 +56,7 @@ FACETS: Mapping[Facet, tuple[Facet, ...]] = {
     "gem": ("token_normed",),
     "cls_gem": ("cls_normed", "token_normed"),
 }
-"""The facets of a block from which each descriptor of an image is computed."""
+"""For each descriptor of an image, the facets of a block from which it is computed."""
 GEM_POWER, GEM_SMALLEST = 4, 1e-6
 CUTOFFS = (1, 5, 10)
 """Numbers k of the nearest images whose precision is scored."""
@@ -77,25 +77,28 @@ Pixels3 = UInt8[np.ndarray, "_height _width 3"]
 
 @dataclass(frozen=True)
 class Instances(Probe):
-    """Rank the images of a database by their cosine similarity to a query. Nothing is trained.
+    """Rank the images of a database by cosine similarity to a query. Nothing is trained.
 
     Attributes:
-        protocol: What is searched. "holidays" searches all other images of a dataset with queries.
-            "landmarks" also has queries, and scores matches that are difficult to find separately.
-            "copydays" searches the originals of given copies. "class_folders" searches the other
-            scored images for images of the same class. "copies" makes copies of any images and
-            searches the originals.
+        protocol: What is searched for in the images. "holidays" searches all other images for the
+            annotated matches of each query. "landmarks" does the same, and scores matches that are
+            difficult to find separately. "copydays" searches for the originals of given copies.
+            "class_folders" searches the other scored images for images of the same class. "copies"
+            makes copies of any images and searches for their originals.
         facet: Descriptor of an image, or a list of descriptors: "cls" is the [CLS] token,
-            "patch_mean" the mean of the patches, "gem" their generalised mean with the power 4, and
-            "cls_gem" the vectors of "cls" and "gem" together. All follow the encoder's final norm.
+            "patch_mean" is the mean of the patches, "gem" is their generalised mean with the power
+            4, and "cls_gem" concatenates "cls" and "gem". All are computed after the encoder's
+            final norm.
         image_size: Side in pixels of the squares that images are resized to without keeping their
-            aspect ratio. By default, the encoder's native size, unless `max_side` is set.
-        max_side: Longer side in pixels that larger images are reduced to. Images then keep their
+            aspect ratio. The default is the encoder's native size, unless `max_side` is set.
+        max_side: Longer side in pixels to which larger images are reduced. Images then keep their
             aspect ratio, and their sides are reduced to multiples of the patch size.
-        scales: Sizes relative to the size of the image. The descriptor is the mean over all sizes.
-        top: Number of nearest images that are scored. By default all images.
+        scales: Sizes at which an image is encoded, relative to its size. The descriptor is the mean
+            over all sizes.
+        top: Number of nearest images that are scored. By default, all images are scored.
         jpeg_qualities: Qualities of the JPEG copies, for the protocol "copies" only.
-        crop_areas: Shares of the area that the cropped copies show, for the protocol "copies" only.
+        crop_areas: Shares of the image's area that the cropped copies show, for the protocol
+            "copies" only.
         panels: Number of queries in the figure of a block. They are spread over the dataset.
         batch_size: Number of images that are read together.
         num_workers: Number of threads that decode images.
@@ -136,8 +139,8 @@ class Instances(Probe):
         return roles.get(self.protocol, "instances")
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
-        """Use the protocol of a published dataset, which is recognised by its name."""
-        # The name of a part of a dataset continues with a dash or a plus sign.
+        """Use the protocol of the published dataset with this name, if there is one."""
+        # If only a part of a dataset is used, a dash or a plus sign follows its name.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
         if protocol is None or "protocol" in typed:
             return self
@@ -146,12 +149,12 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the ends of the names of metrics, one for each set of right images."""
+        """Return the suffixes of metric names, one for each set of correct images."""
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """Return the numbers k of precision at k. If only the top counts, there are few matches."""
+        """Return the values of k for precision at k. If `top` is set, there are few matches."""
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
     @property
@@ -231,12 +234,12 @@ class Instances(Probe):
             nearest: dict[int, Indices] = {}
             rankings = rank_database(unit, queries, database, self.top)
             for number, (query, ranked) in enumerate(zip(queries, rankings, strict=True)):
-                for difficulty, of_queries in scores.items():
+                for difficulty, query_scores in scores.items():
                     labels = query.label_images(len(unit), hard_only=difficulty == "_hard")
                     score = score_ranking(
                         ranked, labels, database, cutoffs=self.cutoffs, top=self.top
                     )
-                    of_queries.append(score)
+                    query_scores.append(score)
                 if number in drawn:
                     nearest[number] = ranked[ranked != query.row][:_NEAREST_IN_FIGURE]
             details = {
@@ -245,8 +248,8 @@ class Instances(Probe):
                 "constant_features": is_constant(unit),
                 "warnings": zero_vectors_warning(unit),
             }
-            for difficulty, of_queries in scores.items():
-                yield from self._block_scores(layer, facet, difficulty, of_queries, details)
+            for difficulty, query_scores in scores.items():
+                yield from self._block_scores(layer, facet, difficulty, query_scores, details)
             if nearest:
                 rows = [
                     self._draw_row(thumbnails, unit, queries[number], found)
@@ -285,7 +288,7 @@ class Instances(Probe):
                 for view in self.make_views(sample.image)
                 for scale in self.scales
             ]
-            # The image is not needed any more.
+            # The full image is not needed any more, so its memory is freed.
             return replace(sample, image=sample.image[:1, :1]), pixels
 
         read = read_ahead(images, range(len(images)), prepare, workers=self.num_workers)
@@ -293,7 +296,7 @@ class Instances(Probe):
         first = 0
         for batch in batches(shown, self.batch_size):
             annotations += [(sample.search, sample.label) for sample, _ in batch]
-            # Images of equal size pass the encoder together.
+            # Images of the same size are encoded together.
             by_size = defaultdict(list)
             for number, (sample, pixels) in enumerate(batch):
                 for index, one in enumerate(pixels):
@@ -386,12 +389,12 @@ class Instances(Probe):
         layer: int,
         facet: str,
         difficulty: str,
-        of_queries: Sequence[QueryScore | None],
+        query_scores: Sequence[QueryScore | None],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield all metrics of a block for one difficulty."""
-        scored = [score for score in of_queries if score is not None]
-        details = {**details, "queries_without_match": len(of_queries) - len(scored)}
+        """Yield the scores of all metrics of a block for one difficulty."""
+        scored = [score for score in query_scores if score is not None]
+        details = {**details, "queries_without_match": len(query_scores) - len(scored)}
         names = self.metrics(difficulty)
         if not scored:
             undefined = {
@@ -399,13 +402,13 @@ class Instances(Probe):
                 "undefined": f"no query has a{difficulty.replace('_', ' ')} match",
             }
             for name in names:
-                yield Score(layer, facet, name, math.nan, None, len(of_queries), undefined)
+                yield Score(layer, facet, name, math.nan, None, len(query_scores), undefined)
             return
         values = 100 * np.array([score.values for score in scored])
         by_chance = 100 * np.array([score.by_chance for score in scored]).mean(0)
         by_copy = self._mean_by_copy(values)
         if self.copy_names:
-            # Copies of one image depend on each other, so an image counts once.
+            # Scores of copies of the same image depend on each other, so they are averaged first.
             values = values.reshape(-1, len(self.copy_names), len(names)).mean(1)
         for number, name in enumerate(names):
             estimate = mean_estimate(values[:, number])
@@ -447,14 +450,14 @@ class Instances(Probe):
 
 
 class Thumbnails:
-    """Small versions of images, which are decoded when they are first drawn."""
+    """Small versions of images, which are created when they are first drawn."""
 
     def __init__(self, probe: Instances, images: ImageSet) -> None:
         self._probe, self._images = probe, images
         self._by_row: dict[int, Image.Image] = {}
 
     def tile(self, row: int, note: str, colour: str) -> Image.Image:
-        """Return the tile of an image with a frame."""
+        """Return a tile with an image inside a frame of the given colour."""
         index, view = divmod(row, 1 + len(self._probe.copy_names))
         if row not in self._by_row:
             image = self._probe.make_views(self._images[index].image)[view]
@@ -482,7 +485,7 @@ def generalised_mean(patches: Float[Tensor, "batch patches dim"]) -> Float[Tenso
 
 
 def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
-    """Return an image after JPEG compression."""
+    """Compress an image as JPEG, and return the decoded copy."""
     data = simplejpeg.encode_jpeg(
         np.ascontiguousarray(image), quality=quality, colorspace="RGB", colorsubsampling="420"
     )
@@ -490,7 +493,7 @@ def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
 
 
 def crop_copy(image: Pixels3, area: float) -> Pixels3:
-    """Return the centre of an image with a share of its area, enlarged to the size of the image."""
+    """Crop the centre with a share of the area of an image, and enlarge it to the image's size."""
     height, width = image.shape[:2]
     margin = (1 - math.sqrt(area)) / 2
     box = (width * margin, height * margin, width * (1 - margin), height * (1 - margin))

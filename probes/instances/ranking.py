@@ -1,7 +1,7 @@
 """Rank the images of a database for each query, and score the rankings.
 
-Average precision is the area under the curve of precision and recall. It is computed with
-trapezoids, as in python/evaluate.py of https://github.com/filipradenovic/revisitop.
+Average precision is the area under the precision-recall curve. It is computed with trapezoids, as
+in python/evaluate.py of https://github.com/filipradenovic/revisitop.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssl_bench.neighbours import nearest_vectors
 
-# Number of similarities in memory at a time. They take 0.25 GiB.
+# Maximum number of similarities in memory at the same time. They take 0.25 GiB.
 _MAX_SIMILARITIES = 2**26
 _WRONG, _RIGHT, _LEFT_OUT = 0, 1, -1
 
@@ -25,14 +25,15 @@ Indices = Int64[np.ndarray, " _images"]
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """An image to search with, and what the search should find.
+    """An image to search with, and the images that the search should find.
 
-    All images are rows of the descriptors. Rows outside of the database have no effect.
+    All images are given as rows of the descriptors. Rows that are not in the database have no
+    effect.
 
     Attributes:
         row: The image. It is never ranked in its own search.
-        matches: Right images.
-        hard_matches: Right images that are difficult to find.
+        matches: Correct images.
+        hard_matches: Correct images that are difficult to find.
         ignored: Images that are left out of the ranking.
     """
 
@@ -44,9 +45,9 @@ class Query:
     def label_images(
         self, num_rows: int, *, hard_only: bool = False
     ) -> Int8[np.ndarray, " {num_rows}"]:
-        """Return for each image whether it is right, wrong or left out.
+        """Return a label for each image: correct, wrong or left out.
 
-        With `hard_only`, only hard matches are right, and the other matches are left out.
+        With `hard_only`, only the hard matches are correct, and the other matches are left out.
         """
         labels = np.full(num_rows, _WRONG, np.int8)
         labels[self.matches] = _LEFT_OUT if hard_only else _RIGHT
@@ -56,14 +57,14 @@ class Query:
         return labels
 
     @property
-    def most_left_out(self) -> int:
-        """Return an upper limit of the number of images that are left out of a ranking."""
+    def max_left_out(self) -> int:
+        """Return an upper limit for the number of images that are left out of a ranking."""
         return 1 + len(self.ignored) + len(self.matches)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryScore:
-    """Average precision, then the precision at each cutoff, as shares.
+    """The average precision and the precision at each cutoff, in [0, 1].
 
     Attributes:
         values: Scores of the ranking.
@@ -80,7 +81,7 @@ def rank_database(
     database: Indices,
     top: int | None = None,
 ) -> Iterator[Indices]:
-    """Yield the rows of the database for each query, in the order of falling cosine similarity.
+    """Yield the rows of the database for each query, by descending cosine similarity.
 
     If similarities are equal, the image that comes first in the database ranks first. The query
     itself is part of its ranking if it is in the database.
@@ -89,13 +90,14 @@ def rank_database(
         unit: Unit vectors of all images, in float32.
         queries: The queries.
         database: Rows of the database, in ascending order.
-        top: Number of images whose order matters, without those that are left out. None for all.
+        top: Number of images whose order matters, not counting images that are left out. None for
+            all.
     """
     memory = unit[torch.from_numpy(database).to(unit.device)]
     rows = torch.tensor([query.row for query in queries], device=unit.device)
     count = len(database)
     if top is not None:
-        count = min(count, top + max(query.most_left_out for query in queries))
+        count = min(count, top + max(query.max_left_out for query in queries))
     for some in rows.split(max(1, _MAX_SIMILARITIES // len(database))):
         if count < len(database):
             _, index = nearest_vectors(unit[some], memory, count)
@@ -113,14 +115,14 @@ def score_ranking(
     cutoffs: Sequence[int],
     top: int | None = None,
 ) -> QueryScore | None:
-    """Score a ranking. Return None if no image of the database is right.
+    """Score a ranking. Return None if the database contains no correct image.
 
     Args:
         ranked: Rows of the database in the order of their ranks.
         labels: Labels from `Query.label_images`.
         database: Rows of the database.
-        cutoffs: Numbers k of the first images whose precision is computed, at most `top`.
-        top: Number of ranked images that count. None for all.
+        cutoffs: Values of k at which the precision is computed, at most `top`.
+        top: Number of ranked images that are scored. None for all.
     """
     candidates = labels[database]
     num_right = int((candidates == _RIGHT).sum())
@@ -137,11 +139,11 @@ def score_ranking(
 
 
 def average_precision(ranks: Indices, num_right: int) -> float:
-    """Return the area under the curve of precision and recall.
+    """Return the average precision, the area under the precision-recall curve.
 
     Args:
-        ranks: Ranks of the right images that were found, from 0, in ascending order.
-        num_right: Number of all right images.
+        ranks: Ranks of the correct images that were found, from 0, in ascending order.
+        num_right: Number of all correct images.
     """
     before = np.arange(len(ranks), dtype=np.float64)
     # The precision before the first image is 1.
@@ -151,10 +153,10 @@ def average_precision(ranks: Indices, num_right: int) -> float:
 
 
 def precision_at(ranks: Indices, num_right: int, k: int) -> float:
-    """Return the share of right images among the first k images.
+    """Return the share of correct images among the first k images.
 
-    If all right images are among fewer than k images, only the images up to the last right one
-    count, as in revisitop. Arguments are those of `average_precision`.
+    If all correct images are among fewer than k images, the rank of the last correct one replaces
+    k, as in revisitop. The arguments are those of `average_precision`.
     """
     is_complete = len(ranks) == num_right
     images = min(k, int(ranks[-1]) + 1) if is_complete else k
@@ -163,10 +165,10 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 
 @cache
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
-    """Return the mean average precision of all orders of the images.
+    """Return the mean of the average precision over all orders of the images.
 
-    An image at rank r is right with probability R / N. If it is, each of the r images before it is
-    right with probability (R - 1) / (N - 1).
+    R of the N images are correct. An image at rank r is correct with probability R / N. If it is,
+    each of the r images before it is correct with probability (R - 1) / (N - 1).
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
     share_before = (num_right - 1) / max(1, num_images - 1)
@@ -179,8 +181,9 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
     """Return the mean of `precision_at` over all orders of the images.
 
-    Without the exception for few right images, it would be R / N. The last right image has the rank
-    L, counted from 1, in a share C(L - 1, R - 1) / C(N, R) of all orders.
+    R of the N images are correct. Without the exception in `precision_at`, the mean would be R / N.
+    The last correct image has the rank L, counted from 1, in a share C(L - 1, R - 1) / C(N, R) of
+    all orders.
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

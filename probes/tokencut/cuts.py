@@ -91,14 +91,14 @@ class Cut:
     """Options of the similarity graph and its cut. The defaults are those of TokenCut.
 
     Attributes:
-        tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", each
-            image has the threshold that splits its cosines best. LOST uses tau only if it is
-            "otsu". Otherwise, LOST links patches whose features have a positive dot product.
+        tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", Otsu's
+            method computes a threshold for each image. LOST uses tau only if it is "otsu".
+            Otherwise, LOST links patches whose features have a positive dot product.
         eps: Weight of two patches that are not linked.
         weighted: Whether the weight of a link is the cosine instead of 1.
         centred: Whether the mean feature of the image is subtracted first.
-        mask_padding: Whether patches with padding are left out of the graph.
-        connectivity: Number of neighbours of a patch, 4 or 8.
+        mask_padding: Whether patches that contain padding are left out of the graph.
+        connectivity: Number of neighbours of a patch in connected components, 4 or 8.
         stable_seed: Whether the seed is the first of several patches that tie for the largest entry
             of the eigenvector. If false, rounding errors select one of these patches.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph.
@@ -120,7 +120,7 @@ class Cut:
     def graph_tokens(
         self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
     ) -> tuple[Float32[np.ndarray, "tokens dim"], float]:
-        """Return the features of the graph's patches, row by row, and the threshold tau."""
+        """Return the features of the patches in the graph, row by row, and the threshold tau."""
         rows, cols = self.graph_shape(grid)
         tokens = features[:rows, :cols].flatten(0, 1)
         if self.centred:
@@ -205,7 +205,7 @@ def _discovery_from_mask(
 def split_at_mean(
     vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
 ) -> Bipartition:
-    """Split the patches at the mean of the vector. The seed is the entry of largest magnitude."""
+    """Split patches at the mean of a vector. The seed has the entry of largest magnitude."""
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
@@ -223,7 +223,7 @@ def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: i
 
 
 def otsu_threshold(tokens: Float[Tensor, "tokens dim"]) -> Float[Tensor, ""]:
-    """Return the threshold that splits the cosines of all pairs of tokens best.
+    """Return Otsu's threshold for the cosines of all pairs of tokens.
 
     It maximises the between-class variance of the cosines. Candidates are the centres of 256 bins
     between the smallest and the largest cosine. Pairs of a token with itself are left out.
@@ -260,9 +260,9 @@ def lost(
     they are linked if their cosine exceeds the threshold. The options `centred`, `mask_padding` and
     `connectivity` also apply. The degree of a patch is the number of its links. The object grows
     from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree may
-    join the seed. Among patches of equal degree, the first are selected. An object is degenerate if
-    it covers the whole graph or lies in the padding. It is also degenerate if another seed of the
-    same degree grows to another object.
+    join the seed. Among patches of equal degree, earlier patches take precedence. An object is
+    degenerate if it covers the whole graph or lies in the padding. It is also degenerate if another
+    seed of the same degree grows to another object.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so
@@ -274,7 +274,8 @@ def lost(
     if cut.tau == "otsu":
         products = cosine_similarities(tokens) - tau
     else:
-        # Only signs matter. Scaling by a power of two prevents small products from becoming 0.
+        # Only the signs of products matter. Scaling by a power of two prevents small products from
+        # becoming 0.
         scaled = np.ldexp(tokens, -np.frexp(np.abs(tokens).max(initial=0.0))[1])
         products = scaled @ scaled.T
     # A patch is not linked to itself.
@@ -311,7 +312,7 @@ def maskcut(
     *,
     num_masks: int = 3,
 ) -> list[Discovery]:
-    """Find several objects of an image with MaskCut, in the order in which they are cut out.
+    """Find several objects of an image with MaskCut, in the order in which it finds them.
 
     Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold. It is
     at least 0, because a lower threshold would link patches of earlier masks, whose cosines are 0.
@@ -366,7 +367,7 @@ def run_maskcut(
 
 
 def split_away_from_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
-    """Split the patches at the mean, and return a side with at most two image corners.
+    """Split patches at the mean of a vector, and return a side with at most two image corners.
 
     The result is that of `split_at_mean`, unless the side above the mean contains at least three
     corners. In that case, the side below the mean is returned, and the seed is the smallest entry.

@@ -1,4 +1,4 @@
-"""Second eigenvectors of similarity graphs, usually without a dense eigendecomposition."""
+"""Compute second eigenvectors of similarity graphs, usually without a dense solver."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ class Graph:
         if scale == 1:
             linked = links.sum(1, dtype=np.float64)
         else:
-            # Zeros and ones are counted exactly in float32, which takes a fifth of the time.
+            # float32 counts zeros and ones exactly, and takes a fifth of the time of float64.
             linked = (links @ np.ones(len(links), np.float32)).astype(np.float64)
         return cls(links, eps * len(links) + scale * linked, scale, eps)
 
@@ -117,7 +117,7 @@ def similarity_graph(
 def cosine_similarities(
     features: Float32[np.ndarray, "tokens dim"],
 ) -> Float32[np.ndarray, "tokens tokens"]:
-    """Return the cosine of each pair of tokens, whose norms may be very small or large.
+    """Return the cosine of each pair of tokens. Norms may be very small or very large.
 
     Raises:
         DataError: A token is NaN or infinite.
@@ -126,7 +126,8 @@ def cosine_similarities(
     num_broken = int((~np.isfinite(largest)).sum())
     if num_broken:
         raise DataError(f"features must be finite, {num_broken} of {len(features)} tokens are not")
-    # Scaling by a power of two is exact. It prevents overflow and underflow of the squares.
+    # Scaling by a power of two causes no rounding error, and prevents overflow and underflow of
+    # squares.
     scaled = np.ldexp(features, -np.frexp(largest)[1])
     norms = np.sqrt(np.einsum("td,td->t", scaled, scaled))
     unit = scaled / np.maximum(norms, np.float32(1e-12))[:, None]
@@ -178,8 +179,8 @@ def second_eigenvector(
 ) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a similarity graph.
 
-    The arguments and errors are those of `similarity_graph`. Besides the features, the function
-    needs 4 * tokens^2 bytes of memory. Several graphs can be solved in parallel threads.
+    The arguments and errors are those of `similarity_graph`. The function needs 4 * tokens^2 bytes
+    of memory in addition to the features. Several graphs can be solved in parallel threads.
     """
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
@@ -188,7 +189,7 @@ def solve(graph: Graph) -> FiedlerVector:
     """Return the second eigenvector of the normalised cut of a graph.
 
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
-    products of the matrix of links with a vector. The iteration starts from two vectors, so that a
+    products of the link matrix with a vector. The iteration starts from two vectors, so that a
     double eigenvalue shows as a gap of 0. The last product is in float64, so rounding errors of
     earlier products do not affect the certificate. If the certificate is not small enough,
     `solve_dense` solves the graph again.
@@ -220,7 +221,7 @@ def solve_dense(graph: Graph) -> FiedlerVector:
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
     trivial = graph.trivial_eigenvector()
-    # This moves the trivial eigenvalue from 1 to -1, the other end of the spectrum.
+    # This moves the trivial eigenvalue from 1 to -1, the lower end of the spectrum.
     matrix -= 2 * np.outer(trivial, trivial)
     last = len(roots) - 1
     # The type stubs of scipy do not state that the result is a pair of arrays.
@@ -238,14 +239,15 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     random = np.random.default_rng(0)
     num_tokens = len(graph.degrees)
     limit = min(_MAX_PRODUCTS, num_tokens - 4)
-    # Orthonormal rows: the trivial eigenvector, two start vectors, then new parts of the products.
+    # Orthonormal rows: the trivial eigenvector, two start vectors, and then the new direction of
+    # each product.
     rows = np.empty((64, num_tokens))
     rows[0] = graph.trivial_eigenvector()
     num_rows = 1
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append the part orthogonal to all rows. Return `rows @ vector` and the part's length."""
+        """Append the part orthogonal to all rows. Return `rows @ vector` and this part's length."""
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
         vector = vector - products @ rows[:num_rows]
@@ -300,7 +302,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
 
 
 def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: int) -> list[R]:
-    """Apply a function to graphs in parallel threads, and return the values in order.
+    """Apply a function to graphs in parallel threads, and return the results in order.
 
     Each thread uses one BLAS thread. For many small graphs, this is faster than a parallel BLAS.
     """

@@ -1,4 +1,4 @@
-"""Objects found in each image, and the log from which a killed run continues."""
+"""The objects that were found in each image, and the log from which a killed run continues."""
 
 import base64
 import zlib
@@ -25,7 +25,7 @@ class ImageResult:
         num_boxes: Number of ground-truth boxes. None if the image has no annotation of boxes.
         largest_box: Percentage of the image that the largest ground-truth box covers. It is 0 for
             an image without boxes.
-        grid: Rows and columns of patches, for blocks and facets that are not in `grids`.
+        grid: Numbers of rows and columns of patches, for blocks and facets that are not in `grids`.
         cells: Objects by block and facet, with keys such as "11/key". The entries of each cell are
             "box", "mask" (see `unpack_mask`), "hit" (None without ground truth) and "degenerate".
             TokenCut and MaskCut add "eigenvalue" and "gap". LOST adds "tied_cutoff". If there are
@@ -35,8 +35,8 @@ class ImageResult:
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
         pixels: CRC-32 of the image at the size that the encoder received.
         centre: `ObjectCounts` of the centre box. None without a true mask.
-        grids: Rows and columns of patches by block and facet, with the keys of `cells`. They differ
-            if blocks have different strides.
+        grids: Numbers of rows and columns of patches by block and facet, with the keys of `cells`.
+            They differ if blocks have different strides.
     """
 
     num_boxes: int | None
@@ -81,7 +81,7 @@ def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
 
 
 def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows cols"]:
-    """Return the mask from the text that `pack_mask` returned."""
+    """Return the mask that `pack_mask` compressed to this text."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
 
@@ -91,12 +91,12 @@ _ALLOWED = {"image", "entry", *(item.name for item in fields(ImageResult) if ite
 
 
 class DiscoveryLog:
-    """Results by image id, stored in a journal.
+    """The results of all images, stored in a journal.
 
     Args:
         journal: Journal of the results. Each entry contains the objects of one image for some
             blocks and facets.
-        identities: Identity of each image file by image id, see `sample_hashes`. Entries of other
+        identities: Hash of each image file by image id, from `sample_hashes`. Entries of other
             image files are ignored.
 
     Attributes:
@@ -133,7 +133,8 @@ class DiscoveryLog:
         """Add the results of the same image files from the log of another image set.
 
         Returns:
-            For each new result: image id in the other log, image id in this log, and cells.
+            For each copied result: the image id in the other log, the image id in this log, and the
+            cells.
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():

@@ -1,4 +1,4 @@
-"""Figures of TokenCut: a panel for an image, a contact sheet for a block, and PNG masks."""
+"""Draw figures of TokenCut: a panel for each image, a contact sheet for each block, and masks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -37,7 +37,7 @@ def panel_path(folder: Path, cell: str, image_id: str) -> Path:
 
 
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
-    """Return the path of the mask of an image. Only images without ground truth have masks."""
+    """Return the path of an image's mask. Masks are saved only for images without ground truth."""
     *folders, last = PurePosixPath(image_id).parts
     return folder.joinpath("masks", _block_name(cell), *folders, figure_file_name(last))
 
@@ -60,12 +60,12 @@ def draw_sheets(
 ) -> None:
     """Draw a contact sheet for each cell "LAYER/FACET" from the stored results.
 
-    Each group of `group_by_outcome` shows at most `per_group` images. `prepare` resizes an image to
-    the size that the encoder received. The heading consists of the first title, block, facet and
-    the second title.
+    Images are grouped by outcome (hits, misses, not scored, degenerate), and at most `per_group`
+    images of each group are drawn. `prepare` resizes an image to the size that the encoder
+    received. The heading consists of the first title, block, facet and the second title.
 
     Raises:
-        DataError: An image was replaced after its objects were found.
+        DataError: An image has changed since its objects were found.
     """
 
     @cache
@@ -120,7 +120,7 @@ def draw_sheets(
 
 
 def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
-    """Return the ids of images by outcome: hits, misses, not scored, or degenerate.
+    """Group the ids of images by outcome: hits, misses, not scored, or degenerate.
 
     A degenerate image is in the group "degenerate" even if its box is a hit. Empty groups are left
     out.
@@ -136,7 +136,7 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return tiles of the image with boxes, the masks, and the eigenvector if there is one."""
+    """Return tiles: the image with boxes, the masks, and the eigenvector if there is one."""
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
@@ -156,7 +156,7 @@ def draw_panel(
 
 
 def save_masks(objects: Sequence[Discovery], grid: PatchGrid, path: Path) -> None:
-    """Save a PNG with 0 for the background, 1 for the first object, 2 for the next, and so on."""
+    """Save masks as a PNG: 0 is the background, 1 the first object, 2 the second, and so on."""
     numbers = np.zeros((grid.height, grid.width), np.uint8)
     for number, found in enumerate(objects, start=1):
         numbers[grid.to_pixels(found.mask)] = number
@@ -171,7 +171,7 @@ def draw_boxes(
     found: Float64[np.ndarray, " 4"],
     further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the image with outlined boxes. The found box is drawn last."""
+    """Return the image with the outlines of boxes. The scored box is drawn last."""
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)

@@ -1,7 +1,7 @@
 """TokenCut: does the normalised cut of a block's features find an object?
 
-The code is in the order of a run: settings, one pass of all images through the encoder, and
-messages. `scores.py` computes the results of images and the scores of blocks.
+The code is in the order of a run: settings, one pass over the images, and messages. `scores.py`
+computes the results of images and the scores of blocks.
 """
 
 import glob
@@ -59,7 +59,7 @@ TOKENS_PER_BATCH = 8192
 _DECODERS = 4
 _WAITING_PIXELS = 64_000_000
 """Maximum number of decoded pixels that wait for other images of the same shape (192 MB)."""
-# Increase it if the entries of older logs are no longer valid.
+# Version of the log. Increase it when the entries of older logs are no longer valid.
 _LOG_FORMAT = 5
 
 
@@ -69,8 +69,8 @@ class TokenCut(Cut, Probe):
 
     Attributes:
         protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
-            to "otsu", so each image has its own threshold. Tables show changed options after the
-            protocol.
+            to "otsu", so that each image has its own threshold. Tables show changed options after
+            the protocol.
         truth: Annotations to compare with: "boxes" for CorLoc of the box, "masks" for maximal
             F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs. The default
             is "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
@@ -79,15 +79,15 @@ class TokenCut(Cut, Probe):
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: Algorithm that finds the object. The first mask of maskcut is scored.
         max_objects: Number of rounds of maskcut. Each round finds one mask or none.
-        panels: Number of images with a figure of their own. A contact sheet shows at most this
+        panels: Number of images that have their own figure. A contact sheet shows at most this
             number of images of each group (hits, misses, degenerate).
-        longer_side: Longer side in pixels that images are resized to. By default, images keep their
-            size.
-        max_side: Longer side in pixels that larger images are reduced to, if longer_side is not
+        longer_side: Longer side in pixels to which images are resized. By default, images keep
+            their size.
+        max_side: Longer side in pixels to which larger images are reduced, if longer_side is not
             set. For a folder of pictures it is 640, the longer side of COCO's images. Without a
             limit, the graph of a photograph with 12 million pixels would have 60,000 patches.
-        squash: Side in pixels of squares that images are resized to without keeping their aspect
-            ratio. It is set if the encoder accepts only one size.
+        squash: Side in pixels of the squares that images are resized to without keeping their
+            aspect ratio. It is set automatically if the encoder accepts only one size.
     """
 
     protocol: Literal["reference", "adaptive"] = "reference"
@@ -109,7 +109,7 @@ class TokenCut(Cut, Probe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Masked patches of MaskCut have cosine 0 with all patches. A lower tau would link them.
+        # Masked patches of MaskCut have cosine 0 with all patches. A negative tau would link them.
         if self.method == "maskcut" and self.tau != "otsu" and self.tau < 0:
             raise ConfigurationError(f"probe.tau must lie in [0, 1) for maskcut, got {self.tau}")
 
@@ -127,7 +127,7 @@ class TokenCut(Cut, Probe):
 
     @property
     def variant(self) -> list[str]:
-        """Return the name of the protocol, and each option that differs from the protocol."""
+        """Return the name of the protocol, followed by the options that differ from it."""
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
@@ -146,7 +146,7 @@ class TokenCut(Cut, Probe):
             del settings["max_objects"]
         if self.longer_side or self.squash:
             del settings["max_side"]
-        # Records from before these fields existed must stay valid.
+        # Records that were written before these fields existed must stay valid.
         unset = {name for name in SIZE_FIELDS if settings.get(name) is None}
         return {name: value for name, value in settings.items() if name not in unset}
 
@@ -219,11 +219,11 @@ class TokenCut(Cut, Probe):
                 yield corloc_score(layer, facet, results)
 
     def find_objects(self, context: ProbeContext) -> list[ImageResult]:
-        """Find the objects of all images, and draw the figures. Raise the same errors as `run`."""
+        """Find the objects of all images, and draw the figures. The errors are those of `run`."""
         images = self.split(context.dataset)
         cells = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
         own = _Search(self, context, context.artifacts, images, cells)
-        # Later probes with the same inputs share the pass through the encoder.
+        # Later probes of the command that have the same inputs share this pass through the encoder.
         later = [
             _Search(probe, context, artifacts, images, cells)
             for probe, artifacts in context.later
@@ -315,7 +315,7 @@ class _Search:
                         content = source.read_bytes()
                         write_atomically(target, lambda file, data=content: file.write(data))
 
-    def needs(self, image_id: str) -> bool:
+    def is_incomplete(self, image_id: str) -> bool:
         """Return whether a result or a figure of an image is missing."""
         if not self.log.has_cells(image_id, self._cells):
             return True
@@ -329,7 +329,7 @@ class _Search:
         self, sample: Sample, objects: Mapping[str, Sequence[Discovery]], grid: PatchGrid
     ) -> None:
         """Save the figures of an image, then its result. Skip an image that is complete."""
-        if not self.needs(sample.image_id):
+        if not self.is_incomplete(sample.image_id):
             return
         result = image_result(sample, objects, grid, has_mask=self.probe.truth == "masks")
         for cell, found in objects.items():
@@ -343,20 +343,20 @@ class _Search:
 
 
 def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
-    """Complete all searches. Each image without a result passes through the encoder once."""
+    """Complete all searches. The encoder processes each incomplete image once."""
     probes = [search.probe for search in searches]
     first = probes[0]
     pending = [
         index
         for index, image_id in enumerate(images.ids)
-        if any(search.needs(image_id) for search in searches)
+        if any(search.is_incomplete(image_id) for search in searches)
     ]
     if not pending:
         return
     extractor = context.extractor(context.layers, *first.facets)
 
     def shape(sample: Sample) -> tuple[int, ...]:
-        """Return the rows and columns of the patch grid, and of each probe's graph."""
+        """Return the numbers of rows and columns of the patch grid and of each probe's graph."""
         grid = patch_grid(sample, extractor.patch_size)
         return *grid.shape, *itertools.chain(*(probe.graph_shape(grid) for probe in probes))
 
@@ -385,9 +385,9 @@ def batch_by_shape(
 ) -> Iterator[list[Sample]]:
     """Yield batches of samples of equal shape, each as soon as it is complete.
 
-    The first two values of a shape are the rows and columns of patches. If incomplete batches have
-    more than `waiting_pixels` pixels, the largest of them is yielded. If a sample cannot be read,
-    all earlier samples are yielded before the error is raised.
+    The first two values of a shape are the numbers of rows and columns of patches. If incomplete
+    batches have more than `waiting_pixels` pixels in total, the largest of them is yielded. If a
+    sample cannot be read, all earlier samples are yielded before the error is raised.
     """
 
     def count_pixels(batch: Sequence[Sample]) -> int:
@@ -411,7 +411,7 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Return the objects of each image: for each probe, a dictionary by block and facet.
+    """Return the objects of each image, as one dictionary for each probe by block and facet.
 
     All images must have the same patch grid. Their graphs are cut on the CPU in parallel threads.
 

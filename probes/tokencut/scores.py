@@ -1,4 +1,4 @@
-"""Scores of TokenCut: the result of an image, and the scores of a block."""
+"""Compute the results of TokenCut for each image, and the scores of each block."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from ssl_bench.scores import (
     object_iou,
 )
 
-# Percentage of the image that the largest object covers.
+# Ranges of the percentage of the image that the largest object covers.
 _OBJECT_SIZES = {
     "below_10_percent": (0.0, 10.0),
     "10_to_40_percent": (10.0, 40.0),
@@ -56,7 +56,9 @@ def image_result(
         num_boxes=None if sample.boxes is None else len(true_boxes),
         largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
         grid=grid.shape,
-        cells={cell: _cell(found, grid, sample.boxes, truth) for cell, found in objects.items()},
+        cells={
+            cell: _make_cell(found, grid, sample.boxes, truth) for cell, found in objects.items()
+        },
         size=(grid.height, grid.width),
         true_boxes=None if sample.boxes is None else true_boxes.tolist(),
         pixels=zlib.crc32(sample.image.tobytes()),
@@ -64,7 +66,7 @@ def image_result(
     )
 
 
-def _cell(
+def _make_cell(
     objects: Sequence[Discovery],
     grid: PatchGrid,
     true_boxes: Float64[np.ndarray, "boxes 4"] | None,
@@ -109,7 +111,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         for name, box in CONSTANT_BOXES.items()
     }
 
-    def by_group(
+    def score_groups(
         groups: Mapping[str, tuple[float, float]], measure: Callable[[ImageResult], float]
     ) -> dict[str, Any]:
         scores = {}
@@ -123,15 +125,15 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         **flag_percentages([result.cells[cell] for result in results]),
         **Baseline.best(constant).as_details(),
         "images_without_boxes": len(results) - len(scored),
-        "by_object_size": by_group(_OBJECT_SIZES, lambda result: result.largest_box),
-        "by_num_objects": by_group(_NUM_OBJECTS, lambda result: result.num_boxes or 0),
+        "by_object_size": score_groups(_OBJECT_SIZES, lambda result: result.largest_box),
+        "by_num_objects": score_groups(_NUM_OBJECTS, lambda result: result.num_boxes or 0),
     }
     value, ci95 = corloc(hits), Share(hits).ci95()
     return Score(layer, facet, "corloc", value, ci95, len(hits), details, per_image=hits)
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
-    """Yield the mean of each of `OBJECT_SCORES`. All images must have a true mask."""
+    """Yield the mean over images of each of `OBJECT_SCORES`. All images must have a true mask."""
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
     constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
@@ -150,14 +152,14 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images, the only score without ground truth."""
+    """Return the percentage of degenerate images, the only score that needs no ground truth."""
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of images with each flag that occurs, such as "degenerate"."""
+    """Return the percentage of cells in which each flag, such as "degenerate", is true."""
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):
         values = [cell[flag] for cell in cells if flag in cell]
@@ -170,4 +172,4 @@ CONSTANT_BOXES: Mapping[str, Callable[[tuple[int, int]], Float64[np.ndarray, " 4
     "centre box": centre_box,
     "whole image": lambda size: np.array([0, 0, size[1], size[0]], np.float64),
 }
-"""Boxes that depend only on the size of an image. The better one is the baseline of a score."""
+"""Boxes that depend only on the size of an image. The better box is the baseline of a score."""

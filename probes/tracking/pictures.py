@@ -25,7 +25,7 @@ _MILLISECONDS = 100
 _WHITE = (255, 255, 255)
 
 
-def drawn_frames(num_frames: int, count: int) -> list[int]:
+def choose_frames(num_frames: int, count: int) -> list[int]:
     """Return the numbers of at most `count` evenly spaced frames, with the first and the last."""
     return sorted(
         {*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()}
@@ -35,7 +35,7 @@ def drawn_frames(num_frames: int, count: int) -> list[int]:
 def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixels:
     """Return a frame reduced to the height of figures, with coloured objects.
 
-    True objects have a white outline.
+    The outlines of true objects are white.
     """
     height = min(_HEIGHT, image.shape[0])
     size = (max(1, round(image.shape[1] * height / image.shape[0])), height)
@@ -54,7 +54,7 @@ def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixe
 
 
 def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> None:
-    """Save a line of text above frames with their titles, in two rows."""
+    """Save frames with their titles in two rows, below a line of text."""
     tiles = [Picture(image, (title,), height=image.shape[0]).tile() for image, title in frames]
     half = -(-len(tiles) // 2)
     save_sheet(
@@ -63,14 +63,14 @@ def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> N
 
 
 def save_animation(frames: Sequence[Pixels], path: Path) -> None:
-    """Save frames as an animated PNG with 256 colours, which starts again at its end."""
+    """Save frames as an animated PNG with 256 colours, which repeats forever."""
     height = min(_ANIMATION_HEIGHT, frames[0].shape[0])
     width = max(1, round(frames[0].shape[1] * height / frames[0].shape[0]))
     small = [
         Image.fromarray(cv2.resize(frame, (width, height), interpolation=cv2.INTER_AREA))
         for frame in frames
     ]
-    # All frames of an animated PNG have the same palette. It is that of all frames side by side.
+    # All frames of an animated PNG share one palette, which is computed from all frames together.
     joined = Image.fromarray(np.concatenate([np.asarray(frame) for frame in small], 0))
     palette = joined.quantize(256, Image.Quantize.MEDIANCUT)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in small]

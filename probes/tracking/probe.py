@@ -1,7 +1,7 @@
 """Tracking: do the patches of a block find an object again in later frames of a video?
 
-The code is in the order of a run: settings, one pass over the frames of a video, the video's
-masks in one block, and scores of a block.
+The code is in the order of a run: settings, one pass over the frames of each video, the masks of a
+video in one block, and the scores of a block.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from probes.features.stream import batches, map_ahead
 from probes.tracking.pictures import (
     ANIMATION_FRAMES,
     STRIP_FRAMES,
+    choose_frames,
     draw_overlay,
-    drawn_frames,
     save_animation,
     save_numbers,
     save_strip,
@@ -73,17 +73,17 @@ class Tracking(Probe):
         facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
             attn_skip, mlp_hidden, mlp_out, or submodules of a block.
         truth: "masks" scores frames that have a mask. "none" only saves the propagated masks. The
-            default follows from the masks of the first video.
-        image_size: Shorter side in pixels that frames are resized to. It is reduced to a multiple
+            default depends on whether the first video has masks.
+        image_size: Shorter side in pixels to which frames are resized. It is reduced to a multiple
             of the patch size.
-        long_side_multiple: Number that the longer side is reduced to a multiple of. By default 64,
-            or the patch size if 64 is not a multiple of it.
+        long_side_multiple: The longer side is reduced to a multiple of this number. The default is
+            64, or the patch size if 64 is not a multiple of it.
         keep_aspect_ratio: Whether frames keep their aspect ratio, up to rounding. Otherwise, both
             sides have `image_size` pixels.
         latest_frames: Number of latest frames whose patches are compared, in addition to the first.
-        radius: Largest distance of compared patches in rows and in columns, in patches.
-        neighbours: Number of most similar patches that give their labels.
-        temperature: The weight of a patch is exp(cosine similarity / temperature).
+        radius: Largest distance between compared patches along rows and along columns, in patches.
+        neighbours: Number of most similar patches whose labels are propagated.
+        temperature: The weight of a label is exp(cosine similarity / temperature).
         panels: Number of videos with figures. They are spread over the dataset.
         save_masks: Whether to save the propagated masks of all frames as PNG files. They are always
             saved if `truth` is "none".
@@ -124,7 +124,7 @@ class Tracking(Probe):
     )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
-        """Score the frames if a frame of the first video has a mask, besides the first frame."""
+        """Score masks only if a frame between the first and the last of the first video has one."""
         frames = dataset.val()[0].frames
         if "truth" in typed or frames is None:
             return self
@@ -176,7 +176,7 @@ class Tracking(Probe):
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder of figures, which states changed settings."""
+        """Return the name of the figure folder, which contains all changed settings."""
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return "_".join([self.protocol, *changed])
 
@@ -205,7 +205,7 @@ class Tracking(Probe):
     def _track_video(
         self, context: ProbeContext, extractor: FeatureExtractor, video: Sample, *, is_drawn: bool
     ) -> tuple["VideoResult", dict[LayerFacet, "VideoResult"]]:
-        """Return the results of the first mask in its place, and of each layer and facet."""
+        """Return the result of a first mask that never moves, and that of each layer and facet."""
         if video.frames is None or video.mask is None:
             raise DataError(f"{video.image_id} is not a video with a first mask")
         first = np.where(video.mask == IGNORED, 0, video.mask).astype(np.uint8)
@@ -290,7 +290,7 @@ class Tracking(Probe):
                 )
 
     def _mask_path(self, layer_facet: LayerFacet, frame: Sample) -> Path:
-        """Return the path of the mask of a frame, which reports do not show."""
+        """Return the path of the mask of a frame. Reports do not show these files."""
         layer, facet = layer_facet
         *folders, name = frame.image_id.split("/")
         return Path(self.folder, "masks", f"block{layer:02d}_{facet}", *folders, f"{name}.png")
@@ -315,7 +315,7 @@ class VideoResult:
 
 
 class VideoTrack:
-    """The masks of a video, frame by frame: their scores and their figures.
+    """The scores and the figures of a video's masks, built frame by frame.
 
     Args:
         objects: Number of each object.
@@ -329,7 +329,7 @@ class VideoTrack:
         self.animation: list[UInt8[np.ndarray, "height width 3"]] = []
 
     def add_frame(self, predicted: Numbers, true: Sequence[Outline] | None) -> None:
-        """Score the numbers of the objects in the next frame, unless it has no true masks."""
+        """Add the predicted objects of the next frame, and score them if there are true masks."""
         self._last = predicted
         if true is not None:
             self.scores.add_frame(outline_objects(predicted, self._objects), true)
@@ -337,9 +337,9 @@ class VideoTrack:
     def add_picture(
         self, number: int, num_frames: int, frame: Sample, truth: Numbers | None
     ) -> None:
-        """Draw the frame that was added last, if figures show it."""
-        in_strip = number in drawn_frames(num_frames, STRIP_FRAMES)
-        in_animation = number in drawn_frames(num_frames, ANIMATION_FRAMES)
+        """Draw the frame that was added last, if the strip or the animation shows it."""
+        in_strip = number in choose_frames(num_frames, STRIP_FRAMES)
+        in_animation = number in choose_frames(num_frames, ANIMATION_FRAMES)
         if in_strip or in_animation:
             drawn = draw_overlay(frame.image, self._last, truth)
             self.animation += [drawn] * in_animation
@@ -368,7 +368,7 @@ def block_scores(
     Args:
         layer_facet: The layer and facet.
         results: Result of each video.
-        baselines: Result of the first mask in its place, for each video.
+        baselines: For each video, the result of a first mask that never moves.
     """
     num_videos = len(results)
     details = {

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ssl_bench.neighbours import unit_vectors
 
-# Queries of a matrix product. More would include more keys outside of the window.
+# Number of queries in a matrix product. With more queries, more of the keys would lie outside their
+# windows.
 _QUERIES = 160
-# A channel that varies by less than this share of its maximum is constant up to rounding.
+# If a channel varies by less than this share of its maximum, it is constant up to rounding.
 _CONSTANT = 1e-6
 
 PatchFeatures = Float[Tensor, "rows cols dim"]
@@ -22,12 +23,12 @@ PatchLabels = Float[Tensor, "rows cols channels"]
 
 @dataclass(frozen=True)
 class Window:
-    """Choice and weights of the patches in earlier frames whose labels a patch receives.
+    """Settings that select and weight the patches whose labels are propagated to a patch.
 
     Attributes:
-        latest_frames: Number of latest frames, in addition to the first frame.
+        latest_frames: Number of preceding frames to compare with, in addition to the first frame.
         radius: Largest distance in rows and in columns, in patches.
-        neighbours: Number of most similar patches over all frames together.
+        neighbours: Number of most similar patches, over all frames together.
         temperature: The weight of a patch is exp(cosine similarity / temperature).
     """
 
@@ -40,12 +41,12 @@ class Window:
 class LabelPropagation:
     """The labels of one block, propagated from frame to frame.
 
-    The features of the first frame and of the latest frames are kept, as unit vectors.
+    The features of the first frame and of the latest frames are stored as unit vectors.
 
     Args:
         features: Features of the first frame.
         labels: Labels of the patches of the first frame, one channel for each label.
-        window: Patches that give their labels.
+        window: Selection of the patches whose labels are propagated.
 
     Source: eval_video_segmentation.py of https://github.com/facebookresearch/dino/tree/7c446df5.
     """
@@ -63,7 +64,7 @@ class LabelPropagation:
         self._num_propagated = 0
 
     def propagate(self, features: PatchFeatures) -> PatchLabels:
-        """Return the labels of the next frame, which later frames use too."""
+        """Return the labels of the next frame, and store them for later frames."""
         own = self._arrange(unit_vectors(features))
         count = 1 + min(self._num_propagated, self._window.latest_frames)
         labels = propagate_labels(own, self._features[:count], self._labels[:count], self._window)
@@ -86,14 +87,14 @@ def propagate_labels(
 ) -> PatchLabels:
     """Return the weighted mean of the labels of the most similar patches near each patch.
 
-    Patches that are as similar as the last of them count too. Some rows of the target are compared
-    at a time, only with rows of the sources that are in their window.
+    Patches that tie with the least similar of them are included, too. A few rows of the target are
+    compared at a time, and only with rows of the sources that lie in their windows.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
         sources: Unit vectors of the patches in other frames.
         labels: Labels of these patches.
-        window: Patches that give their labels.
+        window: Selection of the patches whose labels are propagated.
     """
     rows, cols = target.shape[:2]
     step = max(1, _QUERIES // cols)
@@ -123,10 +124,10 @@ def _weighted_labels(
 ) -> Float[Tensor, "queries channels"]:
     """Return the weighted mean of the labels of the most similar patches of each query.
 
-    Only lines of patches whose maximum is among the k largest maxima can have one of the k largest
-    values, so only these lines are sorted.
+    A row of patches can contain one of the k largest values only if its maximum is among the k
+    largest maxima. Therefore, only such rows are sorted.
     """
-    # Adding a matrix is ten times as fast as filling places of a mask.
+    # Adding a matrix is ten times as fast as a masked assignment.
     similarity += torch.zeros_like(similarity[0]).masked_fill_(excluded, -torch.inf)
     lines = similarity.unflatten(2, labels.shape[1:3])
     maxima = lines.amax(3).transpose(0, 1)  # queries frames rows
@@ -148,17 +149,17 @@ def _weighted_labels(
 def shrink_mask(
     mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows cols"]:
-    """Return the label of each patch, which is that of the pixel in its middle."""
+    """Return the label of each patch, which is that of its central pixel."""
     return _resize_nearest(mask, grid)
 
 
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Return the number of the channel with the largest value at each pixel.
+    """Return the index of the channel with the largest value at each pixel.
 
-    Channels are interpolated bilinearly to the size of the encoder's input, and scaled to [0, 1]
-    each. The numbers are then resized to `size`, height and width of the video.
+    Channels are interpolated bilinearly to the size of the encoder's input, and each channel is
+    scaled to [0, 1]. The indices are then resized to `size`, the height and width of the video.
     """
     sides = [side * patch_size for side in labels.shape[:2]]
     channels = labels.permute(2, 0, 1)[None]

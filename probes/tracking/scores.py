@@ -16,7 +16,7 @@ from ssl_bench.intervals import Jackknife, mean_estimate
 
 PERCENTAGES = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall")
 DECAYS = ("j_decay", "f_decay")
-# Width of the band around a contour in which another contour matches it, relative to the diagonal.
+# Maximum distance at which contours match, relative to the diagonal of the image.
 _TOLERANCE = 0.008
 _RECALL_THRESHOLD = 0.5
 _QUARTERS = 4
@@ -26,7 +26,7 @@ BinaryMask = Bool[np.ndarray, "height width"]
 
 @dataclass(frozen=True)
 class Outline:
-    """A mask of one object, with the contour that F needs.
+    """The mask of one object, with the contour that F needs.
 
     Attributes:
         mask: Pixels of the object.
@@ -39,7 +39,7 @@ class Outline:
     band: BinaryMask
 
     @classmethod
-    def of_mask(cls, mask: BinaryMask) -> "Outline":
+    def from_mask(cls, mask: BinaryMask) -> "Outline":
         # The last row and column are their own neighbours.
         padded = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
         contour = (mask != padded[:-1, 1:]) | (mask != padded[1:, :-1]) | (mask != padded[1:, 1:])
@@ -57,9 +57,9 @@ def region_similarity(predicted: BinaryMask, true: BinaryMask) -> float:
 
 
 def contour_accuracy(predicted: Outline, true: Outline) -> float:
-    """Return F, the harmonic mean of the shares of both contours that are near the other one.
+    """Return F, the harmonic mean of the shares of each contour that are near the other contour.
 
-    It is 1 if both contours are empty, and 0 if one of them is.
+    F is 1 if both contours are empty, and 0 if only one of them is.
     """
     lengths = np.count_nonzero(predicted.contour), np.count_nonzero(true.contour)
     if not all(lengths):
@@ -103,7 +103,7 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
     """Return the mean of the first quarter of the frames minus the mean of the last quarter.
 
     Adjacent quarters share a frame. The authors store frame numbers in 8 bits, so their quarters
-    are others if there are more than 256 frames.
+    differ from these if there are more than 256 frames.
     """
     ends = np.round(np.linspace(1, len(values), _QUARTERS + 1) + 1e-10).astype(int) - 1
     return values[: ends[1] + 1].mean(0) - values[ends[-2] :].mean(0)
@@ -112,10 +112,11 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 def video_estimate(
     values: Sequence[Float64[np.ndarray, " _objects"]],
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
-    """Return the contribution of each video to the mean over all objects, and their estimate.
+    """Return the contribution of each video to the mean over all objects, and an estimate.
 
-    The contributions are linear: their mean is the mean over all objects, and their variance is
-    that of a ratio of sums over videos. With one object in each video, they are its scores.
+    The mean of the contributions is the mean over all objects. Their variance is that of a ratio of
+    sums over videos (linearised). If each video has one object, its contribution is the score of
+    this object.
     """
     counts = np.array([len(own) for own in values])
     mean = float(np.concatenate(values).mean())
@@ -133,5 +134,5 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
 def outline_objects(
     numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
 ) -> list[Outline]:
-    """Return the outline of each object. All other numbers are background."""
-    return [Outline.of_mask(numbers == number) for number in objects]
+    """Return the outline of each object in `objects`. Other numbers count as background."""
+    return [Outline.from_mask(numbers == number) for number in objects]

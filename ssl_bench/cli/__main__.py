@@ -1,4 +1,4 @@
-"""Run the command `ssl-bench`, also as `python -m ssl_bench.cli`."""
+"""Entry point of `ssl-bench` and of `python -m ssl_bench.cli`."""
 
 import sys
 

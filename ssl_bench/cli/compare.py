@@ -9,7 +9,7 @@ from ssl_bench.cli.records import (
     FILTERS,
     filter_records,
     find_recorded_encoder,
-    no_records,
+    no_records_error,
     open_store,
     print_tables,
     resolve_format,
@@ -29,7 +29,7 @@ from ssl_bench.tables.comparison import (
 from ssl_bench.tables.depth import group_by_run
 
 Table = Comparison | EpochComparison
-# If two records agree in all of these fields, their tables differ only in the metric.
+# Tables whose records agree in all of these fields only differ in the metric.
 _TABLE_FIELDS = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
@@ -50,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tables to print, given one record for each possible table."""
+    """Choose the tables to print, given one record for each possible table."""
     if options.metric or options.all_metrics:
         return list(records)
     return select_main_metrics(records, _TABLE_FIELDS, "--all-metrics to show all metrics")
@@ -59,7 +59,7 @@ def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> li
 def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[EpochComparison]:
     records = select_tasks(options.task, store.records())
     if not records:
-        raise no_records(options.task, store)
+        raise no_records_error(options.task, store)
     runs = [_find_run(name, records, store) for name in options.checkpoints]
     if len(set(runs)) != 2:
         raise ConfigurationError(
@@ -72,7 +72,7 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Return the name of the run with this name or with an encoder of this name."""
+    """Return the name of the run that has this name, or that has an encoder with this name."""
     runs = group_by_run(records)
     if name in runs:
         return name
@@ -84,7 +84,7 @@ def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
 
 
 def _compare_encoders(options: argparse.Namespace, store: ResultStore) -> list[Comparison]:
-    # Records of other encoders are not read.
+    # Do not read the records of other encoders.
     paths = store.encoders()
     resolved = [find_recorded_encoder(name, paths, store) for name in options.checkpoints]
     encoders = {
@@ -124,6 +124,7 @@ def _select(
     try:
         return filter_records(options, select_tasks(options.task, records), store)
     except ConfigurationError:
-        # If the value occurs in records of other encoders, it is valid but selects no record here.
+        # A value that occurs only in records of other encoders is valid, but selects no record
+        # here.
         filter_records(options, select_tasks(options.task, store.records()), store)
         return []

@@ -1,4 +1,4 @@
-"""`ssl-bench completion`: print a script that lets a shell complete commands, flags and names."""
+"""`ssl-bench completion`: print a script with which a shell completes commands, flags and names."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ _LIST_ARGUMENTS = ("task", "dataset", "target")
 _FILE_ARGUMENTS = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
 _FOLDER_ARGUMENTS = ("data_root", "into", "out", "over_steps", "run_folders", "slurm_logs")
 
-# In a comma-separated list, only the last element is completed. The other elements are kept.
+# In a comma-separated list, complete only the last element and keep the others.
 _BASH_FUNCTIONS = """\
 _ssl_bench_list() {
   local typed="$1" head=""
@@ -59,7 +59,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return the functions that list tasks and datasets, which only bash and fish need."""
+    """Return the shell functions that list tasks and datasets, which only bash and fish need."""
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'

@@ -31,7 +31,7 @@ from ssl_bench.errors import (
     escape_braces,
     join_alternatives,
 )
-from ssl_bench.network import download, part_of
+from ssl_bench.network import download, partial_path
 from ssl_bench.request import require_dataset
 from ssl_bench.system.files import (
     expand_path,
@@ -52,7 +52,7 @@ from ssl_bench.system.output import (
 )
 
 MANIFEST = "SHA256SUMS"
-# A line in the output of `sha256sum`. A "*" marks a file that was read in binary mode. Paths from
+# A line of the output of `sha256sum`. A "*" marks a file that was read in binary mode. Paths from
 # `find` start with "./".
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
@@ -146,8 +146,8 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
 def _build_dataset(
     name: str, root: str | None, overrides: Sequence[str] = ()
 ) -> tuple[Any, ReadOptions]:
-    """Return a dataset that is not opened yet, and the options for reading its files."""
-    # Imported only here, because importing Hydra takes longer than running `data list`.
+    """Return a dataset that is not open yet, and the options for reading its files."""
+    # Import it only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
@@ -157,21 +157,21 @@ def _build_dataset(
 def _download(options: argparse.Namespace) -> int:
     source = _find_source(options.action, options.target)
     if not source.downloads:
-        reason = source.instructions or "ssl-bench knows no address of its files"
+        reason = source.instructions or "ssl-bench knows no download address"
         raise ConfigurationError(f"{source.name} cannot be downloaded automatically: {reason}")
     root = _require_root(options)
     pending = [file for file in source.downloads if not _is_finished(file, root)]
     say(f"{source.title} ({source.licence}), {source.homepage}")
-    # While an archive is unpacked, the archive and its unpacked files both need disk space.
+    # The archives and their unpacked files both need disk space.
     size = sum(file.size for file in pending)
     for file in pending:
         path = _local_path(file, root)
         if not path.is_file():
-            part = part_of(path)
+            part = partial_path(path)
             size += max(0, file.size - (part.stat().st_size if part.is_file() else 0))
     require_space(size, root)
     for file in pending:
-        _fetch(file, root)
+        _download_file(file, root)
     if options.json:
         names = [file.name for file in pending]
         result = {"dataset": source.name, "root": str(root), "fetched": names}
@@ -185,7 +185,7 @@ def _local_path(file: Download, root: Path) -> Path:
     return (root if file.is_archive else root / file.into) / file.name
 
 
-def _fetch(file: Download, root: Path) -> None:
+def _download_file(file: Download, root: Path) -> None:
     """Download a file, unpack it if it is an archive, and mark the download as finished."""
     say(f"downloading {file.published.url} ({format_size(file.size)})")
     path = _local_path(file, root)
@@ -197,7 +197,7 @@ def _fetch(file: Download, root: Path) -> None:
             return
         if file.is_archive:
             unpack(path, root / file.into)
-            # Save the files to disk before the marker is written. Otherwise, a power failure could
+            # Flush the files to disk before the marker is written. Otherwise, a power failure could
             # leave a marker without its files.
             if hasattr(os, "sync"):
                 os.sync()
@@ -219,7 +219,7 @@ def _is_finished(file: Download, root: Path) -> bool:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a tar or zip archive into a folder and replace existing files."""
+    """Unpack a tar or zip archive into a folder, replacing existing files."""
     description = f"unpacking {archive.name}"
     try:
         if archive.suffix.lower() == ".zip":
@@ -269,7 +269,7 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Open the splits of a dataset, compare their numbers of images and read some images."""
+    """Open the splits of a dataset, check their numbers of images, and read a sample of images."""
     name, own_root = options.target, None
     if name is not None and ":" in name:
         name, own_root = require_dataset(name)
@@ -288,7 +288,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if getattr(unread, "leaves_out_unreadable", False):
         return _check_photographs(source.name, dataset.images(), as_json=options.json)
     counts = {} if options.subset else source.counts
-    # The images without annotations are only checked if the dataset has no others.
+    # Check images without annotations only if the dataset has no annotated images.
     roles = [role for role in SPLITS_OF_ROLES if role in dataset.supports and role != "images"]
     splits = dict.fromkeys(
         chain.from_iterable(SPLITS_OF_ROLES[role] for role in roles or ["images"])
@@ -307,7 +307,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
-    """Decode every image of a folder of photographs and list the unreadable images."""
+    """Decode all images in a folder of photographs, and list those that are unreadable."""
     faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
@@ -370,7 +370,7 @@ def _format_classes(
 def _faulty_dataset(
     source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
-    """Return the error for a dataset with problems. It says how to get a complete dataset."""
+    """Return the error for a dataset with problems, which says how to get the complete dataset."""
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
     message = (
@@ -395,7 +395,7 @@ def _faulty_dataset(
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the files of a folder with a list of SHA-256 digests, or write this list."""
+    """Compare the files in a folder with a list of their SHA-256 digests, or write this list."""
     if options.target is None:
         raise ConfigurationError(
             "data verify needs a folder", hint=("ssl-bench", "data", "verify", "{folder}")
@@ -433,7 +433,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """Write the SHA-256 of every file below a folder to a manifest, and return their number."""
+    """Write the SHA-256 of all files below a folder to a manifest. Return the number of files."""
     names = _find_files(root, manifest)
     if not names:
         raise DataError(f"{root} has no files, expected the folder of a dataset")
@@ -470,7 +470,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 
 
 def _find_files(root: Path, manifest: Path) -> list[str]:
-    """Return the sorted paths of all files below a folder, except hidden files and the manifest."""
+    """Return the sorted paths of a folder's files, except hidden files and the manifest."""
     if not root.is_dir():
         raise DataError(f"{root} is not a folder, expected the folder of a dataset")
     excluded = resolve_links(manifest)
@@ -483,7 +483,7 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each path with the SHA-256 of its file, computed in threads."""
+    """Yield each path with the SHA-256 of its file. Threads compute the digests in parallel."""
 
     def digest(name: str) -> str:
         try:

@@ -37,20 +37,19 @@ PACKAGES = (
     ("pandas", "pandas"),
     ("pyarrow", "pyarrow"),
 )
-"""Each required package, as the name of its module and the name of its distribution."""
+"""Required packages, as pairs of a module name and a distribution name."""
 EXTRAS = (
     ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
     ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
     ("wandb", "wandb", "train.wandb"),
 )
-"""Each optional package, as its distribution, the argument of `pip install`, and the feature that
-needs the package."""
+"""Optional packages: distribution name, argument of `pip install`, and feature that needs it."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", *OFFLINE_VARIABLES, "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 class Finding(NamedTuple):
-    """One line of the output. Commands fail until the user repairs a broken package."""
+    """One line of the output. If `broken`, commands fail until the user repairs a package."""
 
     name: str
     value: str
@@ -58,8 +57,8 @@ class Finding(NamedTuple):
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print one line for each finding and return 5 if a required package is broken, else 0."""
-    # Broken packages are printed last, because users notice the last lines.
+    """Print one line per finding. Return 5 if a required package is broken, or 0 otherwise."""
+    # Print broken packages last, because users notice the last lines.
     findings = sorted(_find_all(options.data_root), key=lambda finding: finding.broken)
     has_broken = any(finding.broken for finding in findings)
     if options.json:
@@ -176,7 +175,7 @@ def _format_environment(names: tuple[str, ...]) -> str:
 
 
 def _find_datasets(text: str) -> Iterator[Finding]:
-    # Imported only here, because this module imports encoder libraries that may be broken.
+    # Import it only here, because ssl_bench.request imports encoder libraries that may be broken.
     from ssl_bench.request import parse_data_roots
 
     roots = parse_data_roots(text, choices("dataset"))
@@ -196,7 +195,7 @@ def _describe_dataset(name: str, root: str) -> str | None:
     if not hasattr(dataset, "root"):
         return None
     roles: list[str] = []
-    # The roles of some datasets are only known when their files are opened.
+    # The roles of some datasets are only known after their files are opened.
     with suppress(SslBenchError):
         roles = sorted(dataset.supports & SPLITS_OF_ROLES.keys())
     lines = []

@@ -49,21 +49,21 @@ from ssl_bench.system.process import require_single_process, reraise_out_of_memo
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
 _SPLITS = ("train", "val", "images", "discovery")
-# A video is left out, because only its first frame would be written.
+# Videos are left out, because only their first frames would be written.
 _ANNOTATED_ROLES = ("segmentation", "classification", "correspondence", "depth", "instances")
-# Maximum size and maximum number of images of one file of features.
-_MOST_BYTES, _MOST_IMAGES = 64 * 2**20, 1024
+# Maximum number of bytes and of images in one file of features.
+_MAX_BYTES, _MAX_IMAGES = 64 * 2**20, 1024
 _BATCH_SIZE = 16
 _ABOUT, _INDEX = "about.json", "index.parquet"
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write `about.json`, files of features and an index. Complete files of features are kept.
+    """Write `about.json`, files of features and an index. Complete existing files are kept.
 
-    Images are resized to squares of `--image-size` pixels, by default to the encoder's native
-    size. A file contains arrays such as "block05.token" (images x rows x cols x dim) and
-    "block05.cls" (images x dim). For each image, the index states its split, its class, its file
-    of features and its row in this file.
+    Images are resized to squares with a side of `--image-size` pixels, or to the encoder's native
+    size by default. A file contains arrays such as "block05.token" (images x rows x cols x dim) and
+    "block05.cls" (images x dim). For each image, the index contains the split, the class, the file
+    of features and the row in this file.
     """
     require_single_process("features")
     require_choice("format", options.format, FORMATS)
@@ -124,7 +124,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset and its `data.bits`."""
+    """Return the dataset without unreadable images, and the value of `data.bits`."""
     name, root = require_dataset(options.dataset)
     words = [f"dataset={name}", *add_data_root(overrides, root or options.data_root)]
     config = compose_config("data", words)
@@ -136,7 +136,7 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the named splits. Without names, return the annotated splits, else all images."""
+    """Return the named splits. Without names, return all annotated splits, or else all images."""
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
     elif annotated := [role for role in _ANNOTATED_ROLES if role in dataset.supports]:
@@ -147,8 +147,8 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Write the description of the features, or check that existing features have an equal one."""
-    # In a folder without features, an existing description is replaced.
+    """Write the description of the features, or check that existing features have the same one."""
+    # If the folder contains no features, replace an existing description.
     if not (path.is_file() and any(path.parent.glob("*-[0-9]*.*"))):
         write_text_atomically(path, json.dumps(about, indent=1) + "\n")
         return
@@ -172,9 +172,9 @@ def _write_split(
     out: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Write the missing files of a split, and return the rows of the index for all its files."""
+    """Write the missing files of a split, and return the index rows for all files of the split."""
     num_bytes = _bytes_per_image(extractor, size, options.dtype)
-    per_file = max(1, min(_MOST_IMAGES, _MOST_BYTES // num_bytes))
+    per_file = max(1, min(_MAX_IMAGES, _MAX_BYTES // num_bytes))
     starts = range(0, len(images), per_file)
     paths = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
     listed = {start: read for start in starts if (read := _read_ids_and_labels(paths[start]))}
@@ -217,13 +217,13 @@ def _extract(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """Return features by block and facet, and the images' ids and labels (-1 without a class)."""
+    """Return features by block and facet, and image ids and labels (-1 without a class)."""
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
     batch_size = options.batch_size or _BATCH_SIZE
     for start in range(0, len(indices), batch_size):
         try:
-            # Images are resized one by one, because a batch of large photographs may not fit into
+            # Resize images one by one, because a batch of large photographs may not fit into
             # memory.
             batch = [
                 (resize_image(sample.image, size), sample.image_id, sample.label)
@@ -247,13 +247,13 @@ def _extract(
 
 
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
-    """Check that `dtype` can store the largest absolute entry as a normal number."""
+    """Check that `dtype` can store the largest absolute value without overflow or underflow."""
     largest = float(np.abs(values).max(initial=0.0))
-    least, most = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
-    if largest and not least <= largest <= most:
+    lowest, highest = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
+    if largest and not lowest <= largest <= highest:
         raise CheckpointError(
-            f"{name} has entries up to {largest:.2g}, but {dtype} stores values from {least:.2g} "
-            f"to {most:.5g}",
+            f"{name} has entries up to {largest:.2g}, but {dtype} stores values from {lowest:.2g} "
+            f"to {highest:.5g}",
             hint=("--dtype", "float32"),
         )
 
@@ -269,7 +269,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the ids and labels of the images in a file, None if it is missing or damaged."""
+    """Return the image ids and labels in a file, or None if the file is missing or damaged."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as arrays:
@@ -277,7 +277,7 @@ def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
         with safetensors.safe_open(path, "numpy") as file:
             metadata = file.metadata()
         return json.loads(metadata["image_id"]), json.loads(metadata["label"])
-    # The readers of both formats raise errors of many types on a damaged file.
+    # For damaged files, the readers of both formats raise many types of errors.
     except Exception as error:
         reraise_out_of_memory(error)
         return None

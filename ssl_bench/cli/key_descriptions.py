@@ -83,11 +83,11 @@ _MEANINGS = {
     "num_heads": "number of attention heads",
     "qkv_bias": "whether queries, keys and values have a bias",
 }
-"""Meanings of keys that no class documents. A meaning applies to all keys with this ending."""
+"""Meanings of keys that no class documents. They apply to all keys with the same ending."""
 
 
 def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return one line for each key of a target, such as "probe.tokencut" or "train.epochs"."""
+    """Return one line for each key of a target such as "probe.tokencut" or "train.epochs"."""
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
     key = f"{group}.{field}" if field else group
@@ -117,7 +117,7 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return one line for each key that is a parent or below one. Without parents, for all keys."""
+    """Return one line for each key in or below `parents`, or for all keys without parents."""
     if lines := _describe_keys(config, parents):
         return lines
     name = parents[0]
@@ -146,7 +146,7 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
 
 
 class Key(NamedTuple):
-    """A key with its default value, legal values and meaning, as texts."""
+    """A key with its default value, legal values and meaning, all as text."""
 
     name: str
     default: str
@@ -155,7 +155,7 @@ class Key(NamedTuple):
 
 
 def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[Key]:
-    """Return each key that is a parent or below one. Without parents, return all keys."""
+    """Return all keys in or below `parents`, or all keys without parents."""
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}
     types |= {key: describe_type(kind) for key, kind in SHARED.items()}
@@ -163,7 +163,7 @@ def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[
     for full_key, value in flatten_config(config).items():
         owner, _, last = full_key.rpartition(".")
         key = owner if last == TARGET else full_key
-        if chosen := _chosen_file(config, key, value):
+        if chosen := _find_selected_file(config, key, value):
             group, values[key] = chosen
             types[key] = " or ".join(choices(group))
         elif last != TARGET:
@@ -185,8 +185,11 @@ def _find_meaning(key: str) -> str:
     return next((_MEANINGS[ending] for ending in endings if ending in _MEANINGS), "")
 
 
-def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
-    """Return the group of config files that a key selects from, and the selected name, if any."""
+def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
+    """Return the group of config files from which a key selects, and the selected name.
+
+    Return None if the key does not select a file.
+    """
     top, _, field = key.partition(".")
     component = config.get(top)
     if not (isinstance(component, Mapping) and TARGET in component):
@@ -199,7 +202,7 @@ def _chosen_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, 
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the config file with these values, or else of the same class."""
+    """Return the name of the config file with these values, or else with the same class."""
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
     }

@@ -25,7 +25,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.target == "experiment":
         print("\n".join(_list_names("experiment.NAME", choices("experiment"))))
         return 0
-    # Imported here, because describing the keys of a class imports torch, which takes seconds.
+    # Import it only here, because describing keys imports torch, which takes seconds.
     from ssl_bench.cli.key_descriptions import describe_target
 
     lines = describe_target(options.target, overrides)
@@ -36,7 +36,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Wrap lines at the width of the terminal."""
+    """Wrap lines to the width of the terminal."""
     width = max(40, shutil.get_terminal_size().columns)
     wrapped = []
     for line in lines:

@@ -22,13 +22,14 @@ TIMM_PATTERNS = (
     *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),
     *("vit_*dinov2", "vit_*dinov3", "vit_*siglip*", "vit_*clip*", "vit_*rope*", "vit_pe_*"),
 )
-"""Name patterns of timm models. All blocks of these models accept images of any size."""
+"""Name patterns of timm models that accept images of any size."""
 
 
 def command(options: argparse.Namespace) -> int:
     """List the supported kinds of checkpoints, or describe the given checkpoints.
 
-    All checkpoints are described. The exit code is that of the first that cannot be loaded.
+    A checkpoint that cannot be loaded does not stop the command. The exit code is that of the first
+    such checkpoint.
     """
     if not options.uris:
         if options.json:
@@ -58,7 +59,7 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
     """Return the properties of an encoder and of its file, as JSON types.
 
     `size` is in bytes. `patch_size`, `largest_patch` and `image_size` are in pixels. `used` and
-    `total` are numbers of tensors. `ignored` states for each unused tensor why it is not used.
+    `total` are numbers of tensors. `ignored` maps unused tensors to the reason why they are unused.
     `colours_from` names the source of `mean` and `std`.
     """
     contents = encoder.contents
@@ -165,7 +166,7 @@ def _format_list() -> list[str]:
         "Weights for torchhub:REPOSITORY:NAME, downloaded once:",
         *(f"  {repository:<25} {', '.join(names)}" for repository, names in HUB_WEIGHTS.items()),
         "",
-        f"Architectures of timm: {', '.join(TIMM_PATTERNS)}",
+        f"timm architectures: {', '.join(TIMM_PATTERNS)}",
         "",
         "Run `ssl-bench models FILE` to describe a file. See docs/models.md for details.",
     ]

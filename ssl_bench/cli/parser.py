@@ -1,7 +1,7 @@
-"""Parse the command line, run the requested command, and suggest corrections of misspelled names.
+"""Parse the command line, run the command, and suggest corrections for misspelled names.
 
-Flags cover daily use. KEY=VALUE settings (Hydra overrides) cover everything else. This module
-imports no large library, so `--help` takes only 0.1 s.
+Flags exist for common options. KEY=VALUE settings (Hydra overrides) can set all other options. This
+module imports no large library, so `--help` takes only 0.1 s.
 """
 
 import argparse
@@ -78,7 +78,7 @@ KEY_OF_FLAG: Mapping[str, Mapping[str, str]] = {
         "on_bad_image": "data.on_bad_image",
     },
 }
-"""Configuration keys that flags set, by command.
+"""Configuration keys that flags set, by command and name of the flag.
 
 For probes, the key of `--batch-size` depends on the task, so it is not listed here."""
 
@@ -95,7 +95,7 @@ _FORMATS = (
     "text if the output is redirected)"
 )
 _BAD_IMAGE = (
-    "reaction to an unreadable image: fail stops the command, skip leaves the image out "
+    "reaction to an unreadable image: fail stops the command, skip leaves out the image "
     "(default: fail, but skip for the dataset folder)"
 )
 
@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. The codes are listed in `ssl_bench.errors`."""
+    """Run one command and return its exit code. `ssl_bench.errors` lists the exit codes."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     repair_standard_streams()
     use_passive_openmp_waiting()
@@ -117,14 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with handle_signals(STOP_SIGNALS, raise_stop_signal):
             code = run(arguments)
-        # Flush now, because the error of a full disk cannot be reported while Python exits.
+        # Flush now, because an error such as a full disk cannot be reported while Python exits.
         print(end="", flush=True)
         return code
     except KeyboardInterrupt as reason:
         return report_interruption(reason, arguments)
     except BrokenPipeError:
-        # A program that reads the output, such as `head`, closed the pipe. If stdout is None,
-        # Python does not flush it at exit, and so prints no error.
+        # A program that reads the output, such as `head`, closed the pipe. With stdout set to None,
+        # Python does not flush it at exit, and therefore prints no error.
         sys.stdout = None
         return 0
     except Exception as error:
@@ -171,7 +171,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse the arguments, run their command and return its exit code."""
     options, overrides = _parse(arguments)
     name, inputs = options.command, list[Any]()
-    # Misspelled names are reported before torch is imported, which takes seconds.
+    # Report misspelled names before torch is imported, which takes seconds.
     if name in ("probe", "sweep"):
         inputs = [probe_request(options, overrides)]
     elif name in COMMANDS_WITH_OVERRIDES:
@@ -200,10 +200,11 @@ def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "Pro
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of a command, and the KEY=VALUE settings that it was given."""
+    """Return the flags and the KEY=VALUE settings on the command line."""
     parser = build_parser()
     commands = command_parsers(parser)
-    # Before argparse, which may only report a missing argument if a flag is misspelled.
+    # Check names before argparse does. For a misspelled flag, argparse may only report a missing
+    # argument.
     _check_names(commands, arguments)
     words = _join_values(arguments)
     # argparse crashes on the value "--", because it removes "--" and then has no value to convert.
@@ -264,10 +265,10 @@ def _unknown_argument(
 
 
 def _join_values(arguments: Sequence[str]) -> list[str]:
-    """Write the flags `--layer` and `--checkpoint` and their values as FLAG=VALUE.
+    """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    argparse would read the value in `--layer -1,0` as a flag. `--checkpoint A B C`, to which a
-    shell expands `--checkpoint runs/*`, becomes three flags.
+    Otherwise, argparse would read the value in `--layer -1,0` as a flag. `--checkpoint A B C`, to
+    which a shell expands `--checkpoint runs/*`, becomes three flags.
     """
     joined: list[str] = []
     for word in arguments:
@@ -282,7 +283,11 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the settings that flags are short for. None may set a key that `overrides` also set."""
+    """Yield the KEY=VALUE settings for which flags are short.
+
+    Raises:
+        ConfigurationError: A flag and `overrides` set the same key.
+    """
     typed = {override.partition("=")[0]: override for override in overrides}
     for name, key in KEY_OF_FLAG.get(options.command, {}).items():
         value = getattr(options, name)
@@ -354,7 +359,7 @@ def _add_sweep(parser: _Parser) -> None:
     way = parser.add_mutually_exclusive_group().add_argument
     way("--print", action="store_true", help="print the command of each unfinished job")
     way("--slurm", action="store_true", help="submit a SLURM array (needs ssl-bench[slurm])")
-    # Users set other SLURM options by the environment variables SBATCH_* of sbatch.
+    # Users set other SLURM options with the environment variables SBATCH_* of sbatch.
     add(
         "--slurm-partition", metavar="NAME", help="SLURM partition (default: the cluster's default)"
     )
@@ -526,7 +531,7 @@ def _add_probing(parser: _Parser) -> None:
 
 
 def _add_short_forms(parser: _Parser, *, seed: str = "seed", batch: str = _BATCH) -> None:
-    """Add flags that are short for configuration keys, which contain the default values."""
+    """Add flags that are short for configuration keys. The configuration defines their defaults."""
     add = parser.add_argument
     add("--limit", type=int, metavar="N", help=_LIMIT)
     add("--seed", type=int, metavar="N", help=f"random seed (short for {seed}=N)")

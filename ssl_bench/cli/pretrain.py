@@ -20,7 +20,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     full = deepcopy(config)
     model = full["model"]
     if "init_options" in model:
-        # The defaults of omitted options are written too, because later versions may change them.
+        # Also store the defaults of omitted options, because later versions may change them.
         model["init_options"] = fill_options(model["init"], model["init_options"])
     if options.print_config:
         print(config_to_yaml(full), end="")
@@ -51,7 +51,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    """Return a path below `runs/`, named by model and optimizer (or experiment) and the time."""
+    """Return a path in `runs/`, named after the model and optimizer (or experiment) and time."""
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     recipe = f"{choices.get('model', 'vit_small_skip')}-{choices.get('optimizer', 'adamw')}"
     return f"runs/{choices.get('experiment', recipe)}-{datetime.now():%Y%m%d-%H%M%S}"

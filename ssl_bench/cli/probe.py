@@ -50,14 +50,14 @@ def _print_configs(request: ProbeRequest) -> None:
 
 
 def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
-    """Check everything that can be checked early, then probe one encoder after the other."""
+    """Check everything that can be checked in advance, then probe one encoder after the other."""
     device = choose_device(request.device)
     require_layers(request.layers, request.checkpoints)
     plan = plan_request(request)
     require_images(plan)
     require_writable(store.root)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
-    # All encoders are checked before the first encoder is probed.
+    # Check all encoders before the first one is probed.
     for uri in uris if len(uris) > 1 else []:
         encoder = identify_encoder(uri)
         resolve_layers(layers_of_encoder(uri, request.layers), encoder.depth)
@@ -68,7 +68,7 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
     for uri in uris:
         encoder = load_and_log(uri)
         _require_fitting_sizes(plan, encoder)
-        # The folder is created after all checks, so that a wrong command leaves no empty folder.
+        # Create the folder after all checks, so that a wrong command leaves no empty folder.
         ResultStore.create(store.root)
         is_added_baseline = is_baseline(uri) and uri not in named
         records += evaluate(
@@ -88,9 +88,9 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
 def _require_fitting_sizes(
     plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
 ) -> None:
-    """Raise ConfigurationError if a size that the user chose is invalid for the encoder's patches.
+    """Raise ConfigurationError if a size that the user chose does not fit the encoder's patches.
 
-    Probes that do not support the encoder for another reason report this when they run.
+    Probes that reject the encoder for other reasons report this when they run.
     """
     for planned in plan:
         with suppress(UnfitEncoder):

@@ -22,8 +22,8 @@ from ssl_bench.tables.drawing import draw_curves
 DEMOS = ("demo:skip", "demo:skipless")
 MODEL = "vit_tiny_skip"
 
-# The model has the size of the demonstration encoders. It is trained for a number of steps instead
-# of minutes, so that fast and slow machines train the same encoder.
+# The model has the size of the demo encoders. It is trained for a fixed number of steps, not
+# minutes, so that fast and slow machines train the same encoder.
 PRETRAINING = (
     "model.dim=128",
     "model.num_heads=2",
@@ -50,7 +50,7 @@ NUM_BLOCKS = 4
 
 
 def command(options: argparse.Namespace) -> int:
-    """Pretrain an encoder for a few steps, then probe it and the demonstration encoders."""
+    """Pretrain an encoder for a few steps, then probe it and the demo encoders."""
     start = time.monotonic()
     out = Path(options.out)
     results = out / "results"
@@ -58,7 +58,7 @@ def command(options: argparse.Namespace) -> int:
     if (run_folder / "last.safetensors").is_file() and not options.overwrite:
         say(f"{run_folder} is already pretrained and is kept. Use --overwrite to train it again.")
     else:
-        # A run folder without weights belongs to an interrupted run. This run starts again.
+        # A run folder without weights is left from an interrupted run, which starts again.
         overwrite = ["--overwrite"] if run_folder.exists() else []
         _run_command(
             "pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(run_folder), *overwrite
@@ -67,7 +67,7 @@ def command(options: argparse.Namespace) -> int:
     flags = [word for encoder in encoders for word in ("--checkpoint", encoder)]
     flags += ["--out", str(results), *(["--overwrite"] if options.overwrite else [])]
     for probes in PROBES:
-        # The tables of each probe are hidden, because one overview at the end is easier to read.
+        # Hide the tables of each command, because one overview at the end is easier to read.
         with redirect_stdout(io.StringIO()):
             _run_command("probe", *probes, *flags)
     _run_command("report", "--out", str(results), "--pair", *DEMOS)

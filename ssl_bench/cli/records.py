@@ -1,4 +1,4 @@
-"""Select records for `table`, `compare` and `report`, print tables, and report ignored files."""
+"""Select records for `table`, `compare` and `report`, print tables, and name ignored files."""
 
 import argparse
 import sys
@@ -19,13 +19,13 @@ from ssl_bench.tables.entries import model_names
 from ssl_bench.tables.sheets import FORMATS, Table, as_parquet, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
-"""Fields of a record by which flags of `table`, `compare` and `report` select records."""
+"""Record fields by which flags of `table`, `compare` and `report` select records."""
 
 _MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables in a format of `FORMATS`. Parquet cannot be printed to a terminal."""
+    """Print tables in one of `FORMATS`. Raise an error if Parquet would go to a terminal."""
     if style == "parquet":
         if sys.stdout.isatty():
             raise ConfigurationError(
@@ -37,28 +37,32 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
 
 
 def resolve_format(name: str | None) -> str:
-    """Return a valid name of a format. The default depends on whether the output is a terminal."""
+    """Return a valid output format. The default is that of `default_format`."""
     return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the records that the options `task`, `layer` and `FILTERS` select, at least one."""
+    """Read the records that the options `task`, `layer` and `FILTERS` select.
+
+    Raises:
+        DataError: No record is selected.
+    """
     records = select_tasks(options.task, store.records())
     records = _select_layers(filter_records(options, records, store), options.layer)
     if not records:
-        raise no_records(options.task, store)
+        raise no_records_error(options.task, store)
     return records
 
 
-def no_records(task: str, store: ResultStore) -> DataError:
+def no_records_error(task: str, store: ResultStore) -> DataError:
     return DataError(f"no records of --task {task} in {store.root}")
 
 
 @contextmanager
 def open_store(out: str) -> Generator[ResultStore]:
-    """Yield a results folder, and afterwards report the files in it that were ignored.
+    """Yield a results folder. After the `with` block, report the files that were ignored.
 
-    If the `with` block raises an error, the message of the error also lists these files.
+    If the `with` block raises an error, its message also lists these files.
     """
     store = ResultStore(Path(out))
     try:
@@ -80,9 +84,9 @@ def open_store(out: str) -> Generator[ResultStore]:
 def select_main_metrics(
     records: Sequence[Record], fields: Sequence[str], advice: str
 ) -> list[Record]:
-    """Return the records of the main metric of each group that agrees in `fields`.
+    """Return the records of the main metric of each group of records that agree in `fields`.
 
-    A message lists the other metrics, and gives advice on how to show all metrics.
+    A message lists the other metrics, and says with `advice` how to show all metrics.
     """
     main = main_metrics(records, fields)
     selected = [r for r in records if main[tuple(getattr(r, name) for name in fields)] == r.metric]
@@ -113,14 +117,15 @@ def filter_records(
 def _filter_by(
     records: Sequence[Record], name: str, value: str | None, store: ResultStore
 ) -> list[Record]:
-    """Return the records in which a field has one of the comma-separated values, None for all.
+    """Return the records whose field `name` has one of the comma-separated values in `value`.
 
-    Each value must occur in a record. If only unreadable records contain it, the error says so.
+    None selects all records. Each value must occur in a record. If it only occurs in unreadable
+    records, the error says so.
     """
     if value is None:
         return list(records)
     known = sorted({getattr(record, name) for record in records})
-    # A known value is not split, because the name of a checkpoint may contain commas.
+    # Do not split a known value, because names may contain commas.
     values = [value] if value in known else [word.strip() for word in value.split(",")]
     for one in values:
         if one not in known and any(_may_contain(store, path, one) for path in store.unreadable):
@@ -130,7 +135,7 @@ def _filter_by(
 
 
 def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
-    """Return whether the path or the content of an invalid record contains a value."""
+    """Return whether the path or the content of an unreadable record contains a value."""
     if path.parent.name == file_name(value) or f"-{value}-" in path.name:
         return True
     try:
@@ -140,7 +145,7 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
 
 
 def requested_layers(layers: str) -> set[int] | None:
-    """Return the block indices that `--layer` selects, negative from the end, or None for all."""
+    """Return the block indices in `--layer`, negative from the last block, or None for all."""
     if layers == "all":
         return None
     try:
@@ -166,10 +171,11 @@ def _select_layers(records: Sequence[Record], layers: str) -> list[Record]:
 def find_recorded_encoder(
     name: str, records: Iterable[Record] | Iterable[RecordedEncoder], store: ResultStore
 ) -> tuple[str, str]:
-    """Find the encoder that a text identifies, and return its id and the name of its model.
+    """Find the encoder that `name` identifies, and return its id and its model name.
 
-    The text is the name of the encoder in tables, the first digits of its id or of the SHA-256 of
-    its weights, a checkpoint file, a run folder, or any other value that `--checkpoint` accepts.
+    `name` may be the name of the encoder in tables, or the first digits of its id or of the SHA-256
+    of its weights. It may also be a checkpoint file, a run folder, or any other address for
+    `--checkpoint`.
     """
     encoders = {one.encoder_id: one for one in records}
     labels = model_names(encoders.values())
@@ -181,7 +187,8 @@ def find_recorded_encoder(
             if one.startswith(name) or encoder.checkpoint_sha256.startswith(name)
         ]
     if not matches and name and Path(name).exists():
-        # ssl-bench writes a digest file next to each checkpoint. The digest identifies the weights.
+        # ssl-bench writes a .sha256 file next to each checkpoint, whose digest identifies the
+        # weights.
         weights = Path(name) / "last.safetensors" if Path(name).is_dir() else Path(name)
         digests = read_digests(weights.with_name(weights.name + ".sha256"))
         matches = [
@@ -192,7 +199,7 @@ def find_recorded_encoder(
     place = name.rpartition("@")[0] or name
     is_file = bool(name) and (Path(name).exists() or Path(place).exists())
     if len(matches) != 1 and (is_file or ":" in name):
-        # Imported only here, because importing torch takes seconds.
+        # Import it only here, because importing torch takes seconds.
         from ssl_bench.models import identify_encoder
 
         try:
@@ -201,7 +208,7 @@ def find_recorded_encoder(
         except CheckpointError as error:
             if is_file:
                 raise
-            # The text may be a misspelled name. The error below lists the known names.
+            # `name` may be a misspelled name. The error below lists the known names.
             say(str(error))
     if len(matches) != 1:
         known = ", ".join(f"{encoders[one].model} {one[:8]}" for one in sorted(encoders))

@@ -53,7 +53,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the selected records. With `--runs`, the folder may have none."""
+    """Read the selected records. With `--runs`, the results folder may be empty."""
     try:
         return load_selected_records(options, store)
     except DataError:
@@ -65,10 +65,10 @@ def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 def _read_logs(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[RunLog]:
-    """Read the logs of `--runs`, or of runs whose checkpoints have records.
+    """Read the logs of the runs in `--runs`, or else of all runs whose checkpoints have records.
 
-    The latter are searched in `runs` and next to the results. They are left out with a message if
-    they cannot be read.
+    In the second case, runs are searched in `runs/` and next to the results folder. If their logs
+    cannot be read, a message says so and the result is empty.
     """
     if options.run_folders:
         return read_run_logs(options.run_folders)

@@ -58,16 +58,16 @@ _UNQUOTED_PATH = re.compile(r"[A-Za-z/._][\w/.-]*")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options that the user chose, except the table.
+    """The user's options, except the table.
 
     Attributes:
         runs: Folder that contains the run folders.
-        roots: Folder of each dataset, by the name of the dataset.
-        overrides: KEY=VALUE settings. The keys of `probe` and `dataset` apply to probes, and all
-            other keys apply to runs.
-        rows: Rows to reproduce, empty for all rows.
-        datasets: Datasets to probe, empty for all datasets.
-        gpus: Number of GPUs that the printed commands use, None for a single device.
+        roots: Folders of the datasets, by name of the dataset.
+        overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
+            and all other keys apply to runs.
+        rows: Rows to reproduce. Empty for all rows.
+        datasets: Datasets to probe. Empty for all datasets.
+        gpus: Number of GPUs that the printed commands use. None for a single device.
     """
 
     runs: Path
@@ -85,7 +85,7 @@ class PlanOptions:
 
     @property
     def run_values(self) -> dict[str, str]:
-        """The value of each setting that applies to runs, by key."""
+        """Values of the settings that apply to runs, by key."""
         return dict(word.split("=", 1) for word in self.run_overrides)
 
     @property
@@ -95,7 +95,7 @@ class PlanOptions:
     def checkpoint(self, address: str) -> str:
         return str(self.runs / address) if is_run(address) else address
 
-    def place_flags(self, images: str) -> list[str]:
+    def list_location_flags(self, images: str) -> list[str]:
         """Return the flags that set the folder of a dataset and the device."""
         root = ["--data-root", self.roots[images]] if images in self.roots else []
         return [*root, *(["--device", self.device] if self.device else [])]
@@ -103,10 +103,10 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """One `ssl-bench` command, which skips finished work.
+    """One `ssl-bench` command. It skips finished work.
 
     Attributes:
-        trained_run: Name of the run that the command trains, None for a probe.
+        trained_run: Name of the run that the command trains. None for a probe.
         needed_run: Name of the run that must be finished before this step, or None.
         words: Arguments of `ssl-bench`.
         columns: Columns of the table that the command fills.
@@ -130,9 +130,9 @@ class Plan:
     Attributes:
         runs: Runs to train, in order.
         steps: All commands, in order.
-        checkpoints: URI of the encoder of each row.
-        images: Names of all required datasets. Training datasets come first.
-        unreachable_rows: Rows that need an epoch that the user's shortened runs do not reach.
+        checkpoints: URI of each row's encoder, by row name.
+        images: Names of all required datasets, with training datasets first.
+        unreachable_rows: Rows whose epoch the runs do not reach, because the user shortened them.
         rows_without_run: Rows for which no run is defined.
     """
 
@@ -146,7 +146,7 @@ class Plan:
     rows_without_run: tuple[str, ...]
 
     def require_roots(self) -> None:
-        """Check that the user gave the folders of all training datasets.
+        """Check that the user specified the folders of all training datasets.
 
         Without a folder, a run would train on toy scenes instead of the images of the paper.
         """
@@ -154,7 +154,7 @@ class Plan:
         if missing and "data.root" not in self.options.run_values:
             name = min(missing)
             raise ConfigurationError(
-                f"{full_name(self.table)} trains on {name}, expected the folder of {name}",
+                f"{full_name(self.table)} trains on {name}, but the folder of {name} is unknown",
                 hint=(
                     "data.root={folder}",
                     "or",
@@ -225,7 +225,7 @@ def _require_single_process(options: argparse.Namespace) -> None:
 
 
 def _parse_gpus(options: argparse.Namespace) -> int | None:
-    """Return the number of GPUs for printed commands, None for one device."""
+    """Return the number of GPUs for printed commands, or None for a single device."""
     if options.gpus is None:
         return None
     if options.gpus < 1:
@@ -274,18 +274,18 @@ def full_name(table: PublishedTable) -> str:
 
 
 def is_run(address: str) -> bool:
-    """Return whether the address of a row is the name of a run, and not published weights."""
+    """Return whether the address of a row names a run, as opposed to published weights."""
     return ":" not in address
 
 
 def split_address(address: str) -> tuple[str, int | None]:
-    """Split NAME or NAME@EPOCH into the name of the run and the epoch."""
+    """Split NAME or NAME@EPOCH into the name of the run and the epoch, None without an epoch."""
     name, _, epoch = address.partition("@")
     return name, int(epoch) if epoch else None
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the runs of a table. A run comes after the run that provides its initial weights."""
+    """Return the runs of a table. A run that provides initial weights comes before its users."""
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
         run = known[split_address(address)[0]]
@@ -313,7 +313,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 
 
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
-    """Return the plan of a table. No run and no record is read."""
+    """Return the plan of a table, without reading any run or record."""
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     datasets = [require_choice("dataset", name, known) for name in options.datasets] or known
@@ -359,7 +359,7 @@ def _max_epochs(options: PlanOptions) -> int | None:
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a run with the user's overrides reaches an epoch, None for its end."""
+    """Return whether a run with the user's overrides reaches an epoch. None means its end."""
     if epoch is None:
         return True
     epochs = _max_epochs(options)
@@ -370,7 +370,7 @@ def _training_step(
     run: Experiment, table: PublishedTable, columns: Sequence[PublishedColumn], options: PlanOptions
 ) -> Step:
     settings = [f"experiment={run.name}"]
-    # The run saves the epochs that any table of the paper needs, so that one run serves all tables.
+    # The run saves all epochs that tables of the paper need, so that one run serves all tables.
     epochs = {
         epoch
         for other in load_published_tables()
@@ -387,16 +387,22 @@ def _training_step(
         settings.append(f"monitor.results={_quote(options.out)}")
     if run.after is not None:
         settings.append(f"init_from={_quote(options.runs / run.after)}")
-    flags = ["--out", str(options.runs / run.name), "--resume", *options.place_flags(run.images)]
+    flags = [
+        "--out",
+        str(options.runs / run.name),
+        "--resume",
+        *options.list_location_flags(run.images),
+    ]
     words = ("pretrain", *settings, *options.run_overrides, *flags)
     return Step(f"pretrain {run.name}", run.name, run.after, words, filled)
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides that set lengths in epochs to null if a shortened run is not longer.
+    """Return overrides that set lengths in epochs to null if they do not fit in a shortened run.
 
-    A length of null is computed as a fraction of the run. Recipes write lengths as decimal numbers
-    (`10.0`), and periods between two measurements, which are not changed, as integers (`5`).
+    A length of null means that the length is computed as a fraction of the run. Recipes write
+    lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, which
+    are not changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -423,7 +429,7 @@ def _probe_steps(
         first = filled[0]
         settings = _probe_words(first, options)
         flags = ["--checkpoint", options.checkpoint(address), "--out", str(options.out)]
-        rest = [*settings, *options.probe_overrides, *options.place_flags(first.dataset)]
+        rest = [*settings, *options.probe_overrides, *options.list_location_flags(first.dataset)]
         yield Step(
             title=f"{' '.join([first.task, *settings])} on {first.dataset}, {address}",
             trained_run=None,
@@ -446,13 +452,13 @@ def _probe_words(column: PublishedColumn, options: PlanOptions) -> list[str]:
 
 
 def _quote(path: Path) -> str:
-    """Return a path as the value of a KEY=VALUE setting, in quotes if necessary."""
+    """Return a path as the value of a KEY=VALUE setting, quoted if necessary."""
     text = str(path)
     return text if _UNQUOTED_PATH.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def shell_commands(plan: Plan) -> Iterator[str]:
-    """Yield lines of a shell script. A run uses all GPUs, and each probe uses the next GPU."""
+    """Yield the lines of a shell script. Runs use all GPUs, and probes use one GPU in turn."""
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
         words = ["ssl-bench", *step.words]
@@ -464,7 +470,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe a plan, and the runs and records that already exist."""
+    """Describe a plan, including the runs and records that already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -478,7 +484,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return the records of a folder, which may have none."""
+    """Return the records in a folder, or [] if there are none."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -491,7 +497,7 @@ def _load_records(out: Path) -> list[Record]:
 
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
     """Return the title of a probe, its checkpoint and the number of its records."""
-    # The records of an encoder are recognised by the digest in the file next to its weights.
+    # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
     address = Path(step.words[step.words.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
     weights = "last.safetensors" if epoch is None else f"epoch{epoch:04}.safetensors"
@@ -535,9 +541,9 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw the curves of a published figure, if the table stands for one.
+    """Yield the commands that draw curves, if the table contains the values of a figure.
 
-    These are training losses, or scores at more than two epochs of a run.
+    Such curves show training losses, or scores at more than two epochs of a run.
     """
     if any(column.metric.endswith("loss_100") for column in plan.table.columns):
         places = [plan.options.runs / run.name for run in plan.runs]
@@ -558,7 +564,7 @@ def _curve_commands(plan: Plan) -> Iterator[str]:
 
 
 def _format_sizes(images: Sequence[str]) -> str:
-    """Return the download size of each dataset and the total. An unknown size is written as "?"."""
+    """Return the download size of each dataset and the total as text. Unknown sizes are "?"."""
     sizes = {name: SOURCES[name].size / 1e9 for name in images if name in SOURCES}
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in images}
     words = [
@@ -574,8 +580,8 @@ def run_steps(
     """Run the steps one after the other, and yield each step with its outcome.
 
     If a run fails, the steps that need this run are skipped. All other steps are still run.
-    `execute` runs `ssl-bench` with arguments and returns its exit code. With `debug`, the first
-    error is raised instead of reported.
+    `execute` runs `ssl-bench` with the given arguments and returns its exit code. With `debug`, the
+    first error is raised, not reported.
     """
     failed: set[str] = set()
     for number, step in enumerate(plan.steps, 1):
@@ -600,8 +606,8 @@ def run_steps(
 
 
 def fill_table(plan: Plan) -> PaperTable:
-    """Return the published table together with our values from records and run logs."""
-    # Imported only here, because making a plan does not need torch.
+    """Return the published table, filled with our values from records and run logs."""
+    # Import it only here, because making a plan does not need torch.
     from ssl_bench.models import identify_encoder
 
     records, encoders, runs = _load_records(plan.options.out), {}, {}

@@ -1,4 +1,4 @@
-"""`ssl-bench sweep`: probe many encoders here or as a SLURM array, or print the commands."""
+"""`ssl-bench sweep`: probe many encoders on this machine or with SLURM, or print the commands."""
 
 import argparse
 import sys
@@ -25,11 +25,11 @@ from ssl_bench.system.output import dump_json, quote_command, say
 from ssl_bench.system.process import require_single_process
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
-"""The outcome of each job, by its arguments."""
+"""The outcome of each job, by the arguments of its command."""
 
 
 def command(options: argparse.Namespace, request: ProbeRequest) -> int:
-    """Print the plan, then run, print or submit the jobs that have missing results."""
+    """Print the plan, then run, print or submit the jobs whose results are incomplete."""
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
@@ -68,8 +68,8 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:
-        # Jobs are distributed over all GPUs. If the user chose one device, all jobs share it. On a
-        # machine without a GPU, all jobs share the CPU.
+        # Distribute the jobs over all GPUs. If the user chose a device, all jobs share it. Without
+        # a GPU, all jobs share the CPU.
         devices = visible_devices() if options.device in (None, "cuda") else []
         running = run_in_processes(jobs, options.jobs, devices)
     else:

@@ -1,6 +1,6 @@
 """`ssl-bench table`: print results by block, encoder, epoch, severity or published table.
 
-It also prints the training logs of runs by step.
+The command also prints the training logs of runs, by step.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from ssl_bench.tables.steps import step_table
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print tables of the records in a folder."""
+    """Print tables of the records in a folder, or of the training logs of runs."""
     style = resolve_format(options.format)
     _check_options(options)
     if options.over_steps:
@@ -74,7 +74,7 @@ def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
 
 
 def _is_overview(options: argparse.Namespace) -> bool:
-    """Return whether only the main tables are printed, because no option selects other tables."""
+    """Return whether no option selects tables, so that only the main tables are printed."""
     kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
     has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
     return options.task == "all" and not has_filter and not any(kinds)
@@ -124,7 +124,7 @@ def _make_tables(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> Sequence[Pivot]:
     if options.pivot:
-        # Formats that programs read contain the columns of all metrics.
+        # Formats for programs contain the columns of all metrics.
         is_for_reading = options.format not in PROGRAM_FORMATS
         if options.metric is None and is_for_reading and len({r.task for r in records}) > 1:
             advice = "--task to show all metrics of one task"
@@ -147,7 +147,7 @@ def _resolve_rows(
     records: Sequence[Record],
     store: ResultStore,
 ) -> dict[str, str]:
-    """Return the encoder id of each row for which `--as` gives a checkpoint."""
+    """Return the encoder id of each row for which `--as` specifies a checkpoint."""
     encoders = {}
     for pair in pairs:
         row, equals, name = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Names that users can choose: files of `configs/`, entry points, and runs of papers.
+"""Find the names that users can choose: files of `configs/`, entry points, and runs of papers.
 
 This module imports neither Hydra nor PyTorch, so that `--help` and shell completion stay fast.
 """
@@ -27,10 +27,10 @@ from ssl_bench.system.files import PACKAGE
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
-"""Groups of classes that installed packages extend with entry points, such as `ssl_bench.probe`."""
+"""Groups that packages can extend. The entry points of "probe" are called `ssl_bench.probe`."""
 PROBING_GROUPS = ("probe", "dataset")
 RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
-"""Groups of the files that `probe` and `pretrain` select with NAME=VALUE."""
+"""Groups of config files that `pretrain` selects with NAME=VALUE. Those of `probe` are above."""
 _MAX_LISTED = 24
 _FILE_GROUPS = ("model", "objective", "optimizer")
 _RUN_KEYS = ("recipe", "images", "after", "set", "arms")
@@ -42,7 +42,7 @@ class Experiment:
     """A pretraining run of a paper. Users choose it with `experiment=NAME`.
 
     Attributes:
-        name: A name that no other run and no file of `configs/experiment` has.
+        name: Name of the run. No other run and no file of `configs/experiment` has this name.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
         changes: Values to change in the recipe by full key, such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a file.
@@ -78,8 +78,10 @@ class Paper:
 
     Attributes:
         name: File name without its suffix, such as "cutting_the_skip".
+        title: Title of the paper.
         reference: Authors, venue and year.
         tables: Published tables as plain YAML values, which `tables/published.py` parses.
+        experiments: Pretraining runs by name.
     """
 
     name: str
@@ -107,14 +109,14 @@ def config_names(group: str) -> list[str]:
 
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return the entry points that installed packages add to a group, by name."""
+    """Return the entry points of a group in all installed packages, by name."""
     points = _entry_points(tuple(sys.path)).select(group=f"ssl_bench.{group}")
     return {point.name: point for point in points}
 
 
 @cache
 def _entry_points(path: tuple[str, ...]) -> Any:
-    # Cached, because the metadata of every installed package are read.
+    # Reading the metadata of all installed packages is slow. `path` is only a key of the cache.
     del path
     return metadata.entry_points()
 
@@ -152,8 +154,8 @@ def unknown_name_error(
 ) -> ConfigurationError:
     """Return the error for an unknown name.
 
-    The hint contains "{near}" in place of a similar name. If no valid name is similar, the valid
-    names are appended to the message instead.
+    In `hint`, "{near}" is replaced by the most similar valid names. If no valid name is similar,
+    the error has no hint, and the valid names are appended to the message.
     """
     names = sorted(valid)
     if nearest := _nearest_names(name, names):
@@ -179,8 +181,11 @@ def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
 def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence[str] = ()) -> str:
     """Return a name if it is valid, else raise ConfigurationError.
 
-    `kind` is a word for the message, such as "dataset" or "--on-bad-image". The hint is as in
-    `unknown_name_error`, and by default the flag that belongs to `kind`, such as "--dataset".
+    Args:
+        kind: Word for the message, such as "dataset" or "on-bad-image".
+        name: The name to check.
+        valid: All valid names.
+        hint: Hint of the error, as in `unknown_name_error`. By default, the flag `--KIND`.
     """
     if name in valid:
         return name
@@ -194,7 +199,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """Return the names in a comma-separated list. The text "all" stands for all valid names."""
+    """Return the names in a comma-separated list, after checking them. "all" gives all names."""
     if text == "all":
         return valid
     return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
@@ -239,7 +244,7 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a run and its variants. An entry of `arms` is a variant with a few changed values."""
+    """Yield a run and its variants. Each entry of `arms` is a variant that changes a few values."""
     unknown = [key for key in values if key not in _RUN_KEYS]
     if unknown or not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

@@ -1,9 +1,9 @@
-"""Types of configured fields, which define the allowed values, and a function that checks them.
+"""Types that define the allowed values of configured fields, and functions that check the values.
 
 For example, a field of type `Fraction` accepts numbers in [0, 1]. A dataclass calls
 `check_fields(self, "probe")` in `__post_init__` to check all of its fields. In a field of type
-float, a whole number is converted to a float, because settings identify results, so 1 and 1.0 must
-be the same setting.
+float, a whole number is converted to a float. Settings identify results, so 1 and 1.0 must be the
+same setting.
 
 We do not use pydantic, because its lax mode reads the text "3" as the number 3.
 """
@@ -27,7 +27,7 @@ _SHORT.maxlist = 12
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of allowed numbers, with or without each of its bounds."""
+    """An interval of allowed numbers. `allow_low` and `allow_high` state whether it is closed."""
 
     low: int | float
     high: int | float
@@ -35,7 +35,7 @@ class Bounds:
     allow_high: bool = True
 
     def contains(self, value: int | float) -> bool:
-        # False for NaN.
+        # Every comparison with NaN is False.
         is_above = value >= self.low if self.allow_low else value > self.low
         return is_above and (value <= self.high if self.allow_high else value < self.high)
 
@@ -59,7 +59,7 @@ class ListLength:
 
 
 class PathRule:
-    """A rule that accepts texts that are valid paths."""
+    """A rule that accepts strings that are valid paths."""
 
     def contains(self, value: str) -> bool:
         return is_valid_path(value)
@@ -120,7 +120,7 @@ def check_fields(component: Any, key: str) -> None:
 
 
 def _field_types(component: Any) -> dict[str, Any]:
-    """Return the type of each field, without annotations as text that cannot be evaluated."""
+    """Return the type of each field. Leave out fields whose annotation cannot be evaluated."""
     types = {item.name: item.type for item in fields(component)}
     if not any(isinstance(kind, str) for kind in types.values()):
         return types
@@ -135,7 +135,9 @@ def _field_types(component: Any) -> dict[str, Any]:
 def require_type(key: str, kind: Any, value: Any) -> Any:
     """Check that a type allows a value, and return the value converted as in `check_fields`.
 
-    The error for an illegal value states the key, such as "probe.tau", and the allowed values.
+    Raises:
+        ConfigurationError: The value is not allowed. The message states the key, such as
+            "probe.tau", and the allowed values.
     """
     try:
         return _convert(kind, value)
@@ -221,7 +223,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_type(kind: Any) -> str:
-    """Return a text about the values that a type allows, such as "a whole number in [1, 8192]"."""
+    """Describe the values that a type allows, such as "a whole number in [1, 8192]"."""
     if kind in _WORDS:
         return _WORDS[kind]
     origin, parts = get_origin(kind), get_args(kind)

@@ -1,1 +1,1 @@
-"""Datasets on disk, and the samples that they return."""
+"""Datasets, their image sets, and the samples that image sets return."""

@@ -1,7 +1,9 @@
 """Corrupt images as in ImageNet-C. The same image is always corrupted in the same way.
 
-Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
-Perturbations", ICLR 2019. All images except the training images are corrupted.
+All images except the training images are corrupted.
+
+Source: Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
+Perturbations", ICLR 2019.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +42,8 @@ NAMES = (
     *("snow", "fog", "brightness"),
     *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
-"""Names of the corruptions of ImageNet-C in its order, without frost."""
-# Increase this number if a corruption produces other pixels than before.
+"""Names of the corruptions of ImageNet-C except frost, in the order of ImageNet-C."""
+# Increase this number if a change of the code changes the pixels of corrupted images.
 _VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
@@ -91,7 +93,7 @@ class Corruption:
 
 
 def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
-    """Corrupt an image with random draws that only depend on the corruption and the image id.
+    """Corrupt an image. The random numbers depend only on the corruption and the image id.
 
     Args:
         image: RGB image with values from 0 to 255.
@@ -116,11 +118,11 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Split overrides into those of single corruptions and all others.
+    """Separate the override `corrupt=` from all other overrides.
 
     Returns:
-        Two lists. The first has a list of overrides for each corruption, which is empty for clean
-        images. The second has all other overrides.
+        A list of overrides for each requested corruption, which is empty for clean images, and the
+        list of all other overrides.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -151,8 +153,8 @@ def _parse_severities(text: str) -> list[Corruption]:
     name, colon, numbers = text.partition(":")
     if not colon:
         raise ConfigurationError(
-            f"corrupt expects NAME:SEVERITY such as snow:3 or snow:1-5, several with commas, or "
-            f"clean, got {format_value(text)}"
+            f"corrupt expects clean or NAME:SEVERITY such as snow:3 or snow:1-5, or several of "
+            f"them separated by commas, got {format_value(text)}"
         )
     limits = []
     for number in numbers.split("-", 1):
@@ -177,10 +179,10 @@ def _parse_severities(text: str) -> list[Corruption]:
 
 @dataclass(frozen=True)
 class CorruptedImages(ImageView):
-    """An `ImageSet` with corrupted images. Its annotations do not change.
+    """An `ImageSet` with corrupted images and unchanged annotations.
 
-    The name and fingerprint of the set contain the corruption, so that its features and results are
-    never used for clean images.
+    The name and fingerprint of the set depend on the corruption, so that its features and results
+    are never used for clean images.
 
     Attributes:
         corruption: Corruption of every image.
@@ -229,9 +231,9 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 
 
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
-    """Return what a record stores about the corruption of its images, or None for clean images.
+    """Return the settings of a record that describe the corruption, or None for clean images.
 
-    This computes the fingerprint of the clean images, which reads their files.
+    This computes the fingerprint of the clean images, so it reads their files.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:

@@ -36,7 +36,7 @@ class Pair:
         image: The second image, RGB with values from 0 to 255.
         source: Points in the sample's image.
         target: The corresponding points in the second image.
-        extent: Longer side of the object's box in the second image, in pixels.
+        extent: Length in pixels of the longer side of the object's box in the second image.
         category: Class of the object that both images show.
     """
 
@@ -55,9 +55,9 @@ class Search:
     Attributes:
         matches: Images that show the same object or place.
         hard_matches: Images that show it, but are difficult to find. They are not in `matches`.
-        ignored: Images that are neither right nor wrong. They are taken out of the ranking.
-        bystanders: Images that no search ranks, such as the other queries. An image can share
-            this set with all other images.
+        ignored: Images that count as neither right nor wrong. They are removed from the ranking.
+        bystanders: Images that no search ranks, such as the other queries. Several searches can
+            share this set.
     """
 
     matches: frozenset[str]
@@ -73,7 +73,7 @@ class Frames(Sequence[Any]):
 
     Attributes:
         num_frames: Number of frames.
-        read: Function of the number of a frame that returns the frame.
+        read: Function that returns the frame with a given number.
     """
 
     num_frames: int
@@ -100,9 +100,9 @@ class Sample:
         label: Class of the whole image.
         pair: Second image with corresponding points.
         depth: Distance of each pixel from the camera in metres, or 0 if it is unknown.
-        search: What a search with this image should find. None if this image is not a query.
-        frames: All frames of a video, of which this sample is the first one. An object has the
-            same number in the masks of all frames. A frame without annotation has no mask.
+        search: Expected results of a search with this image. None if this image is not a query.
+        frames: All frames of the video, if this sample is the first frame of a video. An object has
+            the same number in the masks of all frames. A frame without annotation has no mask.
     """
 
     image_id: str
@@ -146,7 +146,7 @@ class ImageSet(Protocol):
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A dataset. A method raises `DataError` if the dataset does not support its role."""
+    """A dataset. If it does not support the role of a method, the method raises `DataError`."""
 
     @property
     def name(self) -> str: ...
@@ -157,11 +157,11 @@ class Dataset(Protocol):
         ...
 
     def train(self) -> ImageSet:
-        """Return the images, with masks, labels or depth, on which heads are trained."""
+        """Return the images on which heads are trained, with masks, class labels or depth maps."""
         ...
 
     def val(self) -> ImageSet:
-        """Return the scored images, which have annotations, or the scored videos."""
+        """Return the images or videos to score, with annotations."""
         ...
 
     def discovery(self) -> ImageSet:
@@ -178,8 +178,8 @@ class DatasetView:
 
     Args:
         dataset: The original dataset.
-        transform: Function of the name of a method of `Dataset` and the image set that the method
-            returns. It returns the transformed image set.
+        transform: Function that returns the transformed image set. Its arguments are the name of a
+            method of `Dataset`, and the image set that this method returns.
         name: Name of the view. By default, the name of the dataset.
     """
 
@@ -238,7 +238,7 @@ class ImageView:
         return len(self.ids)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of this set, which differs from that of the wrapped image set."""
+        """Return the fingerprint of this set. It differs from that of the wrapped image set."""
         return self._fingerprint
 
     @cached_property
@@ -301,7 +301,7 @@ PUBLISHED_COUNTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "nyu40": {"train": 795, "val": 654},
     }
 )
-"""Number of images in each split of the published datasets, or of videos."""
+"""Number of images, pairs or videos in each split of the published datasets."""
 
 _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 
@@ -309,7 +309,7 @@ _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 class Layout:
     """Base class of datasets on disk. Methods that a subclass does not override raise `DataError`.
 
-    Subclasses are dataclasses. The values of their fields must match their types.
+    Subclasses are dataclasses. The value of each field must match the type of the field.
     """
 
     # A subclass defines a string or a property.
@@ -351,11 +351,11 @@ def datasets_with(role: str) -> list[str]:
     return sorted(names)
 
 
-def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
+def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
     """Return the name of a dataset, such as "voc2012", or of a part of it, such as "voc2012-62".
 
-    A part of a published dataset is another benchmark. The number in its name counts the different
-    ids of all splits. Shares such as `train:0-50%` do not affect this number.
+    A part of a published dataset is another benchmark. The number in its name is the number of
+    different ids in all splits. Shares such as `train:0-50%` do not affect this number.
 
     Args:
         name: Name of the published dataset.
@@ -369,7 +369,7 @@ def name_of_images(name: str, ids: Mapping[str, Collection[str]]) -> str:
 
 
 def require_own_name(name: str) -> None:
-    """Raise `ConfigurationError` if a user gives other images the name of a published dataset."""
+    """Raise `ConfigurationError` if a user's own dataset has the name of a published dataset."""
     if name in PUBLISHED_COUNTS:
         raise ConfigurationError(
             f"dataset.name={name} is the name of a published dataset. Choose another name",

@@ -31,7 +31,8 @@ class Download:
         name: Name of the file.
         published: Address and digest of the file.
         size: Size in bytes, or an estimate if the size is not published.
-        into: Subfolder of the dataset's folder for the file, or for the content of an archive.
+        into: Subfolder of the dataset's folder that receives the file, or the content of an
+            archive.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Approximate size of all downloads in bytes."""
+        """Return the approximate size of all downloads in bytes."""
         return sum(file.size for file in self.downloads)
 
 
@@ -107,7 +108,7 @@ def _voc(year: int, file: str, sha256: str, size: int, instructions: str = "") -
     )
 
 
-def _revisited(name: str, city: str) -> Source:
+def _revisited_buildings(name: str, city: str) -> Source:
     return Source(
         name=name,
         title=f"revisited {city} buildings",
@@ -282,8 +283,8 @@ _SOURCES = (
         tree=("jpg/*.jpg",),
         instructions="unpack jpg1.tar.gz and jpg2.tar.gz into one folder",
     ),
-    _revisited("roxford5k", "Oxford"),
-    _revisited("rparis6k", "Paris"),
+    _revisited_buildings("roxford5k", "Oxford"),
+    _revisited_buildings("rparis6k", "Paris"),
     Source(
         name="copydays",
         title="Copydays, copies of photographs",

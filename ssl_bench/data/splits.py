@@ -78,7 +78,8 @@ class Split:
             if split.start < split.stop <= 100:
                 return split
         raise ConfigurationError(
-            f"expected a split such as train or train:0-75% (0 <= a < b <= 100), got {text!r}"
+            "expected a split such as train, or a share SPLIT:a-b% with 0 <= a < b <= 100 such as "
+            f"train:0-75%, got {text!r}"
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
@@ -88,11 +89,7 @@ class Split:
 
 
 def require_disjoint(train: str, val: str) -> None:
-    """Raise an error if heads would be trained and scored on the same images.
-
-    Raises:
-        ConfigurationError: The two texts are overlapping shares of one split.
-    """
+    """Raise ConfigurationError if the training split and the scored split overlap."""
     a, b = Split.parse(train), Split.parse(val)
     if a.name == b.name and max(a.start, b.start) < min(a.stop, b.stop):
         raise ConfigurationError(
@@ -129,7 +126,7 @@ def read_lines(path: Path) -> list[str]:
 def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """Return the error for a missing split. Its hint divides an existing split in two.
+    """Return the error for a missing split. Its hint divides an existing split into two shares.
 
     Args:
         name: Name of the missing split.
@@ -139,7 +136,7 @@ def missing_split_error(
     """
     if not present:
         return DataError(f"{where} contains no splits, expected {name}. See docs/data.md")
-    # VOC also has 60 lists of single classes, whose names are longer than those of other lists.
+    # VOC also has 60 lists of single classes, which have longer names than the lists of splits.
     shortest = sorted(present, key=lambda other: (len(other), other))[:5]
     ordered = shortest if divisible is None else sorted(divisible)
     first = next((other for other in ordered if other.startswith("train")), ordered[0])
@@ -151,7 +148,7 @@ def missing_split_error(
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the lines of a list that are not blank.
+    """Return the lines of a list of images, without blank lines.
 
     Raises:
         DataError: The list does not exist. The error names the other lists in its folder.
@@ -164,12 +161,12 @@ def read_list(path: Path) -> list[str]:
 
 
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
-    """Return the id of the image that each line of a list names.
+    """Return the image id for each line of a list.
 
-    A line is an id, a file name or a path. Any columns may follow a file name, but only numbers and
-    paths may follow an id. Names may contain blanks and dots, so the longest name with an existing
-    file is used. The line `pet0 (2)` never stands for `pet0`, because "(2)" is not a number. A name
-    in another Unicode form than its file also matches.
+    A line begins with an id, a file name or a path. Any columns may follow a file name, but only
+    numbers and paths may follow an id. Names may contain blanks and dots, so the longest name with
+    an existing file is used. For example, `pet0 (2)` is never the id `pet0`, because "(2)" is not a
+    number. The name in the list and the name of the file may have different Unicode forms.
 
     Args:
         lines: The lines of a list.
@@ -180,8 +177,8 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
     endings = (files.suffix, "", PurePosixPath(files.suffix).stem)
 
     @cache
-    def names_in(folder: str) -> dict[str, str]:
-        """Return the name of each file in a folder, by this name and by its Unicode form NFC."""
+    def list_names(folder: str) -> dict[str, str]:
+        """Return the names of the files in a folder. Keys are these names and their NFC forms."""
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -194,7 +191,7 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     def find_file(folder: str, name: str) -> str | None:
         parent = find_folder(folder)
-        names = {} if parent is None else names_in(parent)
+        names = {} if parent is None else list_names(parent)
         actual = names.get(name) or names.get(normalize("NFC", name))
         return f"{parent}/{actual}" if parent and actual else actual
 
@@ -216,17 +213,18 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
 
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield each folder and file name that a line may stand for, longer paths first."""
-    for path in _without_columns(line, suffix):
+    """Yield each folder and file name that a line may mean, longer paths first."""
+    for path in _drop_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
         for start in range(len(folders) + 1):
-            # A blank may separate two columns, so a folder with a blank in its name is not removed.
+            # Do not remove a folder with a blank in its name, because the blank may separate two
+            # columns.
             if start and re.search(r"\s", folders[start - 1]):
                 break
             yield "/".join(folders[start:]), name
 
 
-def _without_columns(line: str, suffix: str) -> Iterator[str]:
+def _drop_columns(line: str, suffix: str) -> Iterator[str]:
     """Yield a line, then the line without its last column, without its last two, and so on."""
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
@@ -248,11 +246,11 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a view of a dataset with the values of the shared config keys applied.
+    """Return a view of a dataset that applies the shared config keys.
 
     Args:
-        dataset: A dataset that the configuration builds.
-        values: Values from `shared_values`.
+        dataset: The dataset.
+        values: Value of each shared key, as `shared_values` returns them.
 
     Raises:
         ConfigurationError: Both `data.first` and `data.limit` are set.
@@ -273,8 +271,8 @@ def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
     return corrupt_dataset(view, Corruption.parse(corruption)) if corruption else view
 
 
-class OpenedOnce(DatasetView):
-    """A dataset whose image sets are opened once and then reused.
+class CachedDataset(DatasetView):
+    """A dataset that opens each of its image sets once and then reuses it.
 
     Opening an image set checks that all of its files exist.
     """
@@ -289,22 +287,26 @@ class OpenedOnce(DatasetView):
         return self._opened[method]
 
 
-class ListedOnce(OpenedOnce):
-    """A dataset whose files are listed once, so that all tasks of a command use the same images.
+class ListedDataset(CachedDataset):
+    """A dataset that lists its files once, so that all tasks of a command use the same images.
 
-    Each task computes fingerprints again, because files may change between two tasks.
+    Fingerprints are computed again for each task, because files may change between two tasks.
     """
 
     def _open_images(self, method: str) -> ImageSet:
-        return _without_cache(super()._open_images(method))
+        return _drop_cached_fingerprint(super()._open_images(method))
 
 
-def _without_cache(images: ImageSet) -> ImageSet:
+def _drop_cached_fingerprint(images: ImageSet) -> ImageSet:
     """Return a copy of an image set without its cached fingerprint, if it is a dataclass."""
     if not is_dataclass(images) or isinstance(images, type):
         return images
     values = {field.name: getattr(images, field.name) for field in fields(images)}
-    inner = {name: _without_cache(v) for name, v in values.items() if isinstance(v, ImageSet)}
+    inner = {
+        name: _drop_cached_fingerprint(value)
+        for name, value in values.items()
+        if isinstance(value, ImageSet)
+    }
     return replace(images, **inner)
 
 
@@ -315,9 +317,9 @@ def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> Datas
 
 
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
-    """Return at most `limit` images. Their set has a name such as "voc2012-limit64".
+    """Return at most `limit` images of a set, as a set with a name such as "voc2012-limit64".
 
-    Results for all images have another name.
+    The name differs from that of the whole set, so that their results are not mixed.
 
     Args:
         images: A split, which may be sorted by class.

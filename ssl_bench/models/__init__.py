@@ -1,4 +1,4 @@
-"""Encoders: those of this suite, models of timm, and checkpoints of other libraries."""
+"""Encoders of this suite, timm models, and loaders for checkpoints of other libraries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
     "save_encoder",
 ]
 
-# Modules of the names that are imported at their first use.
+# Names that are imported at their first use, with the modules that define them.
 _LAZY_MODULES = {
     "ConvMixer": "convolutional",
     "ConvMixerConfig": "convolutional",

@@ -1,4 +1,4 @@
-"""Configurations of encoders. A checkpoint stores a configuration with the weights."""
+"""Configurations of encoders. A checkpoint stores the configuration together with the weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -43,8 +43,8 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "timm": "timm_config:TimmConfig",
         "state_space": "state_space:StateSpaceConfig",
     },
-    # Functions that build a module from a configuration, by the value of the field `attention` or
-    # `graying`.
+    # Functions that build a module from a configuration. Their key is the value of the field
+    # `attention` or `graying`.
     "attention": {
         "softmax": "vit:Attention.from_config",
         "linear": "orthogonal:LinearAttention.from_config",
@@ -78,18 +78,18 @@ def find_registered(group: str, name: str) -> Any:
         return load_entry_point(points[name])
     expected = " or ".join(registered_names(group))
     raise ConfigurationError(
-        f"expected {expected} as {group}, got {name!r}. A package that defines this name may be "
-        "missing"
+        f"expected {expected} as {group}, got {name!r}. If a package defines this name, install "
+        "the package"
     )
 
 
 def build_part(group: str, config: Any) -> Any:
-    """Return the module for the field `attention` or `graying` of a configuration."""
+    """Build the module that the field `attention` or `graying` of a configuration names."""
     return find_registered(group, getattr(config, group))(config)
 
 
 class RegisteredName:
-    """A rule for `check_fields` that accepts the names in a group."""
+    """A rule for `check_fields` that accepts the registered names of a group."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -115,14 +115,14 @@ class EncoderConfig(ABC):
         training_fields: Names of the fields that affect training but not the forward pass. These
             fields are not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
-        patch_size: Side of a patch in pixels. It is 0 if the model reads tokens instead of images.
+        patch_size: Side of a patch in pixels, or 0 if the model reads tokens instead of images.
         dim: Width of the tokens.
         depth: Number of blocks.
-        num_heads: Number of attention heads. It is 0 if there is no attention.
+        num_heads: Number of attention heads, or 0 if there is no attention.
         num_prefix_tokens: Number of tokens before the patches: [CLS] and registers.
-        num_registers: Number of prefix tokens that are registers.
-        shape: Widths and strides of the blocks, if they differ between blocks, as in timm's Swin.
-            None if all blocks are alike.
+        num_registers: Number of registers among the prefix tokens.
+        shape: A `ssl_bench.models.timm_model.Shape` with the width and stride of each block. None
+            if all blocks have the width `dim` and the stride `patch_size`.
     """
 
     kind: ClassVar[str]
@@ -142,16 +142,16 @@ class EncoderConfig(ABC):
     def build(self, *, seed: int) -> "EncoderModule":
         """Return an encoder with initial weights.
 
-        The weights depend only on the configuration and the seed. The global random number
-        generator of PyTorch keeps its state.
+        The weights depend only on the configuration and the seed. The state of PyTorch's global
+        random number generator does not change.
         """
 
     @abstractmethod
     def build_empty(self) -> "EncoderModule":
-        """Return an encoder with arbitrary weights, which a checkpoint replaces."""
+        """Return an encoder with arbitrary weights, for callers that load a checkpoint into it."""
 
     def __post_init__(self) -> None:
-        """Check the types of all fields. Convert lists to tuples, and remove options of None."""
+        """Check all types, convert lists to tuples, and drop options that are None."""
         check_fields(self, "model")
         for item in fields(self):
             value = getattr(self, item.name)
@@ -162,12 +162,12 @@ class EncoderConfig(ABC):
             object.__setattr__(self, item.name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
+        """Return the fields as a dictionary of JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Return the configuration with the fields that `to_dict` returned.
+        """Return the configuration with the given fields, in the form of `to_dict`.
 
         Raises:
             ConfigurationError: A key is unknown or a value is not allowed.
@@ -181,7 +181,7 @@ class EncoderConfig(ABC):
         return self.patch_size > 0
 
     def summary(self) -> str:
-        """Return a text with the depth, the width and other sizes of the encoder."""
+        """Return a short text that states the depth, width and other sizes of the encoder."""
         side, patch = self.image_size, self.patch_size
         blocks = f"{self.depth} blocks of width {self.dim}"
         return f"{blocks}, patches of {patch} pixels, images of {side} x {side}"
@@ -192,31 +192,36 @@ class ViTConfig(EncoderConfig):
     """Architecture and initialisation of a Vision Transformer.
 
     Attributes:
-        image_size: Side in pixels of the images for which positions are stored. For other sizes,
-            the positions are resized.
+        image_size: Side in pixels of the images that the stored position embedding fits. For other
+            sizes, the position embedding is resized.
         mlp_ratio: Hidden width of the MLP divided by `dim`.
-        attention: Kind of attention in all blocks. "linear" is attention without a softmax. Names
-            that begin with "osa" stand for orthogonal self-attention, which has no biases.
-        graying: Token graying at the start of a block. "svd" changes singular values, and "dct"
-            cosine coefficients.
-        graying_exponent: Exponent of token graying. 1 does not change the tokens. The paper uses
-            0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
-        graying_layers: Blocks with token graying, counted from 0. None means all blocks.
+        attention: Kind of attention in all blocks. "softmax" is standard attention, and "linear" is
+            attention without a softmax. "osa_qr" and "osa_newton_schulz" are orthogonal
+            self-attention, which has no biases.
+        graying: Token graying at the start of a block. "svd" changes the singular values of the
+            tokens, and "dct" changes their cosine coefficients.
+        graying_exponent: Exponent of token graying in (0, 1]. 1 does not change the tokens. The
+            paper uses 0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
+        graying_layers: Indices of the blocks with token graying, starting at 0. None means all
+            blocks.
         skip_attention: Add the input of the attention sub-block to its output.
         skip_mlp: Add the input of the MLP sub-block to its output.
         norm: Normalisation before the attention, before the MLP and after the last block.
         qkv_bias: Add biases to queries, keys and values.
-        drop_path: Probability to drop a sub-block of the last block for a sample. The probability
-            increases linearly from 0 in the first block. A probability above 0 requires both skips.
-        num_registers: Number of additional tokens between [CLS] and the patches. Registers have no
-            position.
-        position_embedding: Positions that are trained ("learned") or fixed ("sinusoidal").
-        truncated_tokens: Draw [CLS], registers and learned positions within two standard deviations
-            of 0. Official DINO and timm cut at -2 and 2, which is 100 standard deviations.
-        position_scale: Number that sinusoidal positions are multiplied by.
-        mlp_mean: Constant that is added to all entries of the first matrix of each MLP.
-        mlp_input_std: Standard deviation of a normal number that is drawn for each input channel of
-            an MLP. The number is added to the weights from this channel to all hidden units.
+        drop_path: Probability of dropping a sub-block of the last block, for each sample in
+            training. The probability increases linearly from 0 in the first block to this value. A
+            value above 0 requires both skip connections.
+        num_registers: Number of registers between [CLS] and the patches. Registers have no position
+            embedding.
+        position_embedding: Position embedding that is trained ("learned") or fixed ("sinusoidal").
+        truncated_tokens: Draw the initial [CLS], registers and learned positions within two
+            standard deviations of 0. Official DINO and timm truncate at -2 and 2, which is 100
+            standard deviations.
+        position_scale: Factor of sinusoidal positions.
+        mlp_mean: Constant that is added to all initial weights of the first layer of each MLP.
+        mlp_input_std: Standard deviation of random offsets of the initial weights in the first
+            layer of each MLP. One normal offset is drawn per input channel, and is added to the
+            weights from this channel to all hidden units.
         init: Name of an initialiser in `ssl_bench.models.initialisers`.
         init_options: Options of the initialiser. None means the default of the option.
     """
@@ -269,13 +274,13 @@ class ViTConfig(EncoderConfig):
         check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
             raise ConfigurationError(
-                f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder",
+                f"model.drop_path needs both skip connections, got {self.drop_path} without both",
                 hint=("model.drop_path=0",),
             )
         if self.position_scale != 1 and self.position_embedding != "sinusoidal":
             raise ConfigurationError(
-                f"model.position_scale scales sinusoidal positions, got {self.position_scale:g} "
-                f"and {self.position_embedding} positions",
+                f"model.position_scale needs sinusoidal positions, got {self.position_scale:g} "
+                f"with {self.position_embedding} positions",
                 hint=("model.position_embedding=sinusoidal", "or", "model.position_scale=1"),
             )
         with torch.device("meta"):
@@ -288,7 +293,7 @@ class ViTConfig(EncoderConfig):
             )
 
     def _move_former_options(self) -> None:
-        """Set fields that earlier versions have stored in `init_options`."""
+        """Set the fields that earlier versions stored in `init_options`."""
         options = dict(self.init_options)
         for item in fields(self):
             if item.name not in _FORMER_INIT_OPTIONS & options.keys():
@@ -330,7 +335,7 @@ class ViTConfig(EncoderConfig):
 
 
 def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
-    """Return the configuration of an encoder from its kind and from the result of `to_dict`.
+    """Return the configuration of an encoder, given its kind and its fields as in `to_dict`.
 
     Raises:
         ConfigurationError: The kind or a key is unknown, or a value is not allowed.
@@ -339,7 +344,7 @@ def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
-    """Check that a field is a multiple of another field. The error recommends nearby values."""
+    """Check that a field is a multiple of another field, or raise an error with nearby values."""
     value, divisor = getattr(config, name), getattr(config, divisor_name)
     if value % divisor:
         lower = value - value % divisor
@@ -352,7 +357,7 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Check that a field is None or a list of one or more block indices below the depth."""
+    """Check that a field is None or a non-empty list of block indices below the depth."""
     if layers is None:
         return
     outside = [layer for layer in layers if layer not in range(depth)]

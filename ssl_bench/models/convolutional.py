@@ -1,4 +1,4 @@
-"""ConvMixer and a ConvNeXt of one stage. All blocks have the same token grid and width."""
+"""ConvMixer and a single-stage ConvNeXt. All blocks have the same token grid and width."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class ConvMixerConfig(EncoderConfig):
         kernel_size: Side of the depthwise filters in patches, an odd number.
         skip: Add the input of the depthwise convolution to its output.
         frozen_filters: Do not train the depthwise filters. Their biases are trained.
-        init: Initialiser of the depthwise filters in `ssl_bench.models.initialisers`. All other
+        init: Initialiser of the depthwise filters, from `ssl_bench.models.initialisers`. All other
             weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. None means the default of the option.
     """
@@ -69,16 +69,16 @@ class ConvMixerConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class ConvNeXtConfig(EncoderConfig):
-    """Architecture and initialisation of a ConvNeXt of one stage. The defaults are ConvNeXt-256/8.
+    """Architecture and initialisation of a single-stage ConvNeXt. The defaults are ConvNeXt-256/8.
 
     Attributes:
         frozen_filters: Do not train the depthwise filters. Their biases are trained.
-        mlp_mean: Constant that is added to all entries of the first matrix of each MLP, as in
-            equation 3.40 of Trockman, "Mimetic initialization" (2025).
-        mlp_input_std: Standard deviation of a normal number that is drawn for each input channel of
-            an MLP. The number is added to the weights from this channel to all hidden units, as in
-            equation 3.39 of the same thesis.
-        init: Initialiser of the depthwise filters of 7 x 7 in `ssl_bench.models.initialisers`. All
+        mlp_mean: Constant that is added to all initial weights of the first layer of each MLP, as
+            in equation 3.40 of Trockman, "Mimetic initialization" (2025).
+        mlp_input_std: Standard deviation of random offsets of the initial weights in the first
+            layer of each MLP. One normal offset is drawn per input channel, and is added to the
+            weights from this channel to all hidden units, as in equation 3.39 of the same thesis.
+        init: Initialiser of the 7 x 7 depthwise filters, from `ssl_bench.models.initialisers`. All
             other weights have PyTorch's default initialisation.
         init_options: Options of the initialiser. None means the default of the option.
     """
@@ -106,7 +106,7 @@ class ConvNeXtConfig(EncoderConfig):
     @torch.no_grad()
     def build(self, *, seed: int) -> "ConvNeXt":
         model, generator = _build(ConvNeXt, self, seed)
-        # `mlp_input_std` draws last, so that all other weights do not depend on it.
+        # These offsets are drawn last, so that no other weights depend on `mlp_input_std`.
         for block in model.blocks:
             weight = block.fc1.weight  # hidden_dim dim
             weight += self.mlp_mean
@@ -118,26 +118,26 @@ class ConvNeXtConfig(EncoderConfig):
 
 
 class _ConvEncoder(EncoderModule):
-    """Base class of ConvMixer and ConvNeXt, whose output is the mean of the last map."""
+    """Base class of ConvMixer and ConvNeXt. Their output is the mean of all patches."""
 
     patch_embed: PatchEmbed
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """Return the mean over all patches.
 
-        The images are normalised. Their sides are multiples of the patch size.
+        The images must be normalised, and their sides must be multiples of the patch size.
         """
         return self.forward_features(images).mean(1)
 
     def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
-        """Return the patches after the final norm, row by row."""
+        """Return the patch tokens after the final norm, row by row."""
         maps = self.embed(images)
         for block in self.blocks:
             maps = block(maps)
         return self.norm(maps.flatten(2).transpose(1, 2))
 
     def embed(self, images: Images) -> Maps:
-        """Return the maps that enter the first block."""
+        """Return the feature maps that enter the first block."""
         return self.patch_embed(images)
 
 
@@ -145,8 +145,8 @@ class ConvMixer(_ConvEncoder):
     """ConvMixer. `build_encoder` draws its weights.
 
     Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
-    equations 2.1-2.3 of Trockman's thesis (2025). Without its skip, it is the row "- Residual in
-    Eq. 2.2" of table 2.3 in the thesis.
+    equations 2.1-2.3 of Trockman's thesis (2025). With `skip=False`, it is the variant in the row
+    "- Residual in Eq. 2.2" of table 2.3 in the thesis.
     """
 
     config: ConvMixerConfig
@@ -165,7 +165,7 @@ class ConvMixer(_ConvEncoder):
 
 
 class ConvMixerBlock(nn.Module):
-    """A depthwise convolution with a skip connection if configured, then a pointwise convolution.
+    """A depthwise convolution with an optional skip connection, then a pointwise convolution.
 
     Each convolution is followed by GELU and batch normalisation.
     """
@@ -187,11 +187,12 @@ class ConvMixerBlock(nn.Module):
 
 
 class ConvNeXt(_ConvEncoder):
-    """The ConvNeXt-256/8 of figure 3.36 in Trockman's thesis. `build_encoder` draws its weights.
+    """ConvNeXt-256/8 of figure 3.36 in Trockman's thesis. `build_encoder` draws its weights.
 
-    Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3
-    for one stage. Width, depth and filters are those of Trockman's thesis (2025). The thesis
-    states neither the expansion of 4, nor the absence of LayerScale, nor the norm before the mean.
+    Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3,
+    with one stage only. Width, depth and filter size are those of Trockman's thesis (2025). The
+    thesis states neither the expansion of 4, nor the absence of LayerScale, nor the norm before the
+    mean.
     """
 
     config: ConvNeXtConfig

@@ -1,4 +1,4 @@
-"""The class `Encoder`: a frozen module with the properties that probes need."""
+"""The class `Encoder`, a frozen module with the properties that probes need."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from ssl_bench.models.vit import DINO_MARGIN, EncoderModule, VisionTransformer
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Normalization = tuple[tuple[float, float, float], tuple[float, float, float]]
-"""Mean and standard deviation of training images, as RGB in [0, 1]."""
+"""Mean and standard deviation of the training images' RGB values in [0, 1]."""
 IMAGENET_NORMALIZATION: Normalization = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
 DINO_NAMES = "DINO, timm"
-"""Name of the layout with the same tensor names as the ViT of this suite."""
+"""Name of the layout whose tensor names are those of this suite's ViT."""
 NORM_EPS = 1e-6
-# Attributes of modules that depend on the machine or the mode, but not on the architecture.
+# Module attributes that depend on the machine or on the mode, but not on the architecture.
 _IGNORED = frozenset({"training", "fused_attn"})
 
 
@@ -33,12 +33,13 @@ class Contents:
     """Information about a weights file and about how it was loaded.
 
     Attributes:
-        layout: Name of the layout, which defines the names of the tensors.
-        source: Library or repository that publishes the layout.
-        ignored: Names of tensors, or of containers of tensors, that are not used, with the reasons.
-        note: Text about assumptions and changes of the loader.
-        file: Path of the file. None if the weights come from memory.
-        epoch: Number of epochs of training. None if the file does not state it.
+        layout: Name of the layout, that is, of the naming scheme of the tensors.
+        source: Library or repository that defines the layout.
+        ignored: Names of unused tensors or containers of tensors, with the reason why each is
+            unused.
+        note: Text that states the loader's assumptions and its changes to the weights.
+        file: Path of the file. None if the weights were not read from a file.
+        epoch: Number of training epochs. None if the file does not state it.
     """
 
     layout: str = "memory"
@@ -54,25 +55,25 @@ class EncoderIdentity:
     """The properties of an encoder that are known before its weights are loaded.
 
     Attributes:
-        uri: Address that the encoder was loaded from.
+        uri: Address from which the encoder was loaded.
         name: Name of the encoder in tables.
         sha256: Digest of the weights file, or of the state dict if there is no file.
-        architecture: Properties of the forward pass other than weights, `mean` and `std`, as JSON
-            types.
-        patch_size: Side of a patch in pixels. In hierarchical encoders, the stride of block 0.
+        architecture: All properties that determine the forward pass, except weights, `mean` and
+            `std`, as JSON types.
+        patch_size: Side of a patch in pixels. For hierarchical encoders, the stride of block 0.
         depth: Number of blocks.
-        num_heads: Number of attention heads of the first block, 0 without attention. None if the
-            number is unknown before timm is imported, which takes seconds.
+        num_heads: Number of attention heads of the first block, or 0 if it has no attention. None
+            if finding the number would require importing timm, which takes seconds.
         num_prefix_tokens: Number of tokens before the patch tokens: [CLS] and registers.
-        native_size: Height and width in pixels of images that fit the position embedding. Without
-            a position embedding, height and width of the training images.
+        native_size: Height and width in pixels of the images that fit the position embedding.
+            Without a position embedding, the height and width of the training images.
         mean: Mean of the training images, as RGB in [0, 1].
-        std: Standard deviation of the training images, as RGB.
+        std: Standard deviation of the training images, as RGB, for values in [0, 1].
         num_registers: Number of registers, which follow the [CLS] token.
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
-        any_size: Whether the encoder accepts images of other sizes than `native_size`.
-        fallback_facets: Replacement for each default facet that the encoder lacks.
+        any_size: Whether the encoder accepts image sizes other than `native_size`.
+        fallback_facets: For each default facet that the encoder lacks, the facet to use instead.
     """
 
     uri: str
@@ -93,7 +94,7 @@ class EncoderIdentity:
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that determine the features, with their names in records."""
+        """Return the properties that determine the features, under their names in records."""
         return {
             "checkpoint_sha256": self.sha256,
             "architecture": self.architecture,
@@ -114,23 +115,23 @@ class EncoderIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder(EncoderIdentity):
-    """A frozen encoder that computes features of patches.
+    """A frozen encoder that computes patch features.
 
     Attributes:
-        module: Module with `blocks`, `norm` and, in each block with attention, `attn.qkv`. Blocks
-            return tokens or feature maps. Features are extracted in evaluation mode.
+        module: Module with `blocks` and `norm`. Each block with attention has a layer `attn.qkv`.
+            Blocks return tokens or feature maps. Features are extracted in evaluation mode.
         dim: Width of the last block.
         colours_from: Text that names the source of `mean` and `std`.
         loaded_keys: Number of tensors that were loaded from the weights file.
-        total_keys: Number of all tensors in the weights file, including heads. It is 0 if there is
-            no file.
+        total_keys: Number of all tensors in the weights file, including heads, or 0 if there is no
+            file.
         contents: Further information about the weights file.
-        channels_last: Whether feature maps have their channels in the last axis.
-        position_rule: Text that describes how stored positions are resampled for other image sizes.
-            None if there are no stored positions, or if a user's module resamples them.
-        arrange: Function that arranges patch tokens as maps. None if the patches are row by row.
-            The arguments are tokens (batch, patches, dim) without prefix tokens and the index of
-            their block. The result has the shape (batch, rows, cols, dim).
+        channels_last: Whether the channels are the last axis of feature maps.
+        position_rule: Text that describes how the position embedding is resized for other image
+            sizes. None if there is no position embedding, or if a user's module resizes it.
+        arrange: Function that arranges patch tokens as maps. None if the patches are already in
+            row-major order. Its arguments are the tokens (batch, patches, dim) without prefix
+            tokens, and the index of their block. It returns maps (batch, rows, cols, dim).
     """
 
     module: nn.Module = field(repr=False)
@@ -161,35 +162,37 @@ class Encoder(EncoderIdentity):
     ) -> "Encoder":
         """Wrap any module that takes images and has a list of blocks.
 
-        Forward passes of two zero images show the depth, the width, the number of tokens before the
-        patches, and whether other image sizes are accepted. The module is used, not a copy of it.
-        Each pass runs in evaluation mode. After the pass, all submodules have their former modes.
+        Forward passes of two zero images determine the depth, the width, the number of tokens
+        before the patches, and whether other image sizes are accepted. The passes run in evaluation
+        mode, and the mode of each submodule is restored afterwards. The module is not copied.
 
         Args:
             module: Module that takes images (batch x 3 x height x width), normalised by `mean` and
-                `std`. Its blocks return tokens, feature maps, or tuples that begin with tokens or
-                feature maps. Tokens (batch x tokens x dim) have the order [CLS], registers, patches
-                row by row.
-            patch_size: Side of a patch in pixels. By default the stride of the blocks' feature
+                `std`. Its blocks return tokens, feature maps, or tuples whose first item is tokens
+                or feature maps. Tokens (batch x tokens x dim) have the order [CLS], registers,
+                patches row by row.
+            patch_size: Side of a patch in pixels. The default is the stride of the blocks' feature
                 maps, or the kernel size of the convolution that embeds patches.
-            blocks: Name of the list of blocks, such as "blocks" or "encoder.layers". By default the
-                longest list of modules of one class.
-            norm: Name of the final norm. By default a norm with a usual name, or the only norm
+            blocks: Name of the list of blocks, such as "blocks" or "encoder.layers". The default is
+                the longest list of modules of the same class.
+            norm: Name of the final norm. The default is a norm with a common name, or the only norm
                 after the blocks.
-            image_size: Height and width of the training images in pixels. By default the first size
-                that the module accepts: an attribute such as `img_size`, 224, or a size that fits
-                its table of positions.
-            mean: Mean of the training images, as RGB in [0, 1]. One number stands for all channels.
-                By default the mean of ImageNet.
-            std: Standard deviation of the training images, in the same form as `mean`.
-            num_registers: Number of tokens before the patches that are not [CLS].
-            name: Name of the encoder in tables. By default the name of the class.
-            epoch: Epoch that is stored in records, for curves over epochs.
+            image_size: Height and width of the training images in pixels. The default is the first
+                of these sizes that the module accepts: an attribute such as `img_size`, 224, or a
+                size that fits its position embedding.
+            mean: Mean of the training images, as RGB in [0, 1]. A single number applies to all
+                channels. The default is the mean of ImageNet.
+            std: Standard deviation of the training images, in the same form as `mean`. The default
+                is that of ImageNet.
+            num_registers: Number of registers, that is, of tokens before the patches other than
+                [CLS].
+            name: Name of the encoder in tables. The default is the class name.
+            epoch: Training epoch to store in records, for curves over epochs.
 
         Raises:
-            CheckpointError: The module cannot be used. The message says what to pass.
+            CheckpointError: The module cannot be used. The message says which argument to pass.
         """
-        # Imported here, because own_module.py imports this file.
+        # Import it here, because own_module.py imports this file.
         from ssl_bench.models.loading.own_module import wrap_module
 
         return wrap_module(
@@ -206,17 +209,17 @@ class Encoder(EncoderIdentity):
         )
 
     def stride(self, layer: int) -> int:
-        """Return the stride of a block in pixels."""
+        """Return the stride of the block `layer` in pixels."""
         return self.strides[layer] if self.strides else self.patch_size
 
     def width(self, layer: int) -> int:
-        """Return the width of a block."""
+        """Return the width of the block `layer`."""
         return self.widths[layer] if self.widths else self.dim
 
     def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
-        """Group layers by stride and width, and return (encoder, layers) for each group.
+        """Group layers by stride and width, and return an encoder and the layers of each group.
 
-        The encoder is a copy with the `patch_size` and the `dim` of the group.
+        The encoder is a copy of this one with the `patch_size` and `dim` of the group.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in layers:
@@ -228,11 +231,12 @@ class Encoder(EncoderIdentity):
 
 
 def describe_library_model(model: nn.Module, library: str, name: str) -> dict[str, Any]:
-    """Return the architecture of a model of another library: its name and a digest of its modules.
+    """Describe the architecture of another library's model by its name and a digest of its modules.
 
-    The digest covers the class of each module, and attributes that are numbers, texts or functions,
-    such as epsilons. If the library is "module", the digest does not cover the names of the files
-    that define the classes. Notebooks, scripts and `FILE.py:NAME` name the same file differently.
+    The digest covers the class of each module, and those attributes that are numbers, strings or
+    functions, such as an epsilon. If `library` is "module", the digest does not cover the names of
+    the Python modules that define the classes. These names differ between notebooks, scripts and
+    `FILE.py:NAME`.
     """
     lines = [
         json.dumps(
@@ -261,7 +265,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def state_dict_sha256(module: nn.Module) -> str:
-    """Return the sha256 of names, types, shapes and bytes of all tensors, sorted by name."""
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of all tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
@@ -271,11 +275,11 @@ def state_dict_sha256(module: nn.Module) -> str:
 
 
 def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the architecture of an encoder of this suite as JSON types, for its identity.
+    """Describe the architecture of an encoder of this suite as JSON types, for its identity.
 
-    The result contains all integers of the configuration, and other values that differ from their
-    defaults. Values that only training uses are left out. `strides` are the strides of all blocks
-    in pixels, for encoders whose blocks may have different strides.
+    The result contains all integers of the configuration, and all other values that differ from
+    their defaults. Fields that only affect training are left out. `strides` contains the stride of
+    each block in pixels, for encoders whose blocks may have different strides.
     """
     defaults = type(config)().to_dict()
     architecture: dict[str, Any] = {"kind": config.kind}
@@ -288,12 +292,12 @@ def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> di
 
 
 def require_images(config: EncoderConfig, address: str) -> None:
-    """Raise CheckpointError if a model does not take images, such as a Mamba that copies tokens."""
+    """Raise CheckpointError if a model does not read images, such as a Mamba that reads tokens."""
     if config.patch_size == 0:
         version = getattr(config, "version", config.kind)
         raise CheckpointError(
             f"expected an encoder of images, but {address} is a {version} that reads tokens. Its "
-            "scores are in the log of its run"
+            "scores are in the log of its training run"
         )
 
 
@@ -313,13 +317,13 @@ def encoder_from_model(
     colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Return a frozen encoder that contains a model of this suite.
+    """Freeze a model of this suite, and return it as an encoder.
 
     Args:
         model: The model with its weights.
         name: Name of the encoder in tables.
-        uri: Address that the model was loaded from.
-        sha256: Digest of the weights file. By default the digest of the state dict.
+        uri: Address from which the model was loaded.
+        sha256: Digest of the weights file. The default is the digest of the state dict.
         keys: The attributes `loaded_keys` and `total_keys` of the encoder.
         contents: Further information about the weights file.
         colours: Mean and standard deviation of the training images.
@@ -332,7 +336,7 @@ def encoder_from_model(
     described = describe_config(config, strides=strides)
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
-        # Norms in checkpoints of other libraries may have another epsilon.
+        # Norms in checkpoints of other libraries may have a different epsilon.
         epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
         (eps,) = epsilons or {NORM_EPS}
         if eps != NORM_EPS:

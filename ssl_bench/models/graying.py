@@ -1,9 +1,12 @@
-"""Token graying: increase the small singular values of the tokens of each image.
+"""Token graying: increase the small singular values of each image's token matrix.
 
-Blocks contain the module `TokenGraying`, and blocks of timm call it in a hook. It calls one of
-three functions. `gray_by_svd` changes singular values. On CUDA, `gray_by_cholesky` approximates it
-except in float64, because an SVD makes the host wait. `gray_by_dct` changes cosine coefficients
-instead of singular values.
+The blocks of this suite contain the module `TokenGraying`, and timm blocks call it in a hook. The
+module calls one of three functions:
+
+- `gray_by_svd` changes the singular values.
+- `gray_by_cholesky` approximates `gray_by_svd`. It is used on CUDA except in float64, because an
+  SVD makes the host wait.
+- `gray_by_dct` changes cosine coefficients instead of singular values.
 """
 
 import math
@@ -28,7 +31,7 @@ Square = Float[Tensor, "batch rank rank"]
 # Distance between the logarithms of neighbouring poles. The sum over the poles approximates an
 # integral with a relative error of 2 exp(-2 pi^2 / step), which is 5e-7.
 _STEP = 1.3
-# The largest pole. The sum over all larger poles is approximated by two terms of a series.
+# The largest pole. The sum over all larger poles is approximated by two terms of its power series.
 _LAST_POLE = 300.0
 # Number of squarings of the Gram matrix, which bounds the relative error of its largest eigenvalue
 # by 2^-20 / e.
@@ -36,20 +39,21 @@ _SQUARINGS = 20
 
 
 class TokenGraying(nn.Module):
-    """Reduce the condition number of the tokens at the start of a block.
+    """Module that reduces the condition number of the tokens at the start of a block.
 
     All tokens of an image, including [CLS] and registers, form one matrix. The module has no
     parameters and computes in float32 or float64.
 
     Args:
-        kind: "svd" changes singular values, and "dct" cosine coefficients.
-        exponent: Exponent in (0, 1] of each value divided by the largest value. 1 changes nothing.
+        kind: "svd" changes singular values, and "dct" changes cosine coefficients.
+        exponent: Exponent in (0, 1], applied to the ratio of each value to the largest one. 1
+            changes nothing.
 
-    Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state the
-    position in the block. Here the skip connection adds the grayed tokens, because table 3 of the
-    paper reports similar condition numbers before and after the attention. In contrast to the
-    paper, ratios below the machine epsilon are treated like the machine epsilon. Gradients of
-    singular matrices are therefore finite.
+    Source: Ji et al., "Always Skip Attention", algorithms 1 and 2. The paper does not state where
+    in the block the tokens are grayed. Here, the skip connection adds the grayed tokens, because
+    table 3 of the paper reports similar condition numbers before and after the attention. In
+    contrast to the paper, ratios below the machine epsilon are treated like the machine epsilon, so
+    that the gradients of singular matrices are finite.
     """
 
     def __init__(self, kind: GrayingKind, exponent: float) -> None:
@@ -61,7 +65,7 @@ class TokenGraying(nn.Module):
         return cls(config.graying, config.graying_exponent)
 
     def forward(self, x: Tokens) -> Tokens:
-        # Probes compute in float64, for which `gray_by_cholesky` is not exact enough.
+        # Probes that compute in float64 need more accuracy than `gray_by_cholesky` has.
         is_fast = x.is_cuda and x.dtype != torch.float64
         by_svd = gray_by_cholesky if is_fast else gray_by_svd
         gray = gray_by_dct if self.kind == "dct" else by_svd
@@ -77,12 +81,13 @@ class TokenGraying(nn.Module):
 def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T.
 
-    The largest singular value does not change, and the condition number is raised to the power of
-    the exponent. The cost is cubic in the shorter side of the matrix. Gradients are finite for
-    repeated singular values and for singular matrices, unlike those of `torch.linalg.svd`. There
-    are no second derivatives. On CUDA, the host waits for the decomposition.
+    The largest singular value does not change, and the condition number is raised to the power
+    `exponent`. The cost is cubic in the shorter side of the matrix. Unlike those of
+    `torch.linalg.svd`, the gradients are finite for repeated singular values and for singular
+    matrices. Second derivatives are not supported. On CUDA, the host waits for the decomposition.
     """
-    # The decomposition raises an error if a value is not finite. Return NaN for such an image.
+    # The decomposition would raise an error for non-finite values. Return NaN for such images
+    # instead.
     finite = x.isfinite().all(dim=(1, 2), keepdim=True)
     point = torch.where(finite, x, 0.0).detach()
     u, s, vh = torch.linalg.svd(point, full_matrices=False)
@@ -98,8 +103,8 @@ def _derivative_along(
     """Return the derivative of `gray_by_svd` in the direction of `change`.
 
     Let M = U^T dX V. The symmetric part of M is multiplied by divided differences of the function,
-    and the skew-symmetric part by divided sums. Neither has a difference of singular values in a
-    denominator. Components outside the span of U or V are multiplied by the gain.
+    and the skew-symmetric part by divided sums. Neither involves a difference of singular values in
+    a denominator. Components outside the span of U or V are multiplied by the gain.
 
     Source: Noferini, "A formula for the Frechet derivative of a generalized matrix function", 2017,
     rewritten for functions s g(s). We add the derivative with respect to s_max.
@@ -137,12 +142,12 @@ def _divided_difference(
 
 
 def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
-    """Apply the exponent to two-dimensional cosine coefficients instead of singular values.
+    """Gray the tokens by their two-dimensional cosine coefficients instead of singular values.
 
-    With Z = D_tokens x D_dim^T and m = max |Z|, the result is the inverse transform of
-    sign(Z) m (|Z| / m)^exponent. The condition number decreases if the singular vectors are similar
-    to cosines. The forward pass and the backward pass each need tokens dim (tokens + dim)
-    multiplications.
+    With Z = D_tokens x D_dim^T and m = max |Z|, the result is the inverse transform of sign(Z) m
+    (|Z| / m)^exponent. The condition number decreases if the singular vectors are similar to
+    cosines. For each image, the forward pass and the backward pass each need tokens x dim x (tokens
+    + dim) multiplications.
     """
     token_dct, dim_dct = (_halve_dct(size, x) for size in x.shape[1:])
     coefficients = _transform(_transform(x, dim_dct).mT, token_dct)
@@ -153,7 +158,7 @@ def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
 
 
 def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the left half of the even rows of the DCT matrix, and of the odd rows.
+    """Return the left halves of the even rows and of the odd rows of the DCT matrix.
 
     Even rows are symmetric about the middle, and odd rows are antisymmetric.
     """
@@ -162,7 +167,7 @@ def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Return the cosine coefficients of each row, first the even and then the odd ones.
+    """Return the cosine coefficients of each row, first the even ones, then the odd ones.
 
     Each row is folded in the middle, which halves the number of multiplications.
     """
@@ -174,7 +179,7 @@ def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
 
 
 def _transform_back(coefficients: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Invert `_transform`."""
+    """Compute the inverse of `_transform`."""
     even, odd = halves
     half = odd.shape[1]
     sums = coefficients[..., : len(even)] @ even
@@ -184,19 +189,20 @@ def _transform_back(coefficients: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
 
 
 def dct_matrix(size: int, *, like: Tensor) -> Float[Tensor, "{size} {size}"]:
-    """Return the orthonormal DCT-II. Row k is sqrt(2 / size) cos(pi k (2 n + 1) / (2 size)).
+    """Return the orthonormal DCT-II matrix: sqrt(2 / size) cos(pi k (2 n + 1) / (2 size)).
 
-    Row 0 is divided by sqrt(2). The dtype and the device are those of `like`.
+    Here k is the row and n the column. Row 0 is divided by sqrt(2). The dtype and device are those
+    of `like`.
     """
     number = torch.arange(size, device=like.device)
-    # Subtract full rotations while angles are integers. In float32, four digits would be lost.
+    # Subtract full rotations while the angles are integers. In float32, four digits would be lost.
     quarters = number[:, None] * (2 * number + 1) % (4 * size)
     rows = (quarters.to(like.dtype) * (math.pi / (2 * size))).cos() * math.sqrt(2 / size)
     return torch.where(number[:, None] == 0, 1 / math.sqrt(size), rows)
 
 
 def _gain(ratio: Tensor, exponent: float) -> Tensor:
-    """Return |ratio|^(exponent - 1), which is bounded for ratios below the rounding error."""
+    """Return |ratio|^(exponent - 1), bounded for ratios below the machine epsilon."""
     return (ratio.square() + _floor(ratio)).pow((exponent - 1) / 2)
 
 
@@ -209,14 +215,14 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
 
     Let G = x^T x / s_max^2. The result is x G^((exponent - 1) / 2). The power of G is an integral
     of weighted inverses of G + t I over t. The integral is approximated by a sum of about thirty
-    inverses, which are computed with Cholesky factors. Since G contains squares of the singular
-    values, it is computed in float64. Errors are below 1e-5 of the largest singular value. Singular
-    values below 1e-6 of the largest one are increased too little.
+    inverses, which are computed from Cholesky factors. Since G contains the squares of the singular
+    values, it is computed in float64. Errors are below 1e-5 times the largest singular value.
+    Singular values below 1e-6 times the largest one are not increased enough.
 
     The backward pass differentiates the sum, without singular values in a denominator, and
-    recomputes all intermediate values. There are no second derivatives. The cost is that of thirty
-    Cholesky factors and inverses of the size of the shorter side. The memory is a few times 8 batch
-    size^2 bytes.
+    recomputes all intermediate values. Second derivatives are not supported. Let n be the shorter
+    side of the matrix. The cost is that of about thirty Cholesky factors and inverses of n x n
+    matrices. The memory is a few times 8 x batch x n^2 bytes.
 
     Args:
         x: One matrix for each image.
@@ -242,7 +248,7 @@ class _GrayByCholesky(torch.autograd.Function):
         with disable_autocast(tokens.device):
             x = tokens.double()
             gram, _, _ = _scale_gram(x)
-            identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+            identity, poles, constant, slope = _expand_power((1 - exponent) / 2, gram)
             power = constant * identity - slope * gram
             for shift, weight in poles:
                 power += weight * _inverse(gram + shift * identity)
@@ -250,16 +256,17 @@ class _GrayByCholesky(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient for the tokens.
+        """Return the gradient with respect to the tokens.
 
-        For an incoming gradient g, a term x R with R = (x^T x + t)^-1 contributes g R - x R (x^T g
-        + g^T x) R. The derivative of the largest eigenvalue is the projector on its eigenvectors.
+        For an incoming gradient g, a term x R with R = (x^T x + t I)^-1 contributes g R - x R (x^T
+        g + g^T x) R. The derivative of the largest eigenvalue is the projector onto its
+        eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent
         with disable_autocast(tokens.device):
             x, gradient = tokens.double(), gradients[0].double()
             gram, largest, projector = _scale_gram(x)
-            identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+            identity, poles, constant, slope = _expand_power((1 - exponent) / 2, gram)
             unit = x / largest.sqrt()
             cross = unit.mT @ gradient
             cross = cross + cross.mT
@@ -277,8 +284,8 @@ class _GrayByCholesky(torch.autograd.Function):
 def _scale_gram(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
     """Return x^T x divided by its largest eigenvalue, the largest eigenvalue, and a projector.
 
-    The projector on the eigenvectors of the largest eigenvalue is a high power of x^T x, divided by
-    its trace.
+    The projector onto the eigenvectors of the largest eigenvalue is a high power of x^T x, divided
+    by its trace.
     """
     gram = x.mT @ x
     projector = _normalise_trace(gram)
@@ -302,20 +309,24 @@ def _normalise_trace(matrix: Square) -> Square:
     return matrix / trace.clamp_min(torch.finfo(matrix.dtype).tiny)
 
 
-def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
-    """Return the approximation l^-power = sum of w / (l + t) + c - d l for eigenvalues l <= 1.
+def _expand_power(
+    power: float, like: Square
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
+    """Return the parts of an approximation of M^-power for symmetric M with eigenvalues l <= 1.
 
-    The exact sum has infinitely many poles t, which form a geometric sequence. The smallest poles
-    are replaced by one pole with the sum of their weights and their mean position. The sum over the
-    largest poles is replaced by c - d l, two terms of its power series.
+    For each eigenvalue, l^-power is approximated by c - d l plus the sum of w / (l + t) over all
+    pairs (t, w). The exact sum has infinitely many shifts t, with poles at l = -t, which form a
+    geometric sequence. The smallest shifts are merged into one, with the sum of their weights and
+    their mean position. The sum over the largest shifts is replaced by c - d l, the first two terms
+    of its power series.
 
     Returns:
-        The identity matrix, the pairs (t, w), c and d.
+        The identity matrix with the size and dtype of `like`, the pairs (t, w), c and d.
     """
     first = 4 * like.shape[-1] * torch.finfo(like.dtype).eps
     count = 1 + math.ceil(math.log(_LAST_POLE / first) / _STEP)
     factor = _STEP * math.sin(math.pi * power) / math.pi
-    # Created on the device, because a copy from the host would wait for the device.
+    # Create it on the device, because a copy from the host would wait for the device.
     number = torch.arange(count, dtype=like.dtype, device=like.device)
     shifts = first * (_STEP * number).exp()
     weights = factor * shifts ** (1 - power)

@@ -1,13 +1,13 @@
-"""Initial weights of blocks and of depthwise filters.
+"""Draw the initial weights of blocks and of depthwise filters.
 
 An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
-initialiser, enter its class in `INITIALISERS` or in `FILTER_INITIALISERS`. If models of timm
-support the initialiser, also enter its name in timm_config.py.
+initialiser, add its class to `INITIALISERS` or `FILTER_INITIALISERS`. If it also supports timm
+models, add its name to the families in timm_config.py.
 
-Initialisers draw in float64, and each weight is rounded once when it is stored. In contrast,
-`draw_uniform` draws directly in the dtype of the layer. The matrices of a block follow the
-row-vector convention y = x W of the papers. `draw_block` transposes W, because `nn.Linear.weight`
-is the transpose. The pixels of a filter are in row-major order.
+Initialisers draw in float64, and each weight is rounded once when it is stored. Only `draw_uniform`
+draws directly in the dtype of the layer. The matrices of a block follow the row-vector convention y
+= x W of the papers. `draw_block` transposes W, because `nn.Linear.weight` is the transpose. The
+pixels of a filter are in row-major order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ Covariance = Float64[Tensor, "pixels pixels"]
 Number = Annotated[float, Bounds(-1000, 1000)]
 Noise = Literal["normal", "uniform"]
 _DEFAULT_STD = 0.02
-# Lower bound of squared singular values, so that the factors of a zero matrix are 0 and not NaN.
+# Lower bound for squared singular values, so that the factors of a zero matrix are 0, not NaN.
 _TINY = 1e-300
 
 
@@ -39,8 +39,8 @@ _TINY = 1e-300
 class AttentionWeights:
     """Weights of an attention sub-block.
 
-    The first columns of query, key and value belong to the first head, the next ones to the second
-    head, and so on.
+    The columns of query, key and value, and the rows of output, are ordered by head. Those of the
+    first head come first.
     """
 
     query: Float64[Tensor, "dim dim"]
@@ -54,9 +54,9 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 
 @dataclass(frozen=True)
 class DefaultInit:
-    """Normal distribution with standard deviation 0.02, cut at the values -2 and 2 as in DINO.
+    """Normal distribution with standard deviation 0.02, truncated at -2 and 2 as in DINO.
 
-    The class is the base class of all other initialisers of blocks.
+    This is the base class of all other initialisers of blocks.
 
     Attributes:
         min_heads: Smallest number of heads that the initialiser supports.
@@ -79,34 +79,35 @@ class DefaultInit:
         return self.draw(dim, hidden_dim, generator), self.draw(hidden_dim, dim, generator)
 
     def draw(self, rows: int, cols: int, generator: Generator) -> Matrix:
-        """Draw one matrix, independently of all others."""
+        """Draw the weight matrix of one layer with `rows` inputs and `cols` outputs."""
         weights = torch.empty(rows, cols, dtype=torch.float64)
         return nn.init.trunc_normal_(weights, std=_DEFAULT_STD, generator=generator)
 
 
 @dataclass(frozen=True)
 class SkiplessInit(DefaultInit):
-    """Initialisation of "Cutting the Skip" for encoders without skip connections.
+    """Initialisation from "Cutting the Skip", for encoders without skip connections.
 
-    For a head of width d_h, W_Q W_K^T is the best approximation of alpha Z + beta I with rank d_h.
-    W_V and W_O are shared by all heads. They are c times the left and the right singular vectors of
-    one Gaussian matrix of size dim x dim.
+    For a head of width d_h, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I. W_V
+    and W_O are drawn jointly for all heads. They are c times the left and the right singular
+    vectors of one Gaussian matrix of size dim x dim.
 
     Attributes:
         alpha: Factor of the noise Z in W_Q W_K^T.
         beta: Factor of the identity in W_Q W_K^T.
         c: Factor of the orthogonal matrices in W_V and W_O. If a LayerNorm follows, c does not
-            change the forward pass and only changes the relative learning rate.
-        noise: Distribution of Z, with variance 1 / dim. The paper uses "normal".
-        cancel_logit_scale: Multiply both W_Q and W_K by d_h^(1/4), which cancels the usual factor
-            1 / sqrt(d_h) of the logits. The paper's formulas omit this factor, but short runs
-            trained better with the factor.
+            affect the output of the LayerNorm, and only changes the effective learning rate of W_V
+            and W_O.
+        noise: Distribution of the entries of Z, whose variance is 1 / dim. The paper uses "normal".
+        cancel_logit_scale: Multiply both W_Q and W_K by d_h^(1/4), which cancels the factor 1 /
+            sqrt(d_h) of the logits. The paper's formulas contain no factor 1 / sqrt(d_h). It is not
+            cancelled by default, because short runs trained better with it.
         suo_gain: Multiply the orthogonal matrices of the MLP by max(sqrt(outputs / inputs), 1).
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5. The defaults
     are the paper's values for ViT-S with DINO. The paper's supervised ViT-B has alpha 2, beta 0.6
-    and c 3. The paper does not state whether it cancels the factor of the logits. `suo_gain`
-    belongs to the initialisation of the MLP that the paper cites.
+    and c 3. The paper does not state whether the factor of the logits is cancelled. `suo_gain` is
+    part of the MLP initialisation that the paper cites.
     """
 
     alpha: Number = 1.8
@@ -135,21 +136,21 @@ class SkiplessInit(DefaultInit):
 class MimeticInit(DefaultInit):
     """Attention similar to that of trained models: W_Q W_K^T near I, and W_V W_O near -I.
 
-    The thesis adds `position_embedding=sinusoidal`. The MLP has the default
-    initialisation.
+    The thesis combines this initialisation with `position_embedding=sinusoidal`. The MLP has the
+    default initialisation.
 
     Attributes:
         alpha1: Factor of the noise in W_Q W_K^T of each head.
         beta1: Factor of the identity in W_Q W_K^T of each head.
         alpha2: Factor of the noise in W_V W_O over all heads.
         beta2: Factor of the negative identity in W_V W_O over all heads.
-        noise: Distribution of the noise, with variance 1 / dim.
-        parts: Matrices with this initialisation: all four ("both"), W_Q and W_K ("qk"), or W_V and
-            W_O ("vo"). The other matrices have the default initialisation.
+        noise: Distribution of the entries of the noise matrices, whose variance is 1 / dim.
+        parts: Matrices that get this initialisation: all four ("both"), W_Q and W_K ("qk"), or W_V
+            and W_O ("vo"). The other matrices get the default initialisation.
 
     Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
-    3.15 has Sigma without a square root for W_V. We use the square root for W_V and W_O, as the
-    text of the thesis does.
+    3.15 contains Sigma without a square root for W_V. We take the square root for both W_V and W_O,
+    as in the text of the thesis.
     """
 
     alpha1: Number = 0.7
@@ -178,7 +179,7 @@ class MimeticInit(DefaultInit):
 
 @dataclass(frozen=True)
 class XavierInit(DefaultInit):
-    """Uniform distribution with variance 2 / (inputs + outputs) for each of the six matrices.
+    """Uniform distribution with variance 2 / (inputs + outputs) for all weight matrices of a block.
 
     Source: Glorot and Bengio (2010), as used for the ViT in appendix D of Zhang and Martens,
     "Orthogonal Self-Attention".
@@ -190,7 +191,7 @@ class XavierInit(DefaultInit):
 
 @dataclass(frozen=True)
 class OsaInit(DefaultInit):
-    """Initialisation of orthogonal self-attention near the identity, for at least two heads.
+    """Initialisation of orthogonal self-attention with at least two heads, close to the identity.
 
     For a head of width d_v, [W_Q, W_K] is uniform among all dim x 2 d_v matrices with orthonormal
     columns. W_V and W_O^T are uniform among all dim x d_v matrices with orthonormal columns. The
@@ -220,7 +221,7 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a generator for optional draws, which must not change later draws.
+    """Return a generator for optional draws, so that they do not affect the draws that follow.
 
     The seed of the generator is the bit pattern of the first weight.
     """
@@ -247,14 +248,14 @@ def draw_block(
 ) -> None:
     """Draw the weights of a block in place, and set its biases to 0.
 
-    The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO
-    and timm. The cost of "skipless" and "mimetic" for each head is cubic in dim. `ViTConfig`
-    describes `mlp_mean` and `mlp_input_std`.
+    The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO and
+    timm. With "skipless" and "mimetic", the cost per head is cubic in dim. `ViTConfig` describes
+    `mlp_mean` and `mlp_input_std`.
 
     Source of `mlp_mean` and `mlp_input_std`: Trockman, "Mimetic initialization" (2025), section
     3.4, equations 3.40 and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
     """
-    # Blocks of this suite and of timm have no base class in common.
+    # The blocks of this suite and those of timm have no common base class.
     parts: Any = block
     dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
     attention = initialiser.attention(dim, parts.attn.num_heads, generator)
@@ -274,9 +275,9 @@ def draw_block(
 def _noisy_identity_heads(
     dim: int, num_heads: int, generator: Generator, *, alpha: float, beta: float, noise: str
 ) -> tuple[Float64[Tensor, "dim dim"], Float64[Tensor, "dim dim"]]:
-    """Return W_Q and W_K. In each head, their product approximates alpha Z + beta I.
+    """Return W_Q and W_K such that W_Q W_K^T of each head approximates alpha Z + beta I.
 
-    Each head has its own Z. The cost for each head is cubic in dim.
+    Each head has its own noise Z. The cost per head is cubic in dim.
     """
     head_dim = dim // num_heads
     queries, keys = [], []
@@ -294,8 +295,8 @@ def balanced_factors(
 ) -> tuple[Float64[Tensor, "dim {rank}"], Float64[Tensor, "dim {rank}"]]:
     """Return (U sqrt(S), V sqrt(S)) for the `rank` largest singular values of M = U S V^T.
 
-    The factors are computed from eigenvectors of M^T M. Their product is as exact as with a full
-    SVD. For dim 384 and rank 64, the computation is 8 times faster than a full SVD.
+    The factors are computed from the eigenvectors of M^T M. Their product is as accurate as with a
+    full SVD. For dim 384 and rank 64, this is 8 times faster than a full SVD.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()
@@ -308,7 +309,7 @@ def balanced_factors(
 def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool) -> Matrix:
     """Draw a semi-orthogonal matrix from the Haar distribution.
 
-    With `gain`, multiply it by max(sqrt(cols / rows), 1), where rows is the input width.
+    With `gain`, multiply the matrix by max(sqrt(cols / rows), 1), where rows is the input width.
 
     Source: scale-corrected uniform orthogonal (SUO) initialisation of Martens et al., "Rapid
     training of deep neural networks without skip connections or normalization layers",
@@ -316,7 +317,7 @@ def uniform_orthogonal(rows: int, cols: int, generator: Generator, *, gain: bool
     """
     tall = _normal(max(rows, cols), min(rows, cols), generator)
     basis, upper = torch.linalg.qr(tall)
-    # Without the signs, the distribution would depend on the signs that the QR algorithm chooses.
+    # Without this line, the distribution would depend on the signs that the QR algorithm chooses.
     basis = basis * upper.diagonal().sign()
     weights = basis if rows >= cols else basis.T
     return weights * (max((cols / rows) ** 0.5, 1.0) if gain else 1.0)
@@ -338,7 +339,7 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 
 @dataclass(frozen=True)
 class UniformFilters:
-    """Independent, uniform weights between -1 / size and 1 / size, as in PyTorch."""
+    """Independent weights from a uniform distribution on [-1 / size, 1 / size], as in PyTorch."""
 
     def filters(
         self,
@@ -356,16 +357,17 @@ class UniformFilters:
 class CovarianceFilters(UniformFilters):
     """Normally distributed filters with a covariance similar to that of trained filters.
 
-    The filters are narrow in the first layer and become wider with depth.
+    The filters are narrow in the first layer and wider in deeper layers.
 
     Attributes:
         sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
-        v_sigma: First derivative of the squared width by depth in the first layer.
-        a_sigma: Second derivative of the squared width by depth.
+        v_sigma: Derivative of the squared width with respect to depth in the first layer. Depth
+            increases from 0 in the first layer to 1 in the last layer.
+        a_sigma: Second derivative of the squared width with respect to depth.
 
-    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2. The defaults are its values
-    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). The thesis reports poor
-    results for filters of 3 x 3.
+    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2. The defaults are the thesis's
+    values for ConvMixer-256/8 on CIFAR-10 with 2 x 2 patches (appendix B.1). The thesis reports
+    poor results for 3 x 3 filters.
     """
 
     sigma_0: Number = 0.08
@@ -410,10 +412,10 @@ def draw_convolutions(
     options: Mapping[str, Any],
     generator: Generator,
 ) -> None:
-    """Draw all convolutions and linear layers as PyTorch does, then the depthwise filters again.
+    """Draw all convolutions and linear layers as PyTorch does, then redraw the depthwise filters.
 
-    The filters are drawn last, so that all other weights do not depend on `init`. `depthwise`
-    contains the depthwise convolutions from the first to the last layer.
+    The filters are drawn last, so that the other weights do not depend on `init`. `depthwise` lists
+    the depthwise convolutions from the first to the last layer.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -428,7 +430,7 @@ def draw_convolutions(
 
 
 def filter_covariance(size: int, sigma: float) -> Covariance:
-    """Return the covariance of the pixels of a filter, which may have negative eigenvalues.
+    """Return the covariance matrix of a filter's pixels, which may have negative eigenvalues.
 
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
     at pixel p if the peak is at the centre, and c_pq the value at pixel q if the peak is at pixel
@@ -440,11 +442,11 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
     - Pixel indices start at 0. In equation 3.5 they start at 1, so that the peak would be one pixel
       before the centre of the filter.
     - The Gaussian of equation 3.6 is shifted to have its peak at pixel p, with periodic boundaries.
-      With equation B.1, the peak would be at the mirror image of p.
+      With equation B.1, the peak would be at the mirror image of p about the centre.
     - The factor 1/2 of equation 3.10 is included, although equation 3.9 omits it.
 
     Args:
-        size: Number of pixels along a side, an odd number.
+        size: Side of the filter in pixels, an odd number.
         sigma: Squared width of the Gaussians, in pixels squared.
     """
     middle = size // 2
@@ -464,16 +466,20 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
 def positive_root(covariance: Covariance) -> Covariance:
     """Return the symmetric square root of the nearest positive semi-definite matrix.
 
-    The symmetric root is unique, although these matrices have many equal eigenvalues with arbitrary
-    eigenvectors. The code in figure A.4 of the thesis calls NumPy's `multivariate_normal` instead,
-    which changes the sign of negative eigenvalues and does not set them to 0.
+    Negative eigenvalues are set to 0. The symmetric root is unique, although the eigenvectors of
+    repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of the thesis calls
+    NumPy's `multivariate_normal`, which takes the absolute value of negative eigenvalues.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
-    """Return an initialiser. Raise ConfigurationError for an unknown name or an illegal option."""
+    """Return the initialiser `name` with its options.
+
+    Raises:
+        ConfigurationError: The name is unknown or an option is not allowed.
+    """
     if name not in kinds:
         message = f"unknown model.init={name}"
         raise unknown_name_error(message, name, kinds, hint=("model.init={near}",))
@@ -497,13 +503,13 @@ def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Initialise the blocks of a ViT in place as in "Cutting the Skip", for training without skips.
+    """Initialise a ViT's blocks in place as in "Cutting the Skip", for training without skips.
 
-    The weights are the same as with `model.init=skipless` for a model of timm. All biases of the
-    blocks become 0. Other parameters, and the global random number generator, are not changed.
+    The weights are the same as those of `model.init=skipless` for a timm model. All biases of the
+    blocks are set to 0. Other parameters and the global random number generator are not changed.
 
     Args:
-        model: A ViT of timm or of this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
+        model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
             `attn.num_heads`, `mlp.fc1` and `mlp.fc2`.
         seed: Seed of the weights.
         options: Fields of `SkiplessInit`.
@@ -518,7 +524,7 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 
 
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Initialise the blocks of a ViT in place with `MimeticInit`, as `skipless_` does."""
+    """Initialise the blocks of a ViT in place with `MimeticInit`. Use it like `skipless_`."""
     return _draw_blocks(model, "mimetic", seed, options)
 
 

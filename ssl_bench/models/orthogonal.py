@@ -1,7 +1,7 @@
 """Attention without a softmax: linear attention and orthogonal self-attention.
 
-Orthogonal self-attention rotates the tokens instead of averaging them. On a GPU, its matrix
-functions only use batched products and factorisations.
+Orthogonal self-attention rotates the values instead of averaging them. On a GPU, its matrix
+functions only use batched matrix products and factorisations.
 """
 
 import math
@@ -28,18 +28,19 @@ _NORM_FLOOR = 1e-7
 # Degree of the Taylor polynomial of the exponential function.
 _DEGREE = 12
 # With more doublings, small numbers in float32 would become 0.
-_MOST_DOUBLINGS = 100
-# Binary digits after the point to which rotation angles must be exact.
+_MAX_DOUBLINGS = 100
+# Rotation angles must be exact to this number of binary digits after the point.
 _ANGLE_BITS = 7
 
 
 class LinearAttention(Attention):
-    """Attention with Q K^T / (sqrt(head width) sqrt(tokens)) in place of the softmax.
+    """Attention with weights Q K^T / (sqrt(head width) sqrt(tokens)) instead of a softmax.
 
     The cost is linear in the number of tokens.
 
-    Source: "Always Skip Attention", section 4, which omits both factors. The factor sqrt(tokens) is
-    that of Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), which the paper cites.
+    Source: "Always Skip Attention", section 4, which omits both factors. The factor 1 /
+    sqrt(tokens) is that of Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), which the
+    paper cites.
     """
 
     def mix_values(self, q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
@@ -50,22 +51,22 @@ class OrthogonalAttention(nn.Module):
     """Multi-head attention with A = exp(S), S = alpha / sqrt(d_v) (Q K^T - K Q^T), without biases.
 
     S is skew-symmetric, so A is orthogonal. The matrix A is never computed. Let B be a basis of the
-    columns of M = [Q, K], and s = B^T S B, which has at most 2 d_v rows. Then A V =
-    V + B (exp(s) - I) B^T V. The cost is linear in the number of tokens.
+    column space of M = [Q, K], and let s = B^T S B, which has at most 2 d_v rows. Then A V = V + B
+    (exp(s) - I) B^T V. The cost is linear in the number of tokens.
 
     Args:
         dim: Width of the tokens.
         num_heads: Number of heads.
         basis: Method that computes B. "qr" is the reduced QR decomposition. "newton_schulz" is six
-            iterations that start from M / ||M||_F. The iterations shorten directions with small
-            singular values, so A is only approximately orthogonal.
-        alpha: Initial value of the factor alpha, which each head learns.
+            iterations that start from M / ||M||_F. Their basis vectors are shorter than 1 in
+            directions with small singular values, so A is only approximately orthogonal.
+        alpha: Initial value of alpha, which is a learned parameter of each head.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients of the
-    QR decomposition differ from the paper. In the paper, these gradients are divided by the
-    diagonal of R and explode near rank deficiency. Here the basis has no gradients, because exp(S)
-    does not depend on it. Components outside the span of the basis are included to first order,
-    which gives the same derivative without a division.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Only the gradients with
+    the QR decomposition differ from the paper. There, they are divided by the diagonal of R and
+    explode near rank deficiency. Here, no gradients flow through the basis, because exp(S) does not
+    depend on it. Components outside the span of the basis are included to first order, which gives
+    the same derivative without a division.
     """
 
     def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
@@ -94,7 +95,7 @@ class OrthogonalAttention(nn.Module):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
     def attention(self, x: Tokens) -> Float[Tensor, "batch heads tokens tokens"]:
-        """Return the matrix A of each head. The cost is quadratic in the number of tokens."""
+        """Compute the matrix A of each head. The cost is quadratic in the number of tokens."""
         queries_keys, values = self._project(x)
         identity = torch.eye(x.shape[1], dtype=values.dtype, device=x.device)
         return self._rotate(queries_keys, identity.expand(*values.shape[:2], -1, -1))
@@ -121,11 +122,11 @@ class OrthogonalAttention(nn.Module):
 
 
 def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1 1"]) -> HeadTokens:
-    """Return A V with a fixed orthonormal basis of the columns of M.
+    """Return A V, using an orthonormal basis of the column space of M as a constant.
 
-    The value of `outside` is 0 up to rounding, but its derivative is not. With `outside`, the
-    derivative is that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T and
-    M J = scale [-K, Q].
+    The value of `outside` is 0 up to rounding, but its derivative is not. The term with `outside`
+    makes the derivative equal to that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T
+    and M J = scale [-K, Q].
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
@@ -146,10 +147,10 @@ def _turn(m: Columns) -> Columns:
 def newton_schulz_basis(
     m: Float[Tensor, "*batch tokens rank"], iterations: int = NEWTON_SCHULZ_ITERATIONS
 ) -> Float[Tensor, "*batch tokens rank"]:
-    """Iterate M <- M (3 I - M^T M) / 2 from M / ||M||_F. The singular values stay in [0, 1].
+    """Iterate M <- M (3 I - M^T M) / 2 from M / ||M||_F. Singular values stay in [0, 1].
 
-    Each iterate is M times a polynomial of M^T M, so the cost of an iteration does not depend on
-    the number of tokens.
+    Each iterate is M times a polynomial in M^T M. Only this polynomial is updated, so the cost of
+    an iteration does not depend on the number of tokens.
     """
     norm = torch.linalg.matrix_norm(m, keepdim=True)
     start = m / (norm + _NORM_FLOOR)
@@ -164,10 +165,10 @@ def newton_schulz_basis(
 
 
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
-    """Return an orthonormal basis, without gradients, of a space that contains the columns.
+    """Return an orthonormal basis of a space that contains the columns, without gradients.
 
     The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
-    PyTorch would decompose the matrices of a batch one by one.
+    PyTorch's QR would decompose the matrices of a batch one by one.
     """
     if m.is_cuda and m.dtype == torch.float32:
         return cholesky_basis(m)
@@ -176,11 +177,12 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
 
 @torch.no_grad()
 def cholesky_basis(m: Columns) -> Columns:
-    """Replace M by M R^-1 with R^T R = M^T M + shift I twice, in float64, and return the result.
+    """Compute M R^-1 with R^T R = M^T M + shift I, twice and in float64.
 
-    All products, Cholesky factors and triangular solutions are batched, and the host does not wait
-    for the device. The shift allows singular matrices. A direction with a singular value of at
-    least 1e-7 times the largest one has less than 1e-6 of its length outside the basis.
+    The second round starts from the result of the first. All products, Cholesky factors and
+    triangular solves are batched, and the host does not wait for the device. The shift makes
+    singular matrices possible. A direction whose singular value is at least 1e-7 times the largest
+    one has less than 1e-6 of its length outside the basis.
 
     Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015. The shift
     is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor and in both rounds.
@@ -200,34 +202,37 @@ def cholesky_basis(m: Columns) -> Columns:
 def phi(skew: Square) -> Square:
     """Return (exp(S) - I) S^-1, the sum of S^n / (n + 1)!, for skew-symmetric S.
 
-    S may be singular. A Taylor polynomial gives phi(S / 2^n). Then n steps compute phi(2 X) =
-    phi(X) + phi(X) X phi(X) / 2. Since all steps are products, the gradients cost twice as much as
-    the values. The gradients of `torch.matrix_exp` need the exponential of a matrix of twice the
-    size. In float32 on CUDA, and in compiled code, `phi_without_sync` is called instead.
+    S may be singular. A Taylor polynomial gives phi(S / 2^n). Then n steps apply phi(2 X) = phi(X)
+    + phi(X) X phi(X) / 2. Since all steps are matrix products, the gradients cost only twice as
+    much as the values. In contrast, the gradients of `torch.matrix_exp` need the exponential of a
+    matrix of twice the size. In float32 on CUDA and in compiled code, `phi_without_sync` is called
+    instead.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
         return phi_without_sync(skew)
-    doublings = _doublings(skew, _MOST_DOUBLINGS)
+    doublings = _count_doublings(skew, _MAX_DOUBLINGS)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
-    # The host waits for this number. Tensors on the meta device, which count FLOPs, have no values.
+    # The host waits for this number. Tensors on the meta device, which are used to count FLOPs,
+    # have no values.
     count = 0 if skew.is_meta else int(doublings.max())
     return _double(small, doublings, count, torch.matmul, _identity(skew))
 
 
 def phi_without_sync(skew: Square) -> Square:
-    """Return the same bits as `phi`. The host does not wait for values on the device.
+    """Compute `phi` without making the host wait for the device. Results are bitwise identical.
 
-    The number of doublings is always the maximum. The norm of S has no bound, because queries, keys
-    and their factor are learned. Above a norm of 1e5 in float32 (16 doublings), rounding changes
-    angles by 2^-7. For such S, the result is phi(w S) w with a factor w that reduces the norm to
-    1e5, so phi(S) S + I remains a rotation. The gradient treats w as constant and recomputes all
-    intermediate values to save memory. There is no second derivative.
+    The loop always makes the maximum number of doublings. The norm of S has no bound, because
+    queries, keys and alpha are learned. Above a norm of 1e5 in float32 (16 doublings), rounding
+    changes rotation angles by 2^-7. For such S, the result is phi(w S) w with a factor w that
+    reduces the norm to 1e5, so that phi(S) S + I remains a rotation. The backward pass treats w as
+    a constant, and recomputes all intermediate values to save memory. Second derivatives are not
+    supported.
     """
     return _Phi.apply(skew)
 
 
-def most_doublings(dtype: torch.dtype) -> int:
-    """Return the number of doublings in `phi_without_sync`."""
+def max_doublings(dtype: torch.dtype) -> int:
+    """Return the maximum number of doublings, which `phi_without_sync` always makes."""
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
@@ -239,12 +244,12 @@ class _Phi(torch.autograd.Function):
         ctx.save_for_backward(skew)
         factor, doublings = _choose_scaling(skew)
         small = skew * factor * torch.exp2(-doublings.to(skew.dtype))
-        count = most_doublings(skew.dtype)
+        count = max_doublings(skew.dtype)
         return factor * _double(small, doublings, count, torch.matmul, _identity(skew))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return the derivative at S^T in the direction of the gradient."""
+        """Return the gradient for S: the derivative at S^T in the direction of `gradients`."""
         # The adjoint of the derivative at S is the derivative at S^T.
         skew, gradient = ctx.saved_tensors[0].mT, gradients[0]
         factor, doublings = _choose_scaling(skew)
@@ -252,23 +257,23 @@ class _Phi(torch.autograd.Function):
         unit = torch.stack([identity, torch.zeros_like(identity)])
         both = torch.stack([skew, gradient]) * factor * torch.exp2(-doublings.to(skew.dtype))
         with disable_autocast(skew.device):
-            count = most_doublings(skew.dtype)
+            count = max_doublings(skew.dtype)
             return factor * _double(both, doublings, count, _product_rule, unit)[1]
 
 
 def _choose_scaling(
     skew: Square,
 ) -> tuple[Float[Tensor, "*batch 1 1"], Int64[Tensor, "*batch 1 1"]]:
-    """Return the factor w of each matrix and its number of doublings."""
-    count = most_doublings(skew.dtype)
+    """Return the factor w and the number of doublings of each matrix."""
+    count = max_doublings(skew.dtype)
     factor = (_largest_norm(skew.dtype) * 2**count / _norm_bound(skew)).clamp(max=1)
-    return factor, _doublings(skew, count)
+    return factor, _count_doublings(skew, count)
 
 
 def _product_rule(
     left: Float[Tensor, "2 *batch rank rank"], right: Float[Tensor, "2 *batch rank rank"]
 ) -> Float[Tensor, "2 *batch rank rank"]:
-    """Return a product and its derivative. Each factor is stacked with its own derivative."""
+    """Return a matrix product stacked with its derivative, for factors in the same form."""
     change = left[1] @ right[0] + left[0] @ right[1]
     return torch.stack([left[0] @ right[0], change])
 
@@ -276,7 +281,7 @@ def _product_rule(
 def _double(
     small: Tensor, doublings: Tensor, count: int, product: Product, identity: Tensor
 ) -> Tensor:
-    """Return phi(2^n X) for each matrix X in `small` and its number n in `doublings`."""
+    """Return phi(2^n X) for each matrix X in `small` with its own n in `doublings`."""
     value = _taylor(small, product, identity)
     for number in range(count):
         is_due = number < doublings
@@ -285,10 +290,10 @@ def _double(
     return value
 
 
-def _doublings(skew: Square, most: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often to halve each matrix until its Taylor polynomial is exact up to rounding."""
+def _count_doublings(skew: Square, maximum: int) -> Int64[Tensor, "*batch 1 1"]:
+    """Return how often each matrix must be halved until the Taylor polynomial is accurate."""
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
-    return exponent.clamp(0, most).long()
+    return exponent.clamp(0, maximum).long()
 
 
 def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
@@ -297,7 +302,7 @@ def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the largest norm for which the Taylor polynomial is exact up to rounding."""
+    """Return the largest matrix norm for which the Taylor polynomial is exact up to rounding."""
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 
@@ -306,10 +311,10 @@ def _identity(like: Square) -> Float[Tensor, "rank rank"]:
 
 
 def _taylor(small: Tensor, product: Product, identity: Tensor) -> Tensor:
-    """Return the sum of X^n / (n + 1)! for n < 12, with five products."""
+    """Return the Taylor polynomial of phi: the sum of X^n / (n + 1)! for n < 12."""
     square = product(small, small)
     powers = torch.stack([identity.expand_as(small), small, square, product(square, small)])
-    # Created on the device, because a copy from the host would wait for the device.
+    # Create them on the device, because a copy from the host would wait for the device.
     numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=float64_device(small.device))
     coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).to(small.device).view(-1, 4)
     low, middle, high = torch.tensordot(coefficients, powers, dims=1)

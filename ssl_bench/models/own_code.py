@@ -1,4 +1,4 @@
-"""A digest of the code of a user's module. Modules with different code are different encoders."""
+"""Compute a digest of a user module's code. Modules with different code are different encoders."""
 
 import dis
 import functools
@@ -24,12 +24,12 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, range, torch.dtype, np.dtyp
 
 
 def code_sha256(module: nn.Module) -> str:
-    """Return the sha256 of the code that a module runs.
+    """Return the SHA-256 of the code that a module runs.
 
-    The digest covers the source of users' classes and functions. It also covers the globals,
-    closures and defaults that the functions use, including values in containers, partial functions
-    and objects. From installed packages, it covers only the classes of the module and its
-    submodules.
+    The digest covers the source of all classes and functions that the user wrote. It also covers
+    the globals, closure variables and default arguments that these functions use, including values
+    inside containers, partial functions and objects. Code of installed packages is covered only if
+    it defines the class of the module or of a submodule.
     """
     code = _CodeLines()
     for part in module.modules():
@@ -46,18 +46,18 @@ def code_sha256(module: nn.Module) -> str:
 
 
 class _CodeLines:
-    """Lines of text that describe code and values.
+    """A set of text lines that describe code and values.
 
-    The lines are a set, because the order of modules depends on their names.
+    The lines have no order, because the order of modules depends on their names.
     """
 
     def __init__(self) -> None:
         self.lines: set[str] = set()
-        # Visited objects by their id. The reference keeps an object alive, so no id is used twice.
+        # Visited objects by id. The references keep the objects alive, so that no id is reused.
         self._seen: dict[int, Any] = {}
 
     def add_value(self, name: str, value: Any) -> None:
-        """Add the line of a value with a name, and the lines of all values that it contains."""
+        """Add a line for a named value, and lines for all values that it contains."""
         if value is None or isinstance(value, _CONSTANTS):
             self.lines.add(f"{name} = {value!r}")
             return
@@ -102,7 +102,7 @@ class _CodeLines:
             self.lines.add(_source(function.__code__))
             for key, value in _used_values(function):
                 self.add_value(key, value)
-        # A decorator of a package keeps the user's function in `__wrapped__`.
+        # A decorator from a package may store the user's function in `__wrapped__`.
         self.add_value(name, getattr(function, "__wrapped__", None))
 
     def _add_class(self, name: str, kind: type) -> None:
@@ -131,7 +131,8 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
 def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of the globals, closures and defaults that a function uses.
 
-    If a global is a user's module, yield the attributes of the module that the function names.
+    If a global is a module that the user wrote, yield those of its attributes that the function
+    uses.
     """
     codes, names, attributes = [function.__code__], set[str](), set[str]()
     for code in codes:
@@ -157,14 +158,14 @@ def _source(value: type | CodeType) -> str:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
-        # The source is not available, as for functions made by exec.
+        # The source is not available, for example for functions created by exec.
         if isinstance(value, CodeType):
             return f"{value.co_qualname} {value.co_code.hex()}"
         return value.__qualname__
 
 
 def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
-    """Return whether an object belongs to neither Python, an installed package nor this suite."""
+    """Return whether the user wrote an object: not Python, an installed package or this suite."""
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False

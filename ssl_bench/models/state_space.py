@@ -1,7 +1,7 @@
-"""Mamba 1 and 2, which predict the next token of a sequence, and their initialisation.
+"""Mamba 1 and Mamba 2, which predict the next token of a sequence, and their initialisation.
 
-A block mixes tokens by a short convolution and a state space. Each channel has a decay A < 0, and
-each token has steps Delta, keys B and queries C. The state h and the output y of a channel are
+A block mixes tokens by a short convolution and a state space model. Each channel has a decay A < 0.
+Each token has step sizes Delta, keys B and queries C. The state h and the output y of a channel are
 
     h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t,    y_t = C_t . h_t.
 
@@ -12,24 +12,27 @@ j <= i, and M_ij = 0 for j > i. `scan_channels` (Mamba 1) computes y by the recu
 
 Source: https://arxiv.org/abs/2312.00752 and https://arxiv.org/abs/2405.21060. In equations 3.27 and
 3.28 of Trockman's thesis (2025), the output is delayed by one token. The mask 1{i <= j} in equation
-3.34 belongs to the transpose of M. Here an output depends on its own token and earlier tokens.
+3.34 belongs to the transpose of M. In this module, an output depends on its own token and on
+earlier tokens.
 
 Initial weights are drawn as the authors of Mamba do. Mimetic initialisation then changes up to four
 parts of a layer, so that the layer resembles linear attention whose queries equal its keys:
 
-1. "decay": A = -a^-8 instead of -a, so that almost nothing is forgotten. If a is 1, A stays -1. In
-   Mamba 1, one of the N states has a = 1. In Mamba 2, a is close to 1 for some heads. With
-   `state_decay=constant`, A is -exp(-8) everywhere.
-2. "step": the bias of the steps is log(e - 1), whose softplus is 1. The projection to the steps has
-   its weights divided by 100.
+1. "decay": A drawn value A = -a becomes -a^-8, so that almost nothing is forgotten. If a is 1, A
+   stays -1. This is the case for one of the N states in Mamba 1, and approximately for some heads
+   in Mamba 2. With `state_decay=constant`, A is -exp(-8) everywhere.
+2. "step": The bias of the step sizes becomes log(e - 1), whose softplus is 1. The weights of the
+   projection to the step sizes are divided by 100.
 3. "correlation": W_C becomes the mean of W_C and W_B.
-4. "convolution": the last tap is 1, and all other taps and the bias are 0. If the first tap were 1
-   instead, the convolution would delay its input by three tokens.
+4. "convolution": The last tap becomes 1, and all other taps and the bias become 0, so that the
+   convolution returns its input. If the first tap were 1 instead, the convolution would delay its
+   input by three tokens.
 
 Source: section 3.3.2 of Trockman's thesis, with c = 8. The formula A = -exp(-c A_log) of the thesis
-could also hold during training. Here A_log is multiplied by -c once, before training. The thesis
-does not define "W_Delta near 0". Here W_Delta is 1/100 of the drawn weights. In Mamba 1, only the
-second factor of W_Delta is reduced, because two factors of zero would never be trained.
+could also be meant to hold during training. Here, A_log is multiplied by -c once, before training.
+The thesis does not define "W_Delta near 0". Here, W_Delta is the drawn matrix divided by 100. In
+Mamba 1, W_Delta is a product of two matrices. Only the second one is reduced, because two matrices
+of zeros would never be trained.
 """
 
 import math
@@ -61,7 +64,7 @@ _CHUNK = 64
 _DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Part)
 _EXPONENT = 8.0
 _EMBEDDING_STD = 0.02
-# Factor of the weights of the steps with the part "step".
+# Factor of the weights of the step sizes with the part "step".
 _STEP_FACTOR = 0.01
 # The softplus of this number is 1.
 _UNIT_STEP_BIAS = math.log(math.e - 1)
@@ -77,18 +80,19 @@ PerHead = Float[Tensor, "batch tokens heads"]
 
 @dataclass(frozen=True)
 class StateSpaceConfig(EncoderConfig):
-    """Architecture and initialisation of a Mamba, which predicts the next token of a sequence.
+    """Architecture and initialisation of a Mamba that predicts the next token of a sequence.
 
     Attributes:
-        version: "mamba1" has a step for each channel, and a decay for each number in its state.
-            "mamba2" has one step and one decay for each head.
-        num_states: Size of the state of a channel. The thesis uses 32 for Mamba 1.
+        version: "mamba1" has a step size for each channel, and a decay for each entry of the
+            channel's state. "mamba2" has one step size and one decay for each head.
+        num_states: Number of entries in the state of a channel. The thesis uses 32 for Mamba 1.
         head_width: Number of channels in a head of Mamba 2.
-        num_tokens: Size of the vocabulary, including marks that are not letters.
-        mimetic: Parts of mimetic initialisation. An empty list means the initialisation of the
-            authors.
-        mimetic_layers: Blocks with mimetic initialisation, counted from 0. None means all blocks.
-        state_decay: Value of A with the part "decay". "power" replaces the drawn A = -a by -a^-8,
+        num_tokens: Size of the vocabulary, including special tokens that are not letters.
+        mimetic: Parts of mimetic initialisation to apply. An empty list means the initialisation of
+            Mamba's authors.
+        mimetic_layers: Indices of the blocks with mimetic initialisation, starting at 0. None means
+            all blocks.
+        state_decay: Value of A with the part "decay". "power" replaces the drawn value -a by -a^-8,
             and "constant" replaces it by -exp(-8).
 
     Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
@@ -112,7 +116,7 @@ class StateSpaceConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Sorted, so that configurations with the same parts are equal.
+        # Sort the parts, so that configurations with the same parts are equal.
         parts = tuple(part for part in get_args(Part) if part in self.mimetic)
         object.__setattr__(self, "mimetic", parts)
         if self.version == "mamba2" and self.inner_dim % self.head_width:
@@ -134,7 +138,8 @@ class StateSpaceConfig(EncoderConfig):
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, StateSpaceBlock)
             _draw_mixer(block.mixer, self.depth, generator)
-            # Mimetic parts draw no numbers, so other weights do not depend on `mimetic_layers`.
+            # Mimetic parts draw no random numbers, so other weights do not depend on
+            # `mimetic_layers`.
             if layer in layers:
                 _apply_mimetic_parts(block.mixer, self)
         return model
@@ -153,14 +158,14 @@ class StateSpaceConfig(EncoderConfig):
 
 
 def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
-    """Convolve each channel over four tokens. The last tap belongs to the current token."""
+    """Convolve each channel over four tokens. The last tap is applied to the current token."""
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
 
 class Mamba1Mixer(nn.Module):
     """Mixer of Mamba 1, which computes W3 (S(x) silu(z)) with (x, z) = W1 u.
 
-    S is a convolution, then silu, then a scan.
+    S is a convolution, followed by silu and a scan.
 
     Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis omits the skip
     connection D x of the scan and the norm of the block, which are included here.
@@ -174,14 +179,15 @@ class Mamba1Mixer(nn.Module):
         self.conv = nn.Conv1d(channels, channels, _TAPS, groups=channels)
         self.selection = nn.Linear(channels, self.rank + 2 * states, bias=False)
         self.step = nn.Linear(self.rank, channels)
-        # log(-A). It is a vector, because vectors have no weight decay, which would pull A to -1.
+        # log(-A). It is stored as a vector, because vectors have no weight decay. Weight decay
+        # would pull A to -1.
         self.log_decay = nn.Parameter(torch.empty(channels * states))
         self.scan_skip = nn.Parameter(torch.empty(channels))
         self.out_proj = nn.Linear(channels, config.dim, bias=False)
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the matrix that maps `rank` numbers of a token to the steps of its channels."""
+        """Return the matrix from `rank` numbers of a token to the step sizes of its channels."""
         return self.step.weight
 
     @property
@@ -206,7 +212,7 @@ class Mamba1Mixer(nn.Module):
 
     def _scan(self, values: Tokens, low: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
         steps = F.softplus(self.step(low).float())
-        # In bfloat16, sums over hundreds of tokens would be inexact.
+        # Compute in float32. In bfloat16, sums over hundreds of tokens would be inexact.
         with disable_autocast(values.device):
             values = values.float()
             decay = -self.log_decay.view(-1, self.states).exp()
@@ -217,7 +223,7 @@ class Mamba1Mixer(nn.Module):
 class Mamba2Mixer(nn.Module):
     """Mixer of Mamba 2, which computes W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u.
 
-    x, B and C are convolved, then silu is applied. S is a scan.
+    x, B and C are convolved and passed through silu. S is a scan.
 
     Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
     """
@@ -239,7 +245,7 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Float[Tensor, "heads dim"]:
-        """Return a view of the weights of the steps."""
+        """Return a view of the weights of the step sizes."""
         return self.in_proj.weight[-self.heads :]
 
     @property
@@ -286,7 +292,7 @@ class StateSpaceBlock(nn.Module):
 
 
 class StateSpaceModel(EncoderModule):
-    """Mamba 1 or 2. `build_encoder` draws its weights."""
+    """A Mamba 1 or Mamba 2. `build_encoder` draws its weights."""
 
     config: StateSpaceConfig
 
@@ -300,7 +306,7 @@ class StateSpaceModel(EncoderModule):
     def forward(
         self, tokens: Int64[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens choices"]:
-        """Return the logits of the next token at each position, from this and earlier tokens."""
+        """Return the logits of the next token at each position, given all tokens up to there."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -355,9 +361,9 @@ def scan_channels(
     *,
     chunk: int,
 ) -> PerChannel:
-    """Compute the output of Mamba 1 by the recurrence.
+    """Compute the output y of Mamba 1 by the recurrence.
 
-    Products by M would take ten times as long, because each channel has its own matrix.
+    Multiplying by M would take ten times as long, because each channel has its own matrix M.
 
     The steps are positive, and the decay A is at most 0. The states of `chunk` tokens are in memory
     at the same time.
@@ -379,9 +385,9 @@ def scan_channels(
 def channel_mixing(
     steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch channels tokens tokens"]:
-    """Return the matrix M of each channel of Mamba 1. Its rows belong to outputs."""
+    """Return the matrix M of each channel of Mamba 1. Its rows are outputs, its columns inputs."""
     logs = (steps[..., None] * decay).cumsum(1)
-    between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
+    between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
     products = torch.einsum("bin,bjn,bijcn->bcij", queries, keys, between)
     return products * steps.transpose(1, 2)[:, :, None]
 
@@ -395,11 +401,11 @@ def scan_heads(
     *,
     chunk: int,
 ) -> Float[Tensor, "batch tokens heads width"]:
-    """Compute the output of Mamba 2 by matrices within chunks and by the recurrence between chunks.
+    """Compute the output y of Mamba 2, by M within chunks and by the recurrence between them.
 
     The steps are positive, and the decay A is at most 0. The memory grows with the square of the
-    chunk size. A single chunk is computed by the matrix M alone, and chunks of one token by the
-    recurrence alone.
+    chunk size. With a single chunk, only the matrix M is used. With chunks of one token, only the
+    recurrence is used.
     """
     outputs = []
     batch, _, heads, width = inputs.shape
@@ -419,20 +425,20 @@ def scan_heads(
 def head_mixing(
     steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch heads tokens tokens"]:
-    """Return the matrix M of each head of Mamba 2. Its rows belong to outputs."""
+    """Return the matrix M of each head of Mamba 2. Its rows are outputs, its columns inputs."""
     logs = (steps * decay).cumsum(1)
-    between = _causal(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads
+    between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads
     products = torch.einsum("bin,bjn->bij", queries, keys)[..., None] * between
     return (products * steps[:, None]).permute(0, 3, 1, 2)
 
 
-def _causal(logs: Tensor) -> Tensor:
+def _masked_exp(logs: Tensor) -> Tensor:
     """Return exp(logs) where the input is not later than the output, and 0 elsewhere.
 
     The shape of `logs` is (batch, outputs, inputs, ...).
     """
     tokens = logs.shape[1]
     is_later = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).triu(1)
-    # Mask before exp, which could overflow for inputs after an output.
+    # Mask before exp, because exp could overflow for inputs later than the output.
     is_later = is_later.view(1, tokens, tokens, *[1] * (logs.ndim - 3))
     return logs.masked_fill(is_later, -math.inf).exp()

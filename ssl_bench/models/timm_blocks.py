@@ -1,4 +1,4 @@
-"""Find the blocks of any model of timm, and check them against timm's own feature extraction."""
+"""Find the blocks of any timm model, and compare their outputs with timm's own features."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from ssl_bench.system.device import evaluation_mode, preserve_process_state
 
 Images = Float[Tensor, "1 3 height width"]
 Map = Float[Tensor, "1 width rows cols"]
-# Rows and columns of the coarsest token grid in the trial pass.
+# Rows and columns of the coarsest token grid in the trial forward pass.
 _TRIAL_GRID = (2, 3)
-# Largest difference from timm's features, as a fraction of their largest value.
+# Largest accepted difference from timm's features, as a fraction of their largest absolute value.
 _TOLERANCE = 1e-5
 
 
 class UnsupportedBlocks(ValueError):
-    """An error for blocks that do not return one feature for each patch of an image."""
+    """Error for blocks that do not return one feature vector per patch."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class _Stage:
     """The blocks of one stage.
 
     Attributes:
-        blocks: Names of the blocks. If the stage cannot be divided, its own name is the only one.
-        num_prefix_tokens: Number of tokens before the patches. None if the blocks return maps.
-        channels_last: Whether the channels are the last axis of maps.
+        blocks: Names of the blocks. If the stage cannot be divided, the only entry is its own name.
+        width: Number of channels.
+        stride: Stride in pixels.
+        num_prefix_tokens: Number of tokens before the patches. None if the blocks return feature
+            maps.
+        channels_last: Whether the channels are the last axis of feature maps.
     """
 
     blocks: tuple[str, ...]
@@ -49,12 +52,12 @@ class _Stage:
 
 
 def trace_blocks(model: Any) -> Shape:
-    """Find the blocks of a model of timm in a trial pass over an image of noise.
+    """Find the blocks of a timm model in a forward pass over an image of random noise.
 
-    A model of timm lists its stages in `feature_info`. If all modules of a stage have one class and
-    return features of the same shape, each module is a block, such as each residual block of a
-    ResNet. Otherwise the stage is one block. The stem is not a block. The output of each stage must
-    equal the features that `model.forward_intermediates` returns.
+    A timm model lists its stages in `feature_info`. If all modules of a stage have the same class
+    and return features of the same shape, each of these modules is a block. Examples are the
+    residual blocks of a ResNet. Otherwise, the whole stage is one block. The stem is not a block.
+    The output of each stage must equal the features that `model.forward_intermediates` returns.
 
     Returns:
         The names and shapes of the blocks.
@@ -62,7 +65,7 @@ def trace_blocks(model: Any) -> Shape:
     Raises:
         UnsupportedBlocks: A stage does not return the features that timm extracts from it.
     """
-    # Some models store a list, others a `FeatureInfo`.
+    # Some models store a list, and others store a `FeatureInfo`.
     infos = list(getattr(model.feature_info, "info", model.feature_info))
     names = [info["module"] for info in infos]
     coarsest = max(int(info["reduction"]) for info in infos)
@@ -81,7 +84,7 @@ def trace_blocks(model: Any) -> Shape:
             except Exception as error:
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
                 raise UnsupportedBlocks(reason) from error
-    stages = _without_stem(model, names, stages)
+    stages = _remove_stem(model, names, stages)
     prefixes = {stage.num_prefix_tokens or 0 for stage in stages}
     layouts = {stage.channels_last for stage in stages if stage.num_prefix_tokens is None}
     if len(prefixes) > 1 or len(layouts) > 1:
@@ -121,10 +124,10 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
 
 
 def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
-    """Run a forward pass, and return the outputs of stages and of modules that may be blocks.
+    """Return the outputs of all stages and of all candidate blocks in a forward pass.
 
     A module is left out if it is called several times, returns something other than a tensor, or
-    returns a tensor that a later module modifies.
+    returns a tensor that a later module modifies in place.
     """
     parts = dict(model.named_modules())
     candidates = {sibling for name in names for sibling in (*_earlier_siblings(name), name)}
@@ -150,13 +153,13 @@ def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[st
 
 
 def _earlier_siblings(name: str) -> list[str]:
-    """Return the names of all modules that precede a module in its list, such as blocks.0."""
+    """Return the names of the modules before `name` in its list, such as blocks.0 for blocks.1."""
     parent, _, index = name.rpartition(".")
     return [f"{parent}.{number}" for number in range(int(index))] if index.isdigit() else []
 
 
 def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the modules in the list `blocks` of a stage, or else of its children."""
+    """Return the names of the modules in a stage's `blocks`, or of its children if it has none."""
     owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
     return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
 
@@ -166,8 +169,8 @@ def _divide_stage(
 ) -> tuple[str, ...]:
     """Return the names of the blocks of a stage, in order.
 
-    timm lists only the last block of each stage of Hiera. Preceding modules of the same list are
-    therefore blocks of the stage if they return features of the same shape.
+    For Hiera, timm lists only the last block of each stage. Therefore, preceding modules in the
+    same list also count as blocks of the stage if they have the same class and output shape.
     """
     parts = dict(model.named_modules())
     shape, kind = outputs[stage].shape, type(parts[stage])
@@ -192,10 +195,10 @@ def _divide_stage(
 
 
 def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple[int | None, bool]:
-    """Return the number of prefix tokens (None for maps), and whether maps have channels last.
+    """Return the number of prefix tokens (None for feature maps), and whether channels come last.
 
     Raises:
-        UnsupportedBlocks: The output differs from timm's features in all layouts.
+        UnsupportedBlocks: The output does not match timm's features in any layout.
     """
     grid = expected.shape[2:]
     prefix = output.shape[1] - grid[0] * grid[1]
@@ -218,10 +221,10 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
     raise UnsupportedBlocks(f"{stage} does not return the features that timm extracts from it")
 
 
-def _without_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
-    """Leave out the stem, which is every stage before the first divided stage.
+def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
+    """Return the stages without the stem, which is every stage before the first divided stage.
 
-    A stage of the same class as the blocks of the divided stage is not part of the stem.
+    A stage whose class is that of the blocks in the first divided stage is not part of the stem.
     """
     for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
         if stage.blocks != (name,):

@@ -1,4 +1,4 @@
-"""Configuration of the models of timm that this suite trains, and their families."""
+"""Configuration of the timm models that this suite can train, and the families of these models."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -27,18 +27,18 @@ _BLOCK_INITIALISERS = ("default", "skipless", "mimetic", "xavier")
 
 @dataclass(frozen=True)
 class Family:
-    """Properties that the models of one family of timm share.
+    """Properties that all models of a timm family share.
 
     Attributes:
         name: Name of the family in messages.
         stages: Number of stages. Each stage after the first halves the token grid.
-        patch_size: Patch size in pixels of models whose name does not state one.
-        arguments: timm's names of the arguments for widths, depths and heads.
-        options: Those of the arguments "img_size", "patch_size", "window_size" and
-            "dynamic_img_size" that timm's constructor takes. Models with "dynamic_img_size" accept
-            images of any size.
+        patch_size: Patch size in pixels of models whose name states no patch size.
+        arguments: Names of timm's constructor arguments for the widths, depths and heads.
+        options: Other arguments that timm's constructor accepts: some of "img_size", "patch_size",
+            "window_size" and "dynamic_img_size". Models with "dynamic_img_size" accept images of
+            any size.
         class_blocks: Whether the last blocks only update [CLS].
-        inits: Names of the initialisers that support the blocks.
+        inits: Names of the initialisers that support the blocks of the family.
     """
 
     name: str
@@ -57,7 +57,7 @@ _CONVNEXT = {"widths": "dims", "depths": "depths"}
 _CONVNEXT_INITIALISERS = ("default", "uniform", "covariance")
 _DYNAMIC = ("img_size", "patch_size", "dynamic_img_size")
 
-# Families by the beginning of timm's name. `create` asks timm whether the whole name exists.
+# Families by the prefix of the model's name in timm. `create` checks whether the full name exists.
 FAMILIES: Mapping[str, Family] = {
     "swin_": Family("Swin", 4, 4, _SWIN, (*_DYNAMIC, "window_size")),
     "cait_": Family("CaiT", 1, 16, _VIT, ("img_size", "patch_size"), class_blocks=True),
@@ -70,34 +70,35 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class TimmConfig(EncoderConfig):
-    """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt, ViT or DeiT of timm.
+    """Architecture and initialisation of timm's Swin, CaiT, PVT v2, ConvNeXt, ViT or DeiT.
 
     Args:
-        name: timm's name without a tag. It determines all properties that no other field sets.
-            Names of DINOv3 and of ConvNeXts with another stem than patches are refused.
+        name: timm's name of the model, without a tag. It determines all properties that no other
+            field sets. DINOv3, and ConvNeXts whose stem is not a patch embedding, are refused.
         image_size: Side of the training images in pixels. It must be a multiple of the stride of
             the last stage. Each stage after the first halves the token grid.
         patch_size: Patch size of the first layer in pixels. 0 means the size in the name.
-        window_size: Side of Swin's windows in patches. 0 means the size in the name. timm limits
-            windows to the grid of their stage.
+        window_size: Side of Swin's windows in patches. 0 means the size in the name. In stages
+            whose token grid is smaller than this, timm uses the whole grid as the window.
         widths: Width of each stage. None means timm's widths.
         depths: Number of blocks of each stage. None means timm's depths.
-        heads: Number of attention heads of each stage. None means timm's numbers.
-        drop_path: timm's `drop_path_rate`, the probability to drop a sub-block. CaiT has the same
-            probability in all blocks. In other models, it increases linearly from 0 in the first
-            block to this value in the last block.
+        heads: Number of attention heads in each stage. None means timm's numbers.
+        drop_path: timm's `drop_path_rate`, the probability of dropping a sub-block. CaiT has the
+            same probability in all blocks. In other models, it increases linearly from 0 in the
+            first block to this value in the last block.
         graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
         graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
-        graying_layers: Indices of the blocks with graying, counted through all stages. None
+        graying_layers: Indices of the blocks with graying, numbered from 0 across all stages. None
             means all blocks.
-        graying_scope: Whether all tokens of an image form one matrix ("map"), or the tokens of each
-            window of Swin ("window").
-        graying_class_blocks: Whether graying also comes before CaiT's last blocks, which only
-            update [CLS]. In these blocks, graying changes [CLS] and all patches.
+        graying_scope: The tokens that form one matrix: all tokens of an image ("map"), or the
+            tokens of one Swin window ("window").
+        graying_class_blocks: Whether graying is also applied before CaiT's last blocks, which only
+            update [CLS]. There, graying changes [CLS] and all patches.
         frozen_filters: Do not train the depthwise filters of ConvNeXt. Their biases are trained.
-        init: "default" is timm's initialisation. ConvNeXt also has "uniform" (PyTorch's, for all
-            layers) and "covariance" ("uniform", with other depthwise filters). Models other than
-            ConvNeXt and PVT v2 have the initialisers of `ViTConfig` except "osa".
+        init: "default" is timm's initialisation, and the only choice for PVT v2. ConvNeXt also has
+            "uniform" (PyTorch's default for all layers) and "covariance" (like "uniform", but with
+            other depthwise filters). All other models have the initialisers of `ViTConfig` except
+            "osa".
         init_options: Options of the initialiser. None means the default of the option.
     """
 
@@ -134,8 +135,8 @@ class TimmConfig(EncoderConfig):
         has_windows = "window_size" in family.options
         if self.window_size and not has_windows:
             raise ConfigurationError(
-                f"model.window_size is only for Swin, got {self.window_size} for {self.name}. "
-                "Remove it"
+                f"only Swin has model.window_size, got {self.window_size} for {self.name}. "
+                "Remove this key"
             )
         if has_windows and not self.window_size:
             match = re.search(r"window(\d+)", self.name)
@@ -160,7 +161,7 @@ class TimmConfig(EncoderConfig):
         check_divisible(self, "image_size", "patch_size")
         if self.graying != "none" and "heads" not in family.arguments:
             raise ConfigurationError(
-                f"model.graying needs attention, got {self.graying} for {self.name}",
+                f"model.graying needs a model with attention, got {self.graying} for {self.name}",
                 hint=("model.graying=none",),
             )
         if self.graying_scope == "window" and not has_windows:
@@ -170,14 +171,14 @@ class TimmConfig(EncoderConfig):
             )
         if self.graying_class_blocks and not family.class_blocks:
             raise ConfigurationError(
-                f"model.graying_class_blocks is only for CaiT, got true for {self.name}",
+                f"only CaiT has model.graying_class_blocks, got true for {self.name}",
                 hint=("model.graying_class_blocks=false",),
             )
         every = {**INITIALISERS, **FILTER_INITIALISERS}
         make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
         if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(
-                "model.frozen_filters needs depthwise filters of ConvNeXt, got true for "
+                "model.frozen_filters needs the depthwise filters of a ConvNeXt, got true for "
                 f"{self.name}",
                 hint=("model.frozen_filters=false",),
             )
@@ -194,11 +195,11 @@ class TimmConfig(EncoderConfig):
 
     @property
     def family(self) -> Family:
-        """Properties that the model shares with its family."""
+        """Properties of the family that the model belongs to."""
         families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
         if not families or "." in self.name:
             raise ConfigurationError(
-                "model.name must be timm's name of a model without a tag, and begin with "
+                "model.name must be the name of a timm model, without a tag, that begins with "
                 f"{' or '.join(FAMILIES)}, got {self.name!r}",
                 hint=("model.name=swin_small_patch4_window7_224",),
             )
@@ -206,7 +207,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def shape(self) -> "Shape":
-        """Shapes of all blocks. The property imports timm, which takes seconds."""
+        """Shapes of all blocks. Reading this property imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)
@@ -218,12 +219,12 @@ class TimmConfig(EncoderConfig):
 
     @property
     def depth(self) -> int:
-        """Number of blocks of all stages, without blocks that only update [CLS]."""
+        """Number of blocks in all stages, without blocks that only update [CLS]."""
         return len(self.shape.widths)
 
     @property
     def num_heads(self) -> int:
-        """Number of attention heads of the first block. 0 without attention."""
+        """Number of attention heads of the first block, or 0 if it has no attention."""
         return self.shape.num_heads
 
     @property

@@ -1,4 +1,4 @@
-"""Give models of timm the interface of an encoder, and build those that this suite trains."""
+"""Give timm models the interface of an encoder, and build those that this suite can train."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -35,22 +35,22 @@ Maps = Float[Tensor, "batch rows cols dim"]
 STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
 TRAINED = (*STAGED, Cait, VisionTransformer)
 KNOWN = (*TRAINED, Eva)
-"""Classes of timm for which `list_blocks` works. `trace_blocks` is for all other classes."""
+"""timm classes that `list_blocks` supports. All other classes need `trace_blocks`."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of the blocks of a model of timm. Tuples have a value for each block, in order.
+    """The shapes of a timm model's blocks. Each tuple has one value per block, in order.
 
     Attributes:
         widths: Number of channels of each block.
         strides: Stride of each block in pixels.
-        num_heads: Number of attention heads of the first block. 0 without attention.
+        num_heads: Number of attention heads of the first block, or 0 if it has no attention.
         num_prefix_tokens: Number of [CLS] and register tokens before the patches.
         num_registers: Number of registers among the prefix tokens.
-        channels_last: Whether blocks return maps whose last axis contains the channels.
-        any_size: Whether the model accepts images of other sizes than its native size.
-        blocks: Name of each block. Empty for models of the classes `KNOWN`.
+        channels_last: Whether the blocks return feature maps whose last axis is the channels.
+        any_size: Whether the model accepts image sizes other than its native size.
+        blocks: Name of each block. Empty if the class of the model is in `KNOWN`.
     """
 
     widths: tuple[int, ...]
@@ -64,40 +64,41 @@ class Shape:
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm with two attributes of an encoder: the list `blocks` and the final `norm`.
+    """A timm model with the attributes that encoders need: a list `blocks` and a final `norm`.
 
-    For images of other sizes than the native size, position embeddings of models of the classes
-    `KNOWN` are resized as in DINO. timm resizes them with antialiasing and without a margin, so its
-    features differ for these images. Other models resize their position embeddings as timm does.
+    For image sizes other than the native size, models whose class is in `KNOWN` resize their
+    position embeddings as in DINO. timm itself resizes them with antialiasing and without a margin,
+    so its features differ at these sizes. All other models resize their position embeddings as timm
+    does.
 
     Args:
-        model: The model of timm, which is used, not copied.
-        traced: Shape from `trace_blocks`. None for models of the classes `KNOWN`.
+        model: The timm model. It is not copied.
+        traced: Result of `trace_blocks`. None if the class of the model is in `KNOWN`.
     """
 
     def __init__(self, model: nn.Module, traced: Shape | None = None) -> None:
         super().__init__()
-        # timm's models have no common class that declares their attributes.
+        # timm's models have no common base class that declares their attributes.
         self.model: Any = model
         self.traced = traced
         if isinstance(model, Cait):
-            # Accept other image sizes, because `forward` resizes the positions.
+            # Accept other image sizes, because `forward` resizes the position embedding.
             patch_embed: Any = model.patch_embed
             patch_embed.strict_img_size = False
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks of all stages in order, without CaiT's blocks that only update [CLS]."""
+        """Blocks of all stages in order, without CaiT's blocks that only update [CLS]."""
         if self.traced is not None:
             return nn.ModuleList(self.model.get_submodule(name) for name in self.traced.blocks)
         return nn.ModuleList(list_blocks(self.model))
 
     @property
     def norm(self) -> nn.Module:
-        """The final norm for tokens of the last block, or an identity."""
+        """Final norm, applied to the tokens of the last block. The identity if there is none."""
         if self.traced is None:
             if isinstance(self.model, ConvNeXt):
-                # timm applies this norm to the mean of a map.
+                # timm applies this norm to the mean of a feature map.
                 head: Any = self.model.head
                 return _TokenNorm(head.norm)
             has_stage_norms = isinstance(self.model, PyramidVisionTransformerV2)
@@ -111,7 +112,7 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Text that describes how positions are resized. None without a position embedding."""
+        """How the position embedding is resized. None without a position embedding."""
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -119,7 +120,7 @@ class TimmBackbone(nn.Module):
         return "as timm resizes them" if has_positions and self.traced.any_size else None
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Return the features that timm's classifier receives: [CLS] or the mean of all patches."""
+        """Return timm's features before its classifier: [CLS] or a mean of the patches."""
         model: Any = self.model
         if self.traced is not None or getattr(model, "pos_embed", None) is None:
             return model(images)
@@ -129,7 +130,7 @@ class TimmBackbone(nn.Module):
         if size == tuple(native):
             return model(images)
         resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-        # With this grid size, timm does not resize the positions again.
+        # Set the grid size so that timm does not resize the positions again.
         model.patch_embed.grid_size = size
         try:
             return torch.func.functional_call(model, {"pos_embed": resized}, (images,))
@@ -138,7 +139,7 @@ class TimmBackbone(nn.Module):
 
 
 class _TokenNorm(nn.Module):
-    """A LayerNorm for maps, applied to tokens."""
+    """The LayerNorm of a feature map, applied to tokens."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -150,9 +151,9 @@ class _TokenNorm(nn.Module):
 
 
 class TimmEncoder(TimmBackbone, EncoderModule):
-    """A model of timm that this suite trains. `build_encoder` initialises its weights.
+    """A timm model that this suite trains. `build_encoder` initialises its weights.
 
-    The names of its weights are timm's with the prefix "model.".
+    The names of the weights are those of timm with the prefix "model.".
     """
 
     config: TimmConfig
@@ -163,8 +164,8 @@ class TimmEncoder(TimmBackbone, EncoderModule):
         stem: Any = getattr(self.model, "stem", None)
         if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
             raise ConfigurationError(
-                "expected a ConvNeXt whose stem is a patch embedding, got another stem with "
-                f"model.name={config.name}",
+                "expected a ConvNeXt whose stem is a patch embedding, but that of "
+                f"model.name={config.name} is not",
                 hint=("model.name=convnext_atto",),
             )
         coarsest = max(shape_of_model(self.model).strides)
@@ -185,10 +186,13 @@ class TimmEncoder(TimmBackbone, EncoderModule):
 def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
     """Build an encoder whose weights depend only on `config` and `seed`.
 
-    The global random state does not change. Weights that the initialiser does not set are timm's.
-    In ConvNeXt, all layers are first drawn as in PyTorch, and then the depthwise filters are drawn
-    again. Therefore, "uniform" and "covariance" only differ in these filters. LayerScale keeps
-    timm's values. Trockman's thesis does not state which layers "uniform" applies to.
+    The global random state does not change. Weights that the initialiser does not set keep timm's
+    initial values.
+
+    For ConvNeXt with "uniform" or "covariance", all convolutions and linear layers are first drawn
+    as in PyTorch. Then the depthwise filters are redrawn, so the two initialisers only differ in
+    these filters. LayerScale keeps timm's values. Trockman's thesis does not state to which layers
+    "uniform" applies.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -205,7 +209,7 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
 
 
 def list_blocks(model: Any) -> list[nn.Module]:
-    """Return the blocks of all stages of a model of the classes `KNOWN`, in order."""
+    """Return the blocks of all stages, in order, of a model whose class is in `KNOWN`."""
     if (stages := _list_stages(model)) is None:
         return list(model.blocks)
     return [block for stage in stages for block in stage.blocks]
@@ -216,7 +220,7 @@ def _list_stages(model: Any) -> Any:
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """Return the height and width in pixels of the images that a model of timm is made for."""
+    """Return the native height and width in pixels of a timm model's images."""
     patch_embed: Any = getattr(model, "patch_embed", None)
     # Older versions of timm have no `_traits`.
     size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
@@ -225,22 +229,22 @@ def native_size(model: Any) -> tuple[int, int]:
 
 
 def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """Return the function `arrange` of an encoder, or None if its patches are row by row.
+    """Return a timm model's value for `Encoder.arrange`, or None if its patches are row by row.
 
-    Hiera needs the function, because it keeps the patches of a window next to each other.
+    Hiera needs such a function, because it stores the patches of a window next to each other.
     """
     return getattr(model, "reroll", None)
 
 
 def count_heads(block: nn.Module) -> int:
-    """Return the number of attention heads of a block, 0 without attention."""
+    """Return the number of attention heads of a block, or 0 if it has no attention."""
     attention: Any = getattr(block, "attn", block)
     heads = getattr(attention, "num_heads", getattr(attention, "heads", 0))
     return heads if isinstance(heads, int) else 0
 
 
 def count_registers(model: Any) -> int:
-    """Return the number of register tokens of a model of timm."""
+    """Return the number of register tokens of a timm model."""
     registers = getattr(model, "reg_token", None)
     return getattr(model, "num_reg_tokens", 0) if registers is None else registers.shape[1]
 
@@ -252,7 +256,7 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def shape_of(config: TimmConfig) -> Shape:
-    """Return the shape of a configured model, without creating its weights."""
+    """Return the shape of the model of a configuration, without creating its weights."""
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
@@ -264,9 +268,9 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Return the shape of a model of the classes `KNOWN`, based on its `feature_info`."""
+    """Return the shape of a model whose class is in `KNOWN`, based on its `feature_info`."""
     blocks, stages = list_blocks(model), _list_stages(model)
-    # `feature_info` has an entry for each stage, or for each block of a model without stages.
+    # `feature_info` has one entry per stage, or one per block if the model has no stages.
     counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]
     infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
     return Shape(
@@ -280,7 +284,7 @@ def shape_of_model(model: Any) -> Shape:
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
-    """Create a model of timm from a configuration. The global random state does not change."""
+    """Create a timm model from a configuration. The global random state does not change."""
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}. "
@@ -316,7 +320,7 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
 def gray_inputs(
     config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
 ) -> None:
-    """Add token graying before the blocks of timm that a configuration selects."""
+    """Add token graying before those blocks of a timm model that a configuration selects."""
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
@@ -330,7 +334,7 @@ def gray_inputs(
 
 
 def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gray all tokens of an image as one matrix. Maps have the channels last."""
+    """Gray all tokens of an image as one matrix. Feature maps must have the channels last."""
     x, *others = inputs
     if x.ndim == 3:
         return graying(x), *others
@@ -340,7 +344,8 @@ def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) 
 def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gray the tokens of each window of a Swin block as one matrix.
 
-    The map is shifted, and padded with zeros to a multiple of the window size, as in the block.
+    As in the block itself, the map is shifted and padded with zeros to a multiple of the window
+    size.
     """
     swin: Any = block
     (x,) = inputs
@@ -359,7 +364,7 @@ def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) 
 def gray_with_class(
     graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Gray [CLS] and the patches as one matrix, in the last blocks of CaiT."""
+    """Gray [CLS] and the patches as one matrix, before one of CaiT's last blocks."""
     x, cls_token = inputs
     gray = graying(torch.cat([cls_token, x], dim=1))
     return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

@@ -18,8 +18,8 @@ _TOKEN_STD = 0.02
 # Bound for `truncated_tokens`. Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
 _CUT = 2 * _TOKEN_STD
 _TEMPERATURE = 10_000.0
-# Official DINO adds the margin to the new size, so that rounding cannot lose a row. The margin also
-# affects the sampling positions, so all features depend on it.
+# Official DINO adds this margin to the new grid size, so that rounding cannot drop a row. The
+# margin also shifts the sampling positions, so all features depend on it.
 DINO_MARGIN = 0.1
 _BICUBIC = -0.75
 
@@ -31,7 +31,7 @@ class EncoderModule(nn.Module):
     """Base class of the encoders that an `EncoderConfig` builds.
 
     Attributes:
-        config: The configuration that the module was built from.
+        config: The configuration from which the module was built.
         blocks: The blocks in order, as a `ModuleList`.
         norm: The final norm, or the identity.
     """
@@ -42,12 +42,12 @@ class EncoderModule(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """Text that describes how stored positions are resized. None without stored positions."""
+        """How the position embedding is resized. None without a position embedding."""
         return None
 
 
 class PatchEmbed(nn.Module):
-    """A linear map of the pixels of each patch. Patches do not overlap."""
+    """Linear embedding of non-overlapping patches."""
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
@@ -66,7 +66,8 @@ class PatchEmbed(nn.Module):
             )
         if not images.is_cuda:
             return self.proj(images)
-        # Use a matrix product. cuDNN's convolution of three channels takes 8 % of a training step.
+        # Use a matrix product, because cuDNN's convolution over three channels takes 8 % of a
+        # training step.
         size = self.patch_size
         parts = images.unflatten(2, (-1, size)).unflatten(4, (-1, size))
         patches = parts.permute(0, 2, 4, 1, 3, 5).flatten(3)  # batch rows cols pixels
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         """Return the attention-weighted sums of the values, for each head and token."""
         if not (q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"):
             return F.scaled_dot_product_attention(q, k, v)
-        # Use float32. On a CPU, gradients in bfloat16 take two to eight times as long for up to 150
-        # tokens. For 257 tokens, both dtypes take equally long.
+        # Use float32. On a CPU with up to 150 tokens, the gradients take two to eight times as long
+        # in bfloat16. With 257 tokens, both dtypes take equally long.
         with disable_autocast(q.device):
             wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         return wide.to(q.dtype)
@@ -115,15 +116,15 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Token graying if configured, then pre-norm attention, then a pre-norm MLP.
+    """Optional token graying, then pre-norm attention, then a pre-norm MLP.
 
-    With a skip connection, the output of attention or MLP is added to the tokens before the norm.
-    The skip connection of attention adds grayed tokens. Without a skip connection, the output
-    replaces the tokens.
+    With a skip connection, the output of the attention or MLP is added to the tokens before its
+    norm. For attention, these are the grayed tokens. Without a skip connection, the output replaces
+    the tokens.
 
     Args:
         config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.
-        drop_path: Probability in training to drop the output of a sub-block for a sample.
+        drop_path: Probability of dropping the output of a sub-block for a sample in training.
     """
 
     def __init__(self, config: ViTConfig, *, drop_path: float) -> None:
@@ -155,12 +156,12 @@ class VisionTransformer(EncoderModule):
 
     Args:
         config: Architecture of the encoder.
-        grid_size: Rows and columns of the stored positions. The default is the square grid of
-            `config`. Checkpoints of other libraries may have another grid.
+        grid_size: Rows and columns of the position embedding. The default is the square grid of
+            `config`. Checkpoints of other libraries may have a different grid.
 
     Attributes:
-        position_margin: The `margin` of `resize_positions`. The default is DINO's margin.
-            Checkpoints of other libraries may need another margin.
+        position_margin: The argument `margin` of `resize_positions`. The default is DINO's margin.
+            Checkpoints of other libraries may need a different margin.
     """
 
     config: ViTConfig
@@ -198,7 +199,7 @@ class VisionTransformer(EncoderModule):
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
         """Return [CLS] after the final norm.
 
-        The images are normalised. Their sides are multiples of the patch size.
+        The images must be normalised, and their sides must be multiples of the patch size.
         """
         return self.forward_features(images)[:, 0]
 
@@ -237,8 +238,8 @@ def build_vit(
 ) -> VisionTransformer:
     """Return a ViT with initial weights, which depend only on `config` and `seed`.
 
-    The initialisers "skipless" and "mimetic" decompose a dim x dim matrix for each head, which
-    takes seconds for ViT-S.
+    The initialisers "skipless" and "mimetic" decompose a dim x dim matrix per head, which takes
+    seconds for ViT-S.
     """
     with torch.random.fork_rng(devices=[]):
         model = VisionTransformer(config, grid_size)
@@ -251,7 +252,7 @@ def build_vit(
             continue
         nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
         if config.truncated_tokens:
-            # A separate generator, so that this option does not change the weights drawn later.
+            # Use a separate generator, so that this option does not change the weights drawn later.
             separate = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
             truncated = torch.empty_like(parameter)
             nn.init.trunc_normal_(truncated, 0, _TOKEN_STD, -_CUT, _CUT, generator=separate)
@@ -264,7 +265,7 @@ def build_vit(
 
 
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
-    """Return position embeddings: sine and cosine of the column, then sine and cosine of the row.
+    """Return position embeddings: sin and cos of the column, then sin and cos of the row.
 
     Each of the four parts has dim / 4 frequencies.
 
@@ -286,14 +287,14 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the positions of the patches. Positions of prefix tokens such as [CLS] do not change.
+    """Resize the position embedding of the patches. Prefix tokens such as [CLS] keep theirs.
 
     Args:
-        positions: Position embedding, in which the positions of the patches come last.
+        positions: Position embedding, with the patches after all other tokens.
         old_size: Rows and columns of the patches in `positions`.
         new_size: Rows and columns of the result.
-        margin: Number that is added to the new rows and columns in the scale factor. The library
-            transformers uses 0.
+        margin: Number that is added to the new rows and columns when the scale factor is computed.
+            The transformers library uses 0.
 
     Source: `interpolate_pos_encoding` in vision_transformer.py of facebookresearch/dino: bicubic,
     scale factor (n + 0.1) / n0, no antialiasing.
@@ -305,23 +306,23 @@ def resize_positions(
     scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
-        # On CUDA, the gradient of `F.interpolate` is not deterministic. Results are equal up to
-        # rounding.
+        # On CUDA, the gradient of `F.interpolate` is not deterministic. Matrix products give the
+        # same result up to rounding.
         by_row, by_col = (
             _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
             for old, new, factor in zip(old_size, new_size, scale, strict=True)
         )
         resized = by_row @ image @ by_col.T
     else:
-        # Without a margin, the product of a scale factor and an old side can be just below the new
-        # side, and would be rounded down.
+        # Without a margin, pass the size, because the product of scale factor and old size can be
+        # slightly below the new size, and would be rounded down.
         target: Any = {"scale_factor": scale} if margin else {"size": new_size}
         resized = F.interpolate(image, **target, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Return a text for records that describes the method of `resize_positions`."""
+    """Return a description of the method of `resize_positions`, for records."""
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 
@@ -329,12 +330,12 @@ def describe_resampling(margin: float = DINO_MARGIN) -> str:
 def _bicubic_weights(
     old: int, new: int, scale: float, device: torch.device
 ) -> Float[Tensor, "{new} {old}"]:
-    """Return the weight of each old position in each new position along one side.
+    """Return the weight of each old position for each new position along one axis.
 
-    Positions outside the grid have the value of the nearest edge.
+    Positions outside the grid take the value of the nearest edge.
 
     Source: Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 4
-    with a = -0.75, the value in PyTorch and OpenCV.
+    with a = -0.75, as in PyTorch and OpenCV.
     """
     source = (torch.arange(new, dtype=torch.float64, device=device) + 0.5) / scale - 0.5
     neighbours = source.floor()[:, None] + torch.arange(-1, 3, device=device)

@@ -1,1 +1,1 @@
-"""Create an HTML report of a results folder. A browser can open it without a web server."""
+"""Create an HTML report of a results folder, which browsers open without a web server."""

@@ -1,4 +1,4 @@
-"""Compute the layout of line charts: the coordinates that a template writes as SVG."""
+"""Compute the layout of line charts, that is, the coordinates that a template writes as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 _RIGHT, _TOP, _BOTTOM = 10, 10, 34
 _MAX_TICK_LETTERS = 5
-# Width of a letter and height of a line of text, in SVG units of the chart.
+# Width of a character and height of a line of text, in SVG units.
 _LETTER_WIDTH, _LINE_HEIGHT = 5.9, 11.0
 MAX_END_LABELS = 8
-"""Largest number of curves that get labels at the right edge. More labels would overlap."""
+"""Largest number of curves with labels at the right edge. More labels would overlap."""
 
 
 class Size(NamedTuple):
-    """Size of a chart in SVG units. `left` is the room for the labels of the vertical axis."""
+    """Size of a chart in SVG units. `left` is the width of the labels of the vertical axis."""
 
     width: int
     height: int
@@ -23,18 +23,18 @@ class Size(NamedTuple):
 
 LARGE = Size(400, 240, 56)
 SMALL = Size(222, 164, 32)
-"""Size of a chart without a label of the vertical axis."""
+"""Size of a small chart, whose vertical axis has no label."""
 
 
 class Point(NamedTuple):
     """One score of a curve.
 
     Attributes:
-        x: Block index, epoch or severity.
-        value: The score. NaN interrupts the line. Infinity is drawn at the upper edge.
+        x: Block index, step, epoch or severity.
+        value: The score. NaN makes a gap in the line. Infinity is drawn at the upper edge.
         low: Lower end of the 95 % interval, or None if there is no interval.
         high: Upper end of the 95 % interval, or None if there is no interval.
-        is_degenerate: Whether the score is degenerate. The point is then drawn as a cross.
+        is_degenerate: Whether the score is degenerate. If so, the point is drawn as a cross.
     """
 
     x: int | float
@@ -52,11 +52,11 @@ class Curve:
     Attributes:
         name: Name of the checkpoint or block.
         style: CSS classes of the line, separated by spaces.
-        number: Number of the checkpoint or block, by which the page hides curves.
+        number: Number of the checkpoint or block, which the page uses to hide curves.
         points: Scores, sorted by x.
         label: Text at the right end of the line, or "".
-        has_marks: Whether every point is drawn as a dot. Otherwise only points without neighbours
-            are drawn as dots, because a line through them alone would be invisible.
+        has_marks: Whether every point is drawn as a dot. If not, only points between two gaps are
+            drawn as dots, because a line of one point is invisible.
     """
 
     name: str
@@ -89,8 +89,8 @@ class DrawnCurve(NamedTuple):
 
     Attributes:
         line: SVG path through the points.
-        band: SVG path around the area of the 95 % intervals.
-        label: Height and text of the label at the right end, or None without a label.
+        band: SVG path around the band of the 95 % intervals.
+        label: The y coordinate and text of the label at the right end, or None without a label.
     """
 
     name: str
@@ -108,10 +108,10 @@ class Chart(NamedTuple):
     Attributes:
         published: The y coordinates of published values, drawn as short dashes at the right edge.
         baselines: The y coordinates of image-independent baselines, drawn as dotted lines.
-        baseline_labels: Names of the baselines, at y coordinates where the names do not overlap.
+        baseline_labels: Names of the baselines, at y coordinates at which they do not overlap.
         zero: The y coordinate of the value 0, or None if 0 is outside the axis.
         left: The x coordinate of the left end of the axes. `right`, `top` and `bottom` are the
-            coordinates of the other ends.
+            coordinates of their other ends.
     """
 
     x_ticks: Sequence[Tick]
@@ -146,15 +146,24 @@ def draw_chart(
     """Compute the layout of a chart.
 
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
-    are positive plain numbers and the largest is more than 100 times the smallest. Its label is the
-    unit if `y_label` is empty. The axes also cover `same_axes`, the curves of other charts.
-    The ticks of the horizontal axis are the whole x of points, or round numbers from 0 if
-    `has_round_ticks`. Published and baseline values are given with their names. Published values
-    outside the vertical axis are not drawn. The unit is "%", or "" for plain numbers.
+    are positive plain numbers and the largest is more than 100 times the smallest.
+
+    Args:
+        curves: The curves to draw.
+        published: Names and values of published results. Values outside the vertical axis are not
+            drawn.
+        unit: Unit of the scores: "%", or "" for plain numbers.
+        y_label: Label of the vertical axis. The default is the unit.
+        x_label: Label of the horizontal axis.
+        same_axes: Curves of other charts that the axes must also cover.
+        has_round_ticks: Whether the ticks of the horizontal axis are round numbers from 0.
+            Otherwise, they are the whole numbers among the x of all points.
+        baselines: Names and values of image-independent baselines.
+        size: Size of the chart.
     """
     points = [point for curve in (*curves, *same_axes) for point in curve.points]
     xs = sorted({point.x for point in points}) or [0]
-    # No step or epoch is a fraction.
+    # Only draw ticks at whole steps and epochs.
     x_values = choose_ticks(0, xs[-1]) if has_round_ticks else xs
     x_values = [x for x in x_values if x <= xs[-1] and x == int(x)]
     xs = sorted({*xs, *x_values})
@@ -180,7 +189,7 @@ def draw_chart(
         return round(bottom - share * (bottom - _TOP), 1)
 
     def draw_curve(curve: Curve, label: Tick | None) -> DrawnCurve:
-        # A NaN splits the line into two pieces.
+        # Each NaN splits the line.
         pieces: list[list[Point]] = [[]]
         for point in curve.points:
             if not math.isnan(point.value):
@@ -216,18 +225,18 @@ def draw_chart(
         known = [p.value for p in curve.points if not math.isnan(p.value)]
         if labels and curve.label and known:
             last_heights[number] = to_y(known[-1])
-    label_heights = spread(list(last_heights.values()), _LINE_HEIGHT, float(_TOP), bottom)
+    label_heights = spread_labels(list(last_heights.values()), _LINE_HEIGHT, float(_TOP), bottom)
     end_labels = {
         number: Tick(height, curves[number].label)
         for number, height in zip(last_heights, label_heights, strict=True)
     }
     baseline_ticks = [Tick(to_y(value), name) for name, value in baselines]
-    # The name of a baseline is below its dotted line, or above the line if there is no room below.
+    # Put the name of a baseline below its dotted line, or above the line if there is no room below.
     wanted = [
         tick.position + _LINE_HEIGHT if tick.position + _LINE_HEIGHT < bottom else tick.position - 4
         for tick in baseline_ticks
     ]
-    name_heights = spread(wanted, _LINE_HEIGHT, float(_TOP) + _LINE_HEIGHT, bottom - 3)
+    name_heights = spread_labels(wanted, _LINE_HEIGHT, float(_TOP) + _LINE_HEIGHT, bottom - 3)
     return Chart(
         x_ticks=_omit_crowded([Tick(to_x(x), name_tick(x)) for x in x_values]),
         y_ticks=[Tick(to_y(value), _format_tick(value)) for value in ticks],
@@ -252,35 +261,37 @@ def draw_chart(
     )
 
 
-def choose_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return at most `most` ticks of a linear axis that covers the range from `low` to `high`.
+def choose_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ...]:
+    """Return at most `max_count` ticks of a linear axis that covers the range `low` to `high`.
 
-    Their distance is 1, 2 or 5 times a power of ten.
+    The distance between ticks is 1, 2 or 5 times a power of ten.
     """
-    # If the values are equal up to rounding errors, widen the range so that it is not empty.
+    # If both ends are equal up to rounding errors, widen the range so that it is not empty.
     size = abs(high) if 0 < abs(high) < 0.01 else 1.0
     if high - low <= 1e-6 * max(size, abs(high)):
         margin = max(0.5 * size, 1e-3 * abs(high))
         low, high = low - margin, high + margin
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    power = 10.0 ** math.floor(math.log10((high - low) / max_count))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
         first, last = math.floor(low / step), math.ceil(high / step)
-        if last - first < most:
+        if last - first < max_count:
             break
     return tuple(round(number * step, 10) for number in range(first, last + 1))
 
 
-def choose_log_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
-    """Return at most `most` powers of ten, with equal ratios, that cover the range."""
+def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ...]:
+    """Return at most `max_count` powers of ten with equal ratios that cover the range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    step = -(-(last - first) // (most - 1))
+    step = -(-(last - first) // (max_count - 1))
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
 
 
-def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tuple[float, ...]:
-    """Return the y coordinates `heights` of labels, moved apart to a distance of at least `gap`.
+def spread_labels(
+    heights: Sequence[float], gap: float, low: float, high: float
+) -> tuple[float, ...]:
+    """Move the y coordinates of labels apart, so that their distances are at least `gap`.
 
-    The labels keep their order and stay within `low` and `high`. If there is no room for all of
+    The labels keep their order and stay between `low` and `high`. If there is no room for all of
     them, some overlap at `low`.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
@@ -289,7 +300,7 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
     for i in order:
         moved[i] = free = max(moved[i], free)
         free += gap
-    # Move labels back up that are below `high`, because y grows downwards.
+    # Move labels that are now below the lower end `high` back up. The y coordinate grows downwards.
     free = high
     for i in reversed(order):
         moved[i] = max(low, min(moved[i], free))
@@ -307,7 +318,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Leave out ticks whose label would overlap with the previous one."""
+    """Leave out ticks whose label would overlap with the previous label."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:

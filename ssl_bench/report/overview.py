@@ -1,4 +1,4 @@
-"""Write the text and tables of a report: summaries, leaderboard, and scores of each block."""
+"""Write the texts and tables of a report: summaries, a leaderboard and the scores of each block."""
 
 import math
 from collections import defaultdict
@@ -23,20 +23,21 @@ from ssl_bench.tables.comparison import score_block, subtract
 from ssl_bench.tables.tasks import task_texts
 
 _MAX_COLUMNS = 3
-# Largest number of tables per task and split that are visible without unfolding.
+# Largest number of tables per task and split that are shown without unfolding.
 _MAX_OPEN_TABLES = 3
-# Facts that only the page of a checkpoint shows.
+# Facts about a checkpoint that are only shown on its page.
 _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
 class Leaderboard(NamedTuple):
-    """A table with one row per checkpoint: its scores, and the facts that distinguish it.
+    """A table with one row per checkpoint, containing its scores and distinguishing facts.
 
     Attributes:
-        panels: One panel for each column of scores, at least one per task and dataset.
+        panels: One panel per column of scores. Each task and split has at least one column.
         checkpoints: The rows, sorted by `rank_checkpoints`.
-        fact_names: Names of the facts that are not equal for all checkpoints.
-        fact_rows: Values of these facts for each checkpoint, "" where missing.
+        fact_names: Names of the facts that differ between checkpoints.
+        fact_rows: Values of these facts, or "" where missing, for each checkpoint in order of its
+            number.
         shared_facts: Names and values of the facts that are equal for all checkpoints.
     """
 
@@ -62,17 +63,21 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 
 
 def list_best(panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoint with the highest score, or several if their scores are equal."""
+    """Return the checkpoints with the highest score. There are several if their scores are equal.
+
+    The result is empty if fewer than two checkpoints have a best block.
+    """
     highest = max((line.best_value for line in panel.ranked_lines), default=None)
     lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
     return {line.checkpoint for line in lines if line.best_value == highest}
 
 
 def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints whose best block cannot be distinguished from the highest score.
+    """Return the checkpoints whose best score is not significantly below the highest score.
 
-    The 95 % interval of their paired difference does not exclude 0. Without values of the same
-    images and seed, the 95 % intervals of both scores overlap.
+    If both checkpoints have per-image values of the same images and seed, the 95 % interval of the
+    paired difference includes 0. Otherwise, the 95 % intervals of both scores overlap or are
+    unknown.
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
     best = list_best(panel)
@@ -96,13 +101,13 @@ def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
 
 
 def list_winners(panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints with the highest score if it exceeds all baselines."""
+    """Return the checkpoints with the highest score, if it is significantly above all baselines."""
     entries = {one: panel.find_headline_entry(one) for one in list_best(panel)}
     return {one for one, entry in entries.items() if entry and not panel.describe_unbeaten(entry)}
 
 
 def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
-    """Return sentences about the encoders with most best scores, and about the baselines."""
+    """Return sentences about the encoders that are best most often, and about the baselines."""
     compared = [panel for panel in panels if list_best(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
     for panel in compared:
@@ -122,7 +127,7 @@ def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
         if all(panel.describe_unbeaten(line.best_entry) for line in panel.lines if line.best_entry)
     ]
     if unbeaten:
-        # Under other settings, an encoder may be above the baseline of the same task and dataset.
+        # With other settings, an encoder may beat the baseline of the same task and dataset.
         beaten = {_name_column(panel) for panel in with_baseline if panel not in unbeaten}
         names = [
             f"{name} ({panel.title})" if (name := _name_column(panel)) in beaten else name
@@ -138,13 +143,13 @@ def _name_column(panel: Panel) -> str:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return names as a text such as "a, b and c"."""
+    """Join names to a text such as "a, b and c"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
 BlockTable = Sequence[tuple[Panel, Line]]
-"""The columns of a table with one row per block. Each column is a panel and one of its lines."""
+"""A table with one row per block. Each column is given by a panel and one line of the panel."""
 
 
 class BlockGroup(NamedTuple):
@@ -152,7 +157,7 @@ class BlockGroup(NamedTuple):
 
     Attributes:
         split_name: Dataset and split, such as "voc2012 val".
-        tables: Tables that are visible at once. Tables of the headline metric come first.
+        tables: Tables that are always visible. Columns of the headline metric come first.
         folded: Tables that readers must unfold.
     """
 
@@ -163,7 +168,7 @@ class BlockGroup(NamedTuple):
 
 
 def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
-    """Distribute the scores of one checkpoint over tables with at most `_MAX_COLUMNS` columns."""
+    """Arrange the scores of one checkpoint in tables of at most `_MAX_COLUMNS` columns."""
     line_by_panel = {panel.number: line for panel, line in lines}
     groups = []
     for task, of_task in group_by_task([panel for panel, _ in lines]).items():
@@ -171,7 +176,7 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
             metric = choose_headline_metric(of_split)
             panels = sorted(of_split, key=lambda panel, metric=metric: panel.metric != metric)
             columns = [(panel, line_by_panel[panel.number]) for panel in panels]
-            # Make as few tables as possible. Their numbers of columns differ by at most one.
+            # Make as few tables as possible, with numbers of columns that differ by at most one.
             count = -(-len(columns) // _MAX_COLUMNS)
             ends = [len(columns) * number // count for number in range(count + 1)]
             tables = [columns[start:end] for start, end in pairwise(ends)]
@@ -183,10 +188,11 @@ def group_block_tables(lines: Sequence[tuple[Panel, Line]]) -> list[BlockGroup]:
 def summarize_checkpoints(
     store: ResultStore, panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 ) -> dict[Checkpoint, list[str]]:
-    """Return the summaries of each checkpoint, one per task, dataset and protocol.
+    """Return the summaries of each checkpoint: one text per task, split and protocol.
 
-    Checkpoints without scores are omitted. Blocks are compared by paired differences on the same
-    images, or by their 95 % intervals if more than `MAX_PAIRED` checkpoints would take too long.
+    Checkpoints without scores are left out. Blocks are compared by paired differences on the same
+    images. With more than `MAX_PAIRED` checkpoints, this would take too long, so 95 % intervals are
+    compared instead.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -208,7 +214,7 @@ def summarize_checkpoints(
             subject += f" (protocol {protocol})" if has_rivals else ""
             texts[task].append(summarize_line(subject, panel, line, lower))
         if texts:
-            # Begin with one summary of each task.
+            # Interleave the tasks, so that the first summaries are about different tasks.
             rows = zip_longest(*texts.values())
             summaries[checkpoint] = [text for row in rows for text in row if text]
     return summaries
@@ -227,11 +233,11 @@ def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
 def find_lower_blocks(
     store: ResultStore, panel: Panel, line: Line, *, is_paired: bool
 ) -> set[int] | None:
-    """Return the blocks with a significantly lower score than the best block, or None if unknown.
+    """Return the blocks that score significantly lower than the best block, or None if unknown.
 
     A score is significantly lower if the 95 % interval of the paired difference excludes 0. If
-    `is_paired` is False or there are no per-image values, the whole 95 % interval of the block must
-    be below that of the best block. Degenerate blocks are never returned.
+    `is_paired` is False or there are no per-image values, the 95 % interval of the block must lie
+    below that of the best block. Degenerate blocks are never returned.
     """
     best = line.best_entry
     if best is None:
@@ -249,7 +255,7 @@ def find_lower_blocks(
 
 
 def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | None) -> str:
-    """Return sentences about the best block. `lower` is the result of `find_lower_blocks`."""
+    """Return sentences about the best block. `lower` comes from `find_lower_blocks`."""
     metric = task_texts(panel.task).metrics.get(panel.metric, panel.metric)
     place = f"{subject} on {panel.dataset}"
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
@@ -306,7 +312,7 @@ def _be(number: int) -> str:
 
 
 def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
-    """Return one sentence for each dataset with unreadable images."""
+    """Return one sentence for each dataset that has unreadable images."""
     sentences = []
     for panel in panels:
         left_out = panel.record.details.get("left_out", {}).values()

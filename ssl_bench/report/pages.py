@@ -1,4 +1,4 @@
-"""Collect the contents of a report, and the values that the template of each page needs."""
+"""Collect the contents of a report, and the values for the template of each page."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -68,10 +68,11 @@ class Report:
 
     Attributes:
         records: All records of the report. Pages refer to a record by its index.
-        pairs: Pairs of checkpoints. Each pair is compared on its own page.
-        epochs: Scores over epochs, for panels with a run that was probed at several epochs.
+        pairs: Pairs of checkpoints to compare, each on a page of its own.
+        epochs: Scores over epochs, for each panel with a run that was probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
-        galleries: Galleries of pictures by encoder id.
+        galleries: Galleries of pictures, by encoder id. pictures: The picture files of the results
+            folder.
         runs: Curves of training logs, or None without runs.
     """
 
@@ -100,7 +101,7 @@ class Report:
 
 
 def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels of uncorrupted images, or all panels if there are none."""
+    """Return the panels of uncorrupted images. If there are none, return all panels."""
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
 
@@ -112,13 +113,14 @@ def build_report(
     layers: Set[int] | None = None,
     logs: Sequence[RunLog] = (),
 ) -> Report:
-    """Collect the contents of a report on some records.
+    """Collect the contents of a report on the given records.
 
-    If there are no pairs of encoder ids to compare, `choose_pairs` selects pairs. Pictures are
-    shown for the blocks `layers`, see `keep_layers`. `logs` are the training logs of runs.
+    `id_pairs` contains pairs of encoder ids to compare. If it is empty, `choose_pairs` chooses
+    pairs. Pictures are shown for the blocks `layers` (see `keep_layers`). `logs` contains the
+    training logs of runs.
 
     Raises:
-        ConfigurationError: A pair consists of the same checkpoint twice.
+        ConfigurationError: A pair contains the same checkpoint twice.
     """
     checkpoints, pictures = list_checkpoints(records), PictureFiles(store.root)
     panels = group_into_panels(records, checkpoints)
@@ -170,7 +172,7 @@ def build_index_page(report: Report) -> Page:
         "columns": [
             {
                 "panel": panel,
-                # Panels of the same images need their settings as a title.
+                # If a task has several panels on the same split, the settings must tell them apart.
                 "has_variant": places[panel.task, panel.split_name] > 1,
                 "chart": _draw_lines(panel, _sort_lines(panel, rows), size=SMALL),
                 "best": list_winners(panel),
@@ -192,7 +194,7 @@ def build_index_page(report: Report) -> Page:
         "panels_with_epochs": {trends.panel.number for trends in report.epochs},
         "has_severities": bool(report.severities),
         "runs": report.runs,
-        # If no score uses labels, the page shows the pictures before the tables.
+        # If no score needs labels, the page shows the pictures before the tables.
         "has_labels": any(panel.has_labels for panel in panels),
         "has_skipless": any(checkpoint.is_skipless for checkpoint in checkpoints),
         "filters": _list_filters(panels),
@@ -209,7 +211,7 @@ def build_index_page(report: Report) -> Page:
 
 
 def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
-    """Return the drawn lines in reverse order of the checkpoints, so that the best is on top."""
+    """Return the drawn lines with the best checkpoint last, so that it is drawn on top."""
     return sorted(panel.drawn_lines, key=lambda line: -checkpoints.index(line.checkpoint))
 
 
@@ -245,9 +247,9 @@ def _draw_lines(
 
 
 def _draw_panel(panel: Panel) -> dict[str, Any]:
-    """Draw the chart of a panel with its baselines and the published values inside its axes."""
+    """Draw the chart of a panel, with baselines and with published values inside its axes."""
     lines = panel.drawn_lines
-    # Make one table per published source and per description of the differences from it.
+    # Make one table per source and description of the differences between the experiments.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
     for value in find_published_values(panel.record):
         published[value.source, value.differs].append(value)
@@ -271,7 +273,7 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of one task by split, with those of the headline metric unfolded.
+    """Group the panels of one task by split, and unfold those of the headline metric.
 
     If a split has at most `_MAX_UNFOLDED` panels, all of them are unfolded.
     """
@@ -290,7 +292,7 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers filter panels, each with its values."""
+    """Return the fields by which readers can filter panels, each with its values."""
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
@@ -328,8 +330,8 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
     """Return tables with the IoU of each class, one per dataset, protocol and facet.
 
-    They show the first recorded kind of mean IoU, which is `miou_holdout`. Classes without an IoU
-    at any block are counted but not listed.
+    A table belongs to the first recorded kind of mean IoU, which is `miou_holdout`. Classes without
+    an IoU at any block are only counted.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -355,7 +357,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the distinct settings of some records, each with its provenance."""
+    """Return each distinct combination of settings among records, with its provenance."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (
@@ -426,7 +428,7 @@ def build_epochs_page(epochs: Sequence[PanelTrends]) -> Page:
     drawn = sorted(
         (run for trends in epochs for run in trends.drawn_trends), key=lambda run: run.depth
     )
-    # The legend shows the style that a block has in the deepest encoder.
+    # The legend shows the style that each block has in the deepest encoder.
     blocks = {curve.number: curve for run in drawn for curve in run.make_curves()}
     return {
         "panels": epochs,

@@ -22,7 +22,7 @@ from ssl_bench.tables.comparison import (
 )
 
 MAX_PAIRED = 6
-"""By default, a report with at most this many checkpoints has a page for each pair of them."""
+"""By default, a report with up to this many checkpoints has a page for each pair of checkpoints."""
 _NUM_IMAGES = 6
 
 
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Per-image values of one checkpoint for one panel, with the record of each block."""
+    """Per-image values of one checkpoint in one panel, with the record of each block."""
 
     checkpoint: Checkpoint
     curve: ImageCurve
@@ -48,12 +48,12 @@ class Side(NamedTuple):
     seed: int
 
     def is_paired_with(self, other: "Side") -> bool:
-        """Whether the values have the same number of images and the same seed."""
+        """Return whether both sides have the same number of images and the same seed."""
         return len(self.image_names) == len(other.image_names) and self.seed == other.seed
 
 
 class Row(NamedTuple):
-    """A difference, with the records of its first score and the records of its second score."""
+    """A difference, with the records of its first score and those of its second score."""
 
     difference: Difference
     first: Sequence[Record]
@@ -64,15 +64,15 @@ class PanelComparison(NamedTuple):
     """Comparison of two checkpoints in one panel.
 
     Attributes:
-        table: The differences of `blocks` and `summary` as a table of `ssl-bench compare`.
-        blocks: Differences of `compare_block_by_block`: first checkpoint minus second checkpoint.
-        summary: Differences of `compare_best_blocks`.
-        layers: Index of the best block of the first and of the second checkpoint.
+        table: The differences in `blocks` and `summary`, as a table of `ssl-bench compare`.
+        blocks: Differences from `compare_block_by_block`, first checkpoint minus second checkpoint.
+        summary: Differences from `compare_best_blocks`.
+        layers: Indices of the best blocks of the first and of the second checkpoint.
         images: The images with the largest differences in mean IoU at the best blocks. Each tuple
-            is an image name, then first IoU, second IoU and their difference in percent.
-        tally: Four counts of images at the best blocks: correct for both checkpoints, only for the
-            first, only for the second, for neither. It is None if the metric does not judge single
-            images as correct or wrong.
+            contains an image name, the IoU of both checkpoints in percent, and their difference.
+        tally: Four numbers of images at the best blocks: correct for both checkpoints, only for the
+            first, only for the second, and for neither. None if the metric does not classify images
+            as correct or wrong.
     """
 
     panel: Panel
@@ -87,7 +87,7 @@ class PanelComparison(NamedTuple):
 def choose_pairs(
     checkpoints: Sequence[Checkpoint], id_pairs: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the requested pairs, or else all pairs of at most `MAX_PAIRED` checkpoints."""
+    """Return the requested pairs, or all pairs if there are up to `MAX_PAIRED` checkpoints."""
     by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
     pairs = [(by_id[first], by_id[second]) for first, second in id_pairs]
     if any(first == second for first, second in pairs):
@@ -101,7 +101,7 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load the per-image values of the smallest seed, or return None if none are stored."""
+    """Load the per-image values of the lowest seed. Return None if none are stored."""
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
     seed = min((record.seed for record in records), default=0)
@@ -121,7 +121,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the names of the images, or names such as "image 3 of 40" if unknown."""
+    """Return the image names, or names such as "image 3 of 40" if they are unknown."""
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
         return list(names)
@@ -164,14 +164,14 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
         summary=list(map(add_records, summary)),
         layers=layers,
         images=_list_images(panel.metric, first.image_names, values) if have_best else [],
-        tally=_count_right(*values) if have_best else None,
+        tally=_count_correct(*values) if have_best else None,
     )
 
 
-def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
-    """Return `PanelComparison.tally`."""
-    # One integer per image states whether the image is correct. Other kinds of per-image values
-    # are percentages, counts or results of several draws.
+def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
+    """Compute `PanelComparison.tally` from the per-image values of the best blocks."""
+    # If there is one integer per image, it says whether the image is correct. Other per-image
+    # values are percentages, counts or the results of several draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
         return None
     one, other = first.astype(bool), second.astype(bool)
@@ -182,7 +182,7 @@ def _count_right(first: PerImage, second: PerImage) -> list[int] | None:
 def _list_images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
 ) -> list[tuple[str, float, float, float]]:
-    """Return `PanelComparison.images`. Those on which the first is better come first."""
+    """Compute `PanelComparison.images`. Images on which the first side is better come first."""
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return []
     values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
@@ -200,7 +200,7 @@ def _list_images(
 def compare_pairs(
     store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
-    """Return the comparisons of each pair, loading each checkpoint once per panel."""
+    """Compare the checkpoints of each pair. Each checkpoint is loaded only once per panel."""
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):

@@ -1,7 +1,7 @@
 """Arrange the records of a report into checkpoints and panels.
 
-A panel is a group of comparable scores, drawn as one chart with a line for each checkpoint. A
-checkpoint has the same colour and dashes in every chart.
+A panel is a group of comparable scores. It is drawn as one chart with one line per checkpoint. A
+checkpoint has the same colour and dashes in all charts.
 """
 
 import math
@@ -34,32 +34,33 @@ from ssl_bench.tables.sheets import NO_VALUE
 from ssl_bench.tables.styles import SKIPS, choose_styles, lacks_skips
 
 MAX_LINES = 24
-"""Largest number of checkpoints, or of runs, that are drawn for one panel."""
+"""Largest number of checkpoints or runs that are drawn in a panel."""
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
-"""Record fields by which readers can filter panels on a page."""
+"""Record fields by which readers can filter the panels of a page."""
 FIRST_TASKS = ("segmentation", "tokencut")
 """Tasks that come first on a page, in this order."""
 
 _MAX_LABEL_LETTERS = 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Names of tasks, protocols and metrics. Their scores are computed without labels.
+# Names of tasks, protocols and metrics whose scores are computed without labels.
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An encoder as a report shows it.
+    """An encoder in a report.
 
     Attributes:
         number: Index in the list of checkpoints, which is sorted by name.
         name: Name of the checkpoint, which is unique in the report.
         distinction: Facts that distinguish the checkpoint from others with the same model name,
             such as "image size 224".
-        label: Short name at the right end of a curve. The middle of a long name is omitted.
+        label: Short name for the right end of a curve. The middle of a long name is left out.
         model: Model name as in records. Several checkpoints may have the same model name.
-        is_skipless: Whether the architecture or the name says that skip connections are missing.
+        is_skipless: Whether the architecture or the name says that the encoder has no skip
+            connections.
         style: CSS classes for colour and dashes.
-        picture_folders: Beginnings of the names of the folders with its pictures.
+        picture_folders: Prefixes of the names of its picture folders.
     """
 
     number: int
@@ -78,7 +79,7 @@ class Checkpoint:
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints that have records, sorted by name."""
+    """Return the checkpoints of records, sorted by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
@@ -113,7 +114,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 def mute_checkpoints(
     checkpoints: Sequence[Checkpoint], coloured: Sequence[Checkpoint]
 ) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints with colours for those of `coloured` only. The others are grey."""
+    """Return copies of the checkpoints. Those that are not in `coloured` become grey."""
     styles = choose_styles({one.name: one.is_skipless for one in coloured})
 
     def style(checkpoint: Checkpoint) -> str:
@@ -125,7 +126,7 @@ def mute_checkpoints(
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
-    """Return the facts in which an encoder differs from those with the same model name."""
+    """Return the facts that distinguish an encoder from others with the same model name."""
 
     def list_facts(other: Record) -> dict[str, str]:
         inputs = {"mean": list(other.mean), "std": list(other.std)}
@@ -141,7 +142,7 @@ def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
 
 def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
     architecture = record.architecture
-    # It is unknown whether a user's own PyTorch module has skip connections.
+    # It is unknown whether a user's module has skip connections.
     is_known = architecture.get("kind") != "module"
     facts: dict[str, Any] = {"skips": _describe_skips(architecture)} if is_known else {}
     facts["depth"] = record.depth
@@ -167,14 +168,14 @@ def _describe_skips(architecture: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Scores of one checkpoint, averaged over seeds, in the order of the scored blocks."""
+    """Scores of one checkpoint, averaged over seeds and ordered by block."""
 
     checkpoint: Checkpoint
     entries: tuple[Entry, ...]
 
     @cached_property
     def best_entry(self) -> Entry | None:
-        """The entry with the highest score, or None if no entry is `Entry.is_rankable`."""
+        """The entry with the highest score, or None if no entry can be the best."""
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
@@ -193,7 +194,7 @@ class Line:
 
     @property
     def best_blocks_text(self) -> str:
-        """The blocks with the best score as text: "block 3", or "all 12 blocks equal"."""
+        """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal"."""
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
         if self.best_entry is None and self.entries[-1].is_degenerate:
@@ -215,7 +216,7 @@ class Panel:
 
     Attributes:
         number: Index in the list of panels. Links to the panel contain this number.
-        unit: "%", or an empty string for plain numbers.
+        unit: "%", or "" for plain numbers.
         settings_text: Settings that distinguish the panel from others with the same metric and
             protocol, such as ", lr=0.1", or "".
         footnote: Notes about the scores, such as the number of images, the seeds and the versions.
@@ -255,18 +256,18 @@ class Panel:
 
     @property
     def record(self) -> Record:
-        """Any record of the panel. All records have the same images and settings."""
+        """One record of the panel. All its records have the same images and settings."""
         return self.lines[0].entries[0].records[0]
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a higher score is better and at least one score is not NaN."""
+        """Whether higher is better, and at least one score is not NaN."""
         has_value = any(not math.isnan(entry.value) for entry in self.entries)
         return has_value and self.record.is_ranked
 
     @property
     def has_labels(self) -> bool:
-        """Whether computing the scores needs labels of the images."""
+        """Whether computing the scores requires labels."""
         return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
 
     @property
@@ -275,14 +276,14 @@ class Panel:
 
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
-        """The `MAX_LINES` lines with the highest scores, sorted by name."""
+        """The `MAX_LINES` lines with the highest scores, sorted by checkpoint name."""
         ordered = sorted(self.lines, key=lambda line: -line.best_value)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines with a best block."""
+        """The lines that have a best block."""
         return [line for line in self.lines if line.best_entry]
 
     @cached_property
@@ -312,16 +313,16 @@ class Panel:
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry) -> str:
-        """Return "not significantly above centre box 43.0", for example.
+        """Return a text such as "not significantly above centre box 43.0" about unbeaten baselines.
 
-        The result is "" if all baselines lie below the 95 % interval of the score.
+        The text is "" if all baselines are below the 95 % interval of the score.
         """
         low = entry.value if entry.low is None else entry.low
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return the entry of the best block, or of the last block if no block can be best."""
+        """Return a checkpoint's entry of the best block, or of the last block if none is best."""
         line = self.find_line(checkpoint)
         return (line.best_entry or line.entries[-1]) if line else None
 
@@ -336,7 +337,7 @@ class Panel:
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Panel, ...]:
-    """Return one panel for each group of comparable records, see `comparable_groups`."""
+    """Return one panel per group of comparable records (see `comparable_groups`)."""
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
     names = (*PANEL_FIELDS, "split")
@@ -370,19 +371,19 @@ def group_into_panels(
 
 
 def make_point(entry: Entry, x: int | float, name: str) -> Point:
-    """Return the point of a score at the x coordinate `x`. Its tooltip begins with `name`."""
+    """Return the point of a score at `x`. Its tooltip begins with `name`."""
     tooltip = f"{name}: {entry.text()}"
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
 def explain_missing_values(entries: Iterable[Entry]) -> str:
-    """Return why some entries have no value, such as "–: no class has two images"."""
+    """Explain why entries have no value, such as in "–: no class has two images"."""
     reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
     return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
 
 
 def name_blocks(layers: Sequence[int]) -> str:
-    """Return block indices as text: "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
+    """Format block indices, such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"blocks {layers[0]} to {layers[-1]}"
     *others, last = map(str, layers)
@@ -390,15 +391,16 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the metric that represents a task, given its panels."""
+    """Return the metric that represents a task, given the panels of this task."""
     return choose_main_metric(panels[0].task, [(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """Return the panels that represent each task on each split of a dataset.
+    """Choose the panels that represent each task on each split of a dataset.
 
-    Usually it is one panel: of the headline metric, the one with the most checkpoints. Further
-    panels are added only for checkpoints that it lacks, preferably with its facet and protocol.
+    Usually this is one panel: the panel of the headline metric with the most checkpoints. Further
+    panels are only added for checkpoints that are missing in it. They preferably have the same
+    facet and protocol.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -410,7 +412,7 @@ def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
         for of_split in group_by_split(of_task).values():
             metric = choose_headline_metric(of_split)
             rivals = [panel for panel in of_split if panel.metric == metric]
-            # Sorting is stable, so newer panels win ties of the rank.
+            # Sorting is stable, so newer panels come first among panels of equal rank.
             rivals.sort(key=lambda panel: panel.newest, reverse=True)
             rivals.sort(key=rank)
             kind = (rivals[0].facet, rivals[0].protocol)
@@ -429,8 +431,8 @@ def rank_checkpoints(
 ) -> list[Checkpoint]:
     """Sort checkpoints by their mean rank over panels, best first.
 
-    A rank is divided by the number of ranked checkpoints. Panels with a single one do not count.
-    Checkpoints without a rank come last.
+    Each rank is divided by the number of ranked checkpoints in the panel. Panels with a single
+    ranked checkpoint are ignored. Checkpoints without any rank come last.
     """
     ranks: dict[str, list[float]] = defaultdict(list)
     for panel in panels:
@@ -454,10 +456,10 @@ def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
 
 
 def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Return the panels of each task, with tasks in the order of the pages.
+    """Group panels by task. Tasks are in the order in which pages show them.
 
-    `FIRST_TASKS` come first, then tasks with a metric for which higher is better. The remaining
-    tasks are sorted by their number of panels, smallest first.
+    `FIRST_TASKS` come first, followed by tasks with a metric for which higher is better. The
+    remaining tasks are sorted by their number of panels, in ascending order.
     """
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:

@@ -1,4 +1,4 @@
-"""Find the pictures that probes saved below OUT/pictures, and arrange them for pages."""
+"""Find the pictures that probes saved below OUT/pictures, and arrange them on pages."""
 
 import json
 import re
@@ -30,13 +30,13 @@ from ssl_bench.tables.tasks import task_texts
 
 _MAX_STRIP_TASKS = 2
 _MAX_BYTES = 64 * 2**20
-# Masks are meant for other programs. They show less than the other pictures.
+# Masks are not shown, because they are meant for other programs.
 _HIDDEN_FOLDER = "masks"
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 
 
 class PictureSize(NamedTuple):
-    """Width and height of a picture. `tiles` has left, top, width and height of its images."""
+    """Size of a picture, and the (left, top, width, height) of each of its tiles, in pixels."""
 
     width: int
     height: int
@@ -47,7 +47,7 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed. `refused` has the reason for each path that is not shown.
+    followed. `refused` maps each path that is not shown to the reason.
     """
 
     def __init__(self, root: Path) -> None:
@@ -56,7 +56,7 @@ class PictureFiles:
         self._sizes: dict[Path, PictureSize] = {}
 
     def list_below(self, folder: str) -> list[PurePosixPath]:
-        """Return the sorted paths of all pictures below a folder, relative to this folder."""
+        """Return the paths of all pictures below a folder, sorted and relative to this folder."""
         place = self.root / folder
         parents = [place, *place.parents]
         links = [path for path in parents[: parents.index(self.root)] if path.is_symlink()]
@@ -67,7 +67,7 @@ class PictureFiles:
         return [PurePosixPath(path.relative_to(place).as_posix()) for path in paths]
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy the picture at the relative path `name` to the same relative path below `target`."""
+        """Copy the picture at the relative path `name` to the same path below `target`."""
         content = read_untrusted(self.root, self.root / name, _MAX_BYTES)
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class PictureFiles:
     def _read_size(self, path: Path) -> PictureSize:
         with open_untrusted(self.root, path, _MAX_BYTES) as file:
             try:
-                # Only the header is read.
+                # Only the header of the file is read.
                 image = Image.open(file, formats=["PNG"])
                 tiles = json.loads(image.info.get(TILES, "[]"))
                 inside = [
@@ -113,18 +113,19 @@ class PictureFiles:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of one checkpoint with the same task, images, protocol and facet.
+    """Pictures of one checkpoint with the same task, image set, protocol and facet.
 
-    There is either one picture per image and block, or one picture per image that shows all blocks.
+    Either there is one picture per image and block, or one picture per image that shows all blocks.
     The path of a picture is `prefixes[layer] + files[image]`.
 
     Attributes:
-        images: First digits of the fingerprint of the dataset, see `short_fingerprint`.
-        variant: Protocol and facet, as they are written in folder names.
-        prefixes: First part of the path for each block. The key is None if a picture shows all
+        images: First digits of the dataset's fingerprint (see `short_fingerprint`), which identify
+            the image set.
+        variant: Protocol and facet, as in the names of picture folders.
+        prefixes: First part of the path, by block. The only key is None if pictures show all
             blocks.
-        files: Last part of the path for each image, by image title.
-        data: Label of the image set. It is empty unless a dataset has several image sets.
+        files: Last part of the path, by image title.
+        data: Label of the image set. Empty unless the dataset has several image sets.
     """
 
     task: str
@@ -147,12 +148,12 @@ class Gallery:
 
     @property
     def kind(self) -> tuple[str, str, str, str, bool]:
-        """Key that corresponding galleries of two checkpoints share."""
+        """Key that is equal for corresponding galleries of different checkpoints."""
         return self.task, self.dataset, self.images, self.variant, not self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the blocks, sorted, or () if each picture shows all blocks."""
+        """Sorted indices of the blocks, or () if each picture shows all blocks."""
         return tuple(sorted(layer for layer in self.prefixes if layer is not None))
 
     def path(self, layer: int | None, image: str) -> str:
@@ -174,7 +175,7 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return the galleries of a checkpoint with the task and images of at least one record."""
+    """Return the galleries of a checkpoint that match the task and images of a record."""
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -198,7 +199,7 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return the galleries with one picture per image and block, in a folder per block."""
+    """Return the galleries that have one picture per image and block, in a folder per block."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
@@ -223,14 +224,14 @@ def _find_overview_galleries(
     names: Sequence[PurePosixPath],
     variants: Iterable[tuple[str, str]],
 ) -> list[Gallery]:
-    """Return the galleries whose pictures show all blocks at once.
+    """Return the galleries whose pictures each show all blocks.
 
-    Such a picture is named PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. A protocol and facet are
-    recognised if a record has them. Files named blockNN_FACET.png show many images at one block,
-    and are left out.
+    The file of such a picture is PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. A protocol and facet
+    are only recognised if a record has them. Files blockNN_FACET.png, which show many images at one
+    block, are left out.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
-    # Try longer beginnings first, because one beginning may be a part of another.
+    # Try longer prefixes first, because one prefix may be the start of another.
     longest_first = sorted(starts, key=len, reverse=True)
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
@@ -250,15 +251,15 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files by image title, or by their names if two images have the same title."""
+    """Return the files by image title, or by image name if two images have the same title."""
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
 
 def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: int) -> list[Gallery]:
-    """Return the galleries of an encoder with the pictures of the requested blocks only.
+    """Reduce the galleries of an encoder to the pictures of the requested blocks.
 
-    Negative `layers` count from the last block, and None keeps all blocks. Pictures that show all
+    Negative `layers` count from the last block, and None means all blocks. Pictures that show all
     blocks at once are always kept.
     """
     if layers is None:
@@ -274,7 +275,7 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return pairs of corresponding galleries, with the blocks and images that both have."""
+    """Return pairs of corresponding galleries, reduced to the blocks and images of both."""
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
     for gallery in first:
@@ -287,9 +288,9 @@ def pair_galleries(
 
 
 def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
-    """Set `Gallery.data` if a task and dataset have pictures of several image sets.
+    """Set `Gallery.data` where a task and dataset have pictures of several image sets.
 
-    For example, replacing one image of a dataset creates another image set.
+    For example, a dataset has a new image set after one of its images was replaced.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -307,12 +308,12 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
 
 
 class StripPicture(NamedTuple):
-    """A picture of a strip.
+    """A picture in a strip.
 
     Attributes:
-        block: Its block, such as "block 3", "all blocks" or "photograph".
-        note: Why it comes first, such as "best", or "".
-        view: Left, top, width and height of the part that is shown. None for the whole picture.
+        block: Caption of the picture, such as "block 3", "all blocks" or "photograph".
+        note: Reason why the picture comes first, such as "best", or "".
+        view: The (left, top, width, height) of the part that is shown. None for the whole picture.
     """
 
     block: str
@@ -338,11 +339,11 @@ def select_strips(
     panels: Sequence[Panel],
     hits: Mapping[str, float],
 ) -> list[Strip]:
-    """Return rows of pictures for the overview page.
+    """Choose rows of pictures for the overview page.
 
-    There is one row per task and checkpoint. It shows the image with the most `hits`, preferably an
-    image that all checkpoints have. If a task and dataset have several image sets, only those of
-    `panels` are shown.
+    There is one row per task and checkpoint. The image is preferably one that all checkpoints have,
+    and among these, the one with the most `hits`. If a task and dataset have several image sets,
+    only those of `panels` are shown.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -380,7 +381,7 @@ def select_strips(
 
 
 def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
-    """Return on how many best blocks the object of an image is found, by the name of its file."""
+    """Count the encoders whose best block finds the object of an image, by picture file name."""
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:
         if not task_texts(panel.task).finds_objects:
@@ -399,9 +400,9 @@ def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
 def _find_best_layer(
     panels: Sequence[Panel], checkpoint: Checkpoint, gallery: Gallery
 ) -> tuple[int | None, str]:
-    """Return the best block for the images of a gallery, and a note, if a task has one.
+    """Return the best block for a gallery's dataset and a note, or (None, "") if unknown.
 
-    The task of the gallery is preferred.
+    The block is preferably the best one for the gallery's own task.
     """
     of_dataset = [panel for panel in panels if panel.dataset == gallery.dataset]
     for panel in sorted(of_dataset, key=lambda panel: panel.task != gallery.task):
@@ -430,7 +431,7 @@ def _make_strip(
         view = size.tiles[tile] if is_cut else None
         alt = f"{checkpoint.name}, {gallery.title}, {block}, image {image}"
         if tile and is_cut and not pictures:
-            # The map does not show the photograph.
+            # Begin with the photograph, because the map does not show it.
             address, photograph = make_link(path), size.tiles[0]
             pictures.append(StripPicture("photograph", "", address, image, size, photograph))
         shown_note = note if layer is not None and layer == best else ""
@@ -442,10 +443,10 @@ def build_picture_sections(
     files: PictureFiles,
     shown: Sequence[Sequence[tuple[str, Gallery]]],
 ) -> list[dict[str, Any]]:
-    """Return one section per task with viewers, in which readers choose an image and a block.
+    """Return one section per task. In its viewers, readers choose an image and a block.
 
-    `shown` has, for each viewer, the galleries that it shows side by side with the names of their
-    checkpoints. They must have the same `Gallery.kind`, blocks and images.
+    For each viewer, `shown` contains the galleries to show side by side, with the names of their
+    checkpoints. These galleries must have the same `Gallery.kind`, blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
@@ -499,7 +500,7 @@ def _build_viewer(files: PictureFiles, sides: Sequence[tuple[str, Gallery]]) -> 
                 for name, gallery in sides
             ],
         },
-        # Pictures of all blocks are wide, so the page puts them below each other.
+        # Pictures of all blocks are wide, so the page puts one below the other.
         "is_tall": not first.layers,
     }
 
@@ -509,5 +510,5 @@ def _name_block(layer: int | None) -> str:
 
 
 def make_link(path: str) -> str:
-    """Return a relative path as a percent-encoded link. Bytes that are not UTF-8 are allowed."""
+    """Return a relative path as a percent-encoded link. Bytes need not be valid UTF-8."""
     return quote(path, errors="surrogateescape")

@@ -21,18 +21,18 @@ from ssl_bench.tables.run_logs import (
 from ssl_bench.tables.steps import MAX_POINTS, StepTable, format_logged, pivot_logs
 from ssl_bench.tables.styles import choose_styles
 
-# Largest number of points of a curve that are drawn as dots.
+# Largest number of points for which a curve has a dot at each point.
 _MAX_MARKS = 30
 _SHOWN_MEASURES = ("loss", "lr", "images_per_second")
 
 
 class RunLine(NamedTuple):
-    """A run as the report shows it.
+    """A run in the list of a report.
 
     Attributes:
         number: Index in the list of runs.
-        style: CSS classes of its curves. Curves of runs without skip connections are dashed.
-        facts: State of the run, and what is wrong with its log.
+        style: CSS classes of the run's curves. Curves of runs without skip connections are dashed.
+        facts: State of the run, and faults of its log.
     """
 
     number: int
@@ -42,10 +42,10 @@ class RunLine(NamedTuple):
 
 
 class MeasurePanel(NamedTuple):
-    """One measure of all runs.
+    """Chart and table of one measure for all runs.
 
     Attributes:
-        table: The same values in about `NUM_ROWS` rows.
+        table: The same values in at most `NUM_ROWS` rows.
     """
 
     measure: str
@@ -54,14 +54,14 @@ class MeasurePanel(NamedTuple):
 
 
 class TrainingCurves(NamedTuple):
-    """The training logs of some runs.
+    """Charts of the training logs of runs.
 
     Attributes:
-        lines: The drawn runs, at most `MAX_LINES`.
-        num_runs: Number of all runs.
-        axis: "step" or "epoch".
-        panels: Panels of the loss, of monitored measures, the learning rate and the speed.
-        folded: Panels of all other measures.
+        lines: The runs that are drawn, at most `MAX_LINES`.
+        num_runs: Number of all runs, including those that are not drawn.
+        axis: Horizontal axis of the charts, "step" or "epoch".
+        panels: Panels of the loss, the measures of monitors, the learning rate and the speed.
+        folded: Panels of all other measures, which readers must unfold.
     """
 
     lines: Sequence[RunLine]
@@ -72,7 +72,7 @@ class TrainingCurves(NamedTuple):
 
 
 def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> list[Path]:
-    """Return the run folders below some folders whose saved weights have records."""
+    """Return the run folders inside `folders` that contain weights for which records exist."""
     recorded = {record.checkpoint_sha256 for record in records}
     found = dict[Path, Path]()
     for folder in folders:
@@ -88,12 +88,12 @@ def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> li
 
 
 def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
-    """Draw one panel per measure, with one curve per run. Return None without runs."""
+    """Draw one panel per measure, with one curve per run. Return None if there are no runs."""
     if not logs:
         return None
     drawn = logs[:MAX_LINES]
     lengths = {log.steps_per_epoch for log in drawn}
-    # Runs with different batches are comparable by epochs, not by steps.
+    # Compare runs with different numbers of steps per epoch by epochs.
     axis = "epoch" if len(lengths) > 1 and None not in lengths else "step"
     styles = choose_styles({log.name: log.is_skipless for log in drawn})
     lines = [
@@ -108,7 +108,7 @@ def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
 
 
 def _describe_run(log: RunLog) -> str:
-    """Return the state of a run and what is wrong with its log, in one line."""
+    """Return one line with the state of a run and the faults of its log."""
     state = read_run_state(log.folder)
     words = [str(state) if state else f"{log.last_step:,} steps, no saved weights"]
     if log.steps_per_epoch:

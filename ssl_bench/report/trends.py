@@ -1,4 +1,4 @@
-"""Charts of the scores of every block over pretraining epochs or severities of corruptions."""
+"""Draw charts of each block's scores over pretraining epochs or over severities of corruptions."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from ssl_bench.tables.entries import Entry, list_baselines, metric_with_unit
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 NUM_SHADES = 12
-"""Number of colour shades in the style sheet. They show the position of a block in its encoder."""
+"""Number of colour shades in the style sheet, which show a block's position in its encoder."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Scores of all blocks over the epochs of a run, or over severities for one encoder.
+    """Scores of all blocks of one run over epochs, or of one encoder over severities.
 
     The rows of `table` are epochs or severities, and its columns are blocks.
     """
@@ -41,7 +41,7 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest score that can be best, or minus infinity if there is none."""
+        """Highest score among those that can be best, or minus infinity if there is none."""
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
@@ -61,7 +61,7 @@ class Trend:
 
 
 class PanelTrends(NamedTuple):
-    """Runs in one panel with two or more epochs. `problems` says why some cannot be drawn."""
+    """Runs of a panel that were probed at several epochs. `problems` explains runs not drawn."""
 
     panel: Panel
     trends: Sequence[Trend]
@@ -69,7 +69,7 @@ class PanelTrends(NamedTuple):
 
     @property
     def drawn_trends(self) -> Sequence[Trend]:
-        """The trends of the `MAX_LINES` runs with the highest scores, sorted by name."""
+        """The `MAX_LINES` trends with the highest scores, in their original order."""
         ordered = sorted(self.trends, key=lambda trend: -trend.highest)
         names = {trend.name for trend in ordered[:MAX_LINES]}
         return [trend for trend in self.trends if trend.name in names]
@@ -92,7 +92,7 @@ class PanelTrends(NamedTuple):
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
-    """Return the trends of each panel with a run that was probed at two or more epochs."""
+    """Return the trends of each panel that has a run with at least two probed epochs."""
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)
 
@@ -112,8 +112,8 @@ def _find_runs(panel: Panel) -> PanelTrends:
 def style_block(layer: int, depth: int) -> str:
     """Return the CSS classes of a block's curve.
 
-    The colour shade shows the position of the block in the encoder. Blocks of the same shade have
-    different dashes. Blocks with an odd index have hollow dots.
+    The colour shade shows the position of the block in the encoder. Blocks with the same shade have
+    different dashes. Blocks with odd indices have hollow dots.
     """
     shades = [number * (NUM_SHADES - 1) // max(1, depth - 1) for number in range(layer + 1)]
     dashes = min(shades.count(shades[-1]) - 1, 2)
@@ -121,9 +121,9 @@ def style_block(layer: int, depth: int) -> str:
 
 
 def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
-    """Return a table and a chart of each task's headline metric, per encoder and corruption.
+    """Return a table and a chart per encoder and corruption, for the main metric of each task.
 
-    The list is empty without corrupted images.
+    The list is empty if there are no records of corrupted images.
     """
     corrupted = [record for record in records if record.corrupted is not None]
     metrics = main_metrics(corrupted, ("task",))

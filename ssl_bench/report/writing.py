@@ -1,4 +1,4 @@
-"""Write a report as a folder of HTML pages, and replace an older report in this folder."""
+"""Write a report as a folder of HTML pages, replacing an older report in this folder."""
 
 import json
 import math
@@ -38,7 +38,7 @@ from ssl_bench.system.output import (
 from ssl_bench.tables.styles import DASHES, PALETTE
 
 _STATIC = ("style.css", "report.js")
-# On a dark page, the colours of encoders are lighter.
+# CSS rules for the colours and dashes of encoders. On a dark page, the colours are lighter.
 _LINE_RULES = "".join(
     [
         f".c{number} {{ --ink: light-dark({colour}, color-mix(in oklab, {colour} 55%, white)); }}\n"
@@ -50,7 +50,7 @@ _LINE_RULES = "".join(
         for end, lengths in zip(("", "s"), pair, strict=True)
     ]
 )
-# Fields of a record, with their names in the dialog that shows the provenance of a score.
+# Fields of a record, and their names in the dialog that shows the provenance of a score.
 _FIELDS = {
     "model": "checkpoint",
     "checkpoint_sha256": "sha256 of the weights",
@@ -80,10 +80,10 @@ _FIELDS = {
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all pages and copy the pictures. An older report is replaced at the end.
+    """Write all pages and copy the pictures. An older report is only replaced at the end.
 
     Raises:
-        ConfigurationError: The folder contains files that do not belong to a report.
+        ConfigurationError: The folder contains files other than a report.
         MachineError: The folder cannot be written. An older report is kept.
     """
     environment = Environment(
@@ -105,7 +105,7 @@ def write_report(report: Report, folder: Path) -> None:
     with replace_report(folder) as new:
 
         def write(name: str, text: str) -> None:
-            # Names may contain bytes that are not UTF-8. A page shows them as question marks.
+            # Names may contain bytes that are not valid UTF-8. Pages show them as question marks.
             (new / name).write_bytes(text.encode(errors="replace"))
 
         def render(name: str, template: str, page: Page) -> None:
@@ -134,7 +134,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise a `ConfigurationError` unless a folder is missing, is empty, or contains a report."""
+    """Raise ConfigurationError unless a folder is missing, empty, or contains a report."""
     hint = ("--into", "{folder}")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigurationError(
@@ -142,16 +142,16 @@ def require_replaceable(folder: Path) -> None:
         )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT_MARK).is_file():
         raise ConfigurationError(
-            f"cannot write the report to {folder}, which contains other files than a report",
+            f"cannot write the report to {folder}, which contains files other than a report",
             hint=hint,
         )
 
 
 @contextmanager
 def replace_report(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder that replaces `folder` if the `with` body raises no error."""
+    """Yield a temporary folder, which replaces `folder` if the `with` block raises no error."""
     require_replaceable(folder)
-    # Resolve the path, because "." has no name.
+    # Resolve the path, because the path "." has no name.
     folder = resolve_links(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
@@ -159,7 +159,7 @@ def replace_report(folder: Path) -> Generator[Path]:
         new.mkdir(parents=True)
         yield new
         (new / REPORT_MARK).write_text(json.dumps({"report": 1}) + "\n")
-        # Check again, because files may have been written there in the meantime.
+        # Check again, because other files may have been written to the folder in the meantime.
         require_replaceable(folder)
         if folder.exists():
             folder.rename(old)
@@ -170,7 +170,7 @@ def replace_report(folder: Path) -> Generator[Path]:
             hint=("--into", "{folder}"),
         ) from error
     finally:
-        # After an interrupt between the two calls of rename, move the older report back.
+        # If an interrupt came between the two calls of `rename`, move the older report back.
         if old.exists() and not folder.exists():
             with suppress(OSError):
                 old.rename(folder)
@@ -182,10 +182,10 @@ def replace_report(folder: Path) -> Generator[Path]:
 def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
     """Return a script that defines the JavaScript constant `RECORDS`.
 
-    It contains the names of the fields, all distinct values, and for each record the index of each
-    of its values.
+    The constant contains the names of the fields, all distinct values, and one row per record with
+    the indices of its values.
     """
-    # Indices of values by their JSON text. Mappings are also looked up by object identity, because
+    # Indices of values, by their JSON text. Mappings are also looked up by object identity, because
     # many records share them.
     values, mappings = dict[str, int](), dict[int, int]()
 
@@ -211,13 +211,13 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
             "unit": record.unit or "plain number",
         }
         fields = [rewritten[n] if n in rewritten else getattr(record, n) for n in _FIELDS]
-        # Leave out long details. They can be read in the file of the record.
+        # Leave out long details, which readers find in the record's file.
         details = {
             name: _round(value, ".4f")
             for name, value in record.details.items()
             if not isinstance(value, Mapping) and len(str(value)) <= 200
         }
-        place = store.place(record)
+        place = store.describe_path(record)
         rows.append([*map(find_or_add, [*fields, place, record.settings]), add(details)])
     content = {
         "names": [*_FIELDS.values(), "record", "settings", "details"],
@@ -230,7 +230,7 @@ def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
 
 
 def _round(value: Any, digits: str) -> Any:
-    """Round a number, or the numbers of a list, to a precision such as ".4f"."""
+    """Round a number, or all numbers in a list, to a precision such as ".4f"."""
     if isinstance(value, (list, tuple)):
         return [_round(item, digits) for item in value]
     is_number = isinstance(value, float) and math.isfinite(value)

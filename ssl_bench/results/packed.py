@@ -22,7 +22,7 @@ _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 class Row(NamedTuple):
     """The contents of a JSON file and of its `.npz` file, and the digest of both.
 
-    Older versions wrote no digest.
+    The digest is None if an older version wrote the row.
     """
 
     content: bytes
@@ -31,9 +31,10 @@ class Row(NamedTuple):
 
 
 def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
-    """Return the valid rows of a Parquet file, and the rows that do not match their digests.
+    """Return the valid rows of a Parquet file, and the damaged rows.
 
-    The keys are the paths below `root` that the files had before packing.
+    Damaged rows do not match their digests. The keys are the paths below `root` that the files had
+    before packing.
 
     Raises:
         DataError: The Parquet file cannot be read, or it has a wrong number of rows.
@@ -46,7 +47,7 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
         number, has_digests = str(table.num_rows).encode(), _ROW_DIGEST in table.column_names
         digests = table.column(_ROW_DIGEST).to_pylist() if has_digests else [None] * table.num_rows
         if (table.schema.metadata or {}).get(_NUM_ROWS, number) != number:
-            raise ValueError(f"it has lost or gained rows: {table.num_rows} are left")
+            raise ValueError(f"it has {table.num_rows} rows, but states another number of rows")
         valid, damaged = {}, {}
         for file, record, images, digest in zip(*columns, digests, strict=True):
             row = Row(record, images, digest)

@@ -38,8 +38,10 @@ NUM_FOLDS = 5
 class Kind:
     """Computation of a metric in percent from per-image values. `PerImageKind` lists the kinds.
 
-    `shape` is the shape of the values of one image, in which None stands for any length. `estimate`
-    also returns the influence of each image, which intervals need.
+    Attributes:
+        shape: Shape of the values of one image. None stands for any length.
+        value: Function that computes the metric.
+        estimate: Function that computes the metric and the data for its interval.
     """
 
     shape: tuple[int | None, ...]
@@ -50,12 +52,12 @@ class Kind:
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
 ) -> Kind:
-    """Return a kind that computes the score of the sums over the images."""
+    """Return a kind that sums the values over the images, and computes the score of the sums."""
     return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
 
 
 def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
-    """Return a kind that averages the score of each image."""
+    """Return a kind that computes the score of each image, and averages the scores."""
     return Kind(
         shape,
         lambda per_image: float(score(per_image).mean()),
@@ -122,7 +124,10 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 
 
 def matches_record(per_image: PerImage, record: Record) -> bool:
-    """Return whether the metric of per-image values of a known kind equals the recorded value."""
+    """Return whether the metric that per-image values give equals the value of their record.
+
+    The result is False if their kind is unknown, or if their shape or counts are impossible.
+    """
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
     if (
@@ -154,7 +159,8 @@ class ImageCurve:
         per_image: Per-image values by block.
         is_ranked: Whether a higher value is better. See `Record.is_ranked`.
         kind: One of `PerImageKind`, or None if the records do not state a kind.
-        degenerate: Percentage of degenerate images by block, without blocks that lack it.
+        degenerate: Percentage of degenerate images by block. Blocks without a recorded percentage
+            are left out.
     """
 
     metric: str
@@ -165,7 +171,10 @@ class ImageCurve:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The blocks that can be reported as best: all but degenerate blocks of a ranked metric."""
+        """The blocks that can be reported as best. Degenerate blocks cannot.
+
+        If the metric is not ranked, there are no candidates.
+        """
         if not self.is_ranked:
             return ()
         return tuple(n for n in self.per_image if not is_degenerate(self.degenerate.get(n)))
@@ -177,17 +186,22 @@ class ImageCurve:
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """Return the block of `candidates`, which is not empty, with the highest metric."""
+        """Return the candidate block with the highest metric. There must be at least one candidate.
+
+        Args:
+            images: Indices of the images from which the metric is computed (default: all).
+        """
         values = {layer: self.value(self.per_image[layer][images]) for layer in self.candidates}
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
         """Split the images into folds, and choose the best block of each fold on the other folds.
 
-        The folds are drawn with seed 0. `candidates` may not be empty.
+        The images are assigned to folds at random, with seed 0. There must be at least one
+        candidate.
 
         Returns:
-            Per-image values from the block that was chosen for the fold of the image, and the
+            Per-image values, each from the block that was chosen for the fold of the image, and the
             chosen block of each fold.
         """
         first = next(iter(self.per_image.values()))
@@ -207,28 +221,31 @@ class ImageCurve:
 
     @cached_property
     def best(self) -> int:
-        """The block of `candidates` with the highest value, or the last block if there is none."""
+        """The candidate block with the highest metric, or else the last block."""
         return self.best_layer() if self.candidates else max(self.per_image)
 
     @cached_property
     def blocks(self) -> Mapping[int, Estimate]:
-        """The metric of each block with the influence of each image."""
+        """The estimate of the metric for each block."""
         return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
     @property
     def held_out(self) -> Estimate:
-        """The estimate of `choose_held_out`, or of the last block if `candidates` is empty."""
+        """The estimate of the metric if the best block is chosen on held-out images.
+
+        If there are no candidates, this is the estimate for the last block.
+        """
         return self._held_out[0]
 
     @property
     def held_out_layers(self) -> tuple[int, ...]:
-        """The chosen block of each fold, or only the last block if `candidates` is empty."""
+        """The chosen block of each fold. If there are no candidates, only the last block."""
         return self._held_out[1]
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images at the blocks of `held_out`, or None if not recorded."""
-        # The folds have equal sizes, so each fold has the same weight.
+        """Percentage of degenerate images at the chosen blocks, or None if it is not recorded."""
+        # The sizes of the folds differ by at most one image, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
         return sum(percents) / len(percents) if percents else None
 
@@ -237,7 +254,7 @@ class ImageCurve:
         if not self.candidates:
             return self.blocks[self.best], (self.best,)
         per_image, layers = self.choose_held_out()
-        # If all folds choose one block, the difference to this block must be exactly 0.
+        # If all folds choose the same block, the difference to this block must be exactly 0.
         is_one_block = len(set(layers)) == 1
         return self.blocks[layers[0]] if is_one_block else self.estimate(per_image), tuple(layers)
 
@@ -261,9 +278,10 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Add the per-image values of older records to `store.damaged` if they do not match them.
+    """Add files of per-image values that do not match their records to `store.damaged`.
 
-    Newer records contain a digest of their file, so they have been checked already.
+    Only older records are checked. Newer records contain a digest of the file, so their files have
+    been checked already.
     """
     for record in records:
         if record.record_sha256 is None:
@@ -273,7 +291,7 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    Files of values that do not match are added to `store.damaged`.
+    The path of a file that does not match is added to `store.damaged`.
     """
     per_image = store.per_image(record)
     if per_image is None or matches_record(per_image, record):

@@ -132,7 +132,7 @@ class Baseline:
 
     @classmethod
     def most_frequent(cls, counts: Sequence[int], top: int) -> "Baseline":
-        """Return the top-k accuracy of always predicting the most frequent classes.
+        """Return the baseline that always predicts the `top` most frequent classes.
 
         `counts` contains the number of scored images of each class.
         """
@@ -199,7 +199,7 @@ class ResultKey:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that identify the result and are the same on every machine."""
+        """Sixteen hexadecimal digits that identify the result. They are equal on every machine."""
         return result_digest(self)
 
     def __hash__(self) -> int:
@@ -221,7 +221,7 @@ class ResultKey:
 
 
 class RecordedEncoder(NamedTuple):
-    """The identity of an encoder and its name in tables, as its records state them."""
+    """The identity of an encoder and its name in tables, as stated in its records."""
 
     encoder_id: str
     model: str
@@ -250,8 +250,8 @@ class Record(ResultKey):
         changed: The settings that differ from the settings of the protocol.
         per_image_kind: One of `PerImageKind`, or None without per-image values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
-        record_sha256: Digest that the record's file states for the rest of its content. The file
-            matched it when it was read.
+        record_sha256: Digest of the rest of the record's file, as stated in this file. It was
+            verified when the file was read.
 
     The last three fields are None if an older version wrote the record.
     """
@@ -315,13 +315,13 @@ class Record(ResultKey):
         return None if setting is None else RecordedCorruption(**setting)
 
     def key(self) -> ResultKey:
-        """Return the fields of `ResultKey` only. The result is hashable."""
+        """Return the key of the record, which is hashable."""
         return ResultKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON values, with "inf" for infinity and None for NaN.
 
-        The two digests of files are left out.
+        `per_image_sha256` and `record_sha256` are left out.
         """
         values = {name: value for name, value in asdict(self).items() if name not in _FILE_DIGESTS}
         return to_plain_json(values, infinity=INFINITY_AS_JSON)
@@ -335,9 +335,10 @@ _VERSIONS = ("metric_version", "pipeline_version")
 
 
 def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of the key as JSON.
+    """Return the first 16 hexadecimal digits of the SHA-256 of a key in its JSON form.
 
-    `json_texts` is the canonical JSON of fields that need not be computed from the key.
+    `json_texts` contains the canonical JSON of some fields, if the caller already has it. All other
+    fields are converted here. Version numbers that are 1 are left out.
     """
     texts = json_texts or {}
     items = (
@@ -350,14 +351,14 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
 def canonical_json(value: Any) -> str:
     """Return JSON text with sorted names, so that equal values give equal texts."""
-    # This function is ten times faster than `json.dumps` and has the same result.
+    # For a string, this function returns the same as `json.dumps`, but is ten times faster.
     if type(value) is str:
         return encode_basestring_ascii(value)
     return json.dumps(value, sort_keys=True, default=list)
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a mapping with the fields `ENCODER_FIELDS`."""
+    """Return the id of an encoder: the SHA-256 of its `ENCODER_FIELDS` as JSON."""
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
@@ -367,7 +368,7 @@ def _shorten(value: Any) -> str:
 
 
 OLD_FORMAT = "old format without the identity of the encoder and the training images"
-"""Reason that is reported when a record of an early version cannot be read."""
+"""Reason why a record of an early version cannot be read, for messages."""
 
 MAX_FILE_BYTES = 16 * 2**20
 """Maximum size, in bytes, of a record's file and of a file with image ids."""
@@ -394,7 +395,7 @@ _RECORD_DIGEST_LINE = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
 
 
 def text_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the text of a record's file, where `record_sha256` is the digest of the other text."""
+    """Return the text of a record's file, with a digest of the rest in `record_sha256`."""
     digest = hashlib.sha256(_file_text(content)).hexdigest()
     return _file_text({**content, "record_sha256": digest}).decode()
 
@@ -405,18 +406,19 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 
 def _require_digest(content: bytes, expected: str) -> None:
     """Raise ValueError if a record's file does not match the expected digest."""
-    # First check the file as it is, which is fast. If the digest differs, only the white space may
-    # have changed. In that case restore it and check again.
+    # First check the file as it is, which is fast. If the digest differs, perhaps only the white
+    # space has changed, so restore the white space and check again.
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
         rest = {name: one for name, one in json.loads(content).items() if name != "record_sha256"}
         if hashlib.sha256(_file_text(rest)).hexdigest() != expected:
-            raise ValueError("edited or damaged: the content is not what its record_sha256 states")
+            raise ValueError("edited or damaged: the content does not match its record_sha256")
 
 
 class RecordReader:
-    """Parses and checks records. Equal values, such as settings, become one shared object.
+    """Parser of record files. Equal values, such as settings, become one shared object.
 
-    `checked_folders` is the cache of `open_untrusted` for the files of these records.
+    Attributes:
+        checked_folders: Cache of `open_untrusted` for the files of the records.
     """
 
     def __init__(self) -> None:
@@ -432,7 +434,7 @@ class RecordReader:
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
-                valid record, or the record belongs in a file with another name.
+                valid record, or the file does not have the name of this record.
         """
         values = _parse_fields(content)
         keys = {name: f"{name} {values[name]!r}" for name in _SHARED_FIELDS if name in values}
@@ -461,7 +463,7 @@ class RecordReader:
         return record
 
 
-# In the order of the file.
+# Beginnings of the lines with these fields, in the order of the file.
 _SCANNED_FIELDS = tuple(f'\n "{name}": '.encode() for name in sorted((*ENCODER_FIELDS, "model")))
 
 
@@ -470,9 +472,9 @@ def find_encoder(
 ) -> RecordedEncoder | None:
     """Return the encoder of a record without parsing its whole file.
 
-    This only works for files that `text_with_digest` wrote, which have each field on a line that
-    starts with one space. The result is None for other files. `by_fields` is a cache of encoders by
-    the text of their fields, to which a new encoder is added.
+    This only works for the format of `text_with_digest`, in which each field is on a line that
+    starts with one space. The result is None for files in another format. `by_fields` is a cache of
+    encoders by the text of their fields. New encoders are added to it.
     """
     texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
@@ -561,12 +563,12 @@ def _parse_number(value: Any) -> float:
 
 def describe_reading_error(error: Exception) -> str:
     """Return the reason why a record could not be parsed, shortened to about 200 characters."""
-    reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+    reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
     most = _MAX_REASON_CHARACTERS
     return reason if len(reason) <= most else f"{reason[:most]}..."
 
 
-# Compare settings by value, whether a record contains 1 or 1.0.
+# Compare settings by value, so that 1 and 1.0 are equal.
 #
 # Versions before 0.2 stored a number as the user typed it. Now each setting has one type, so an
 # older record may contain 1 where a new key of the same result contains 1.0, and the digest in its
@@ -576,7 +578,7 @@ def describe_reading_error(error: Exception) -> str:
 
 
 def numeric_digest(key: ResultKey) -> str:
-    """Return a digest that is equal for keys whose settings are numerically equal."""
+    """Return a digest of a key that does not depend on whether a setting is 1 or 1.0."""
     return result_digest(key, {"settings": _numeric_text(key.settings)})
 
 
@@ -611,7 +613,10 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 
 
 def replace_settings(record: Record, **settings: Any) -> Record:
-    """Return a record with other `settings` or `changed`, and with the digest of its file."""
+    """Return a copy of a record with new `settings` or `changed`, but with the same digest.
+
+    The digest is part of the name of the record's file.
+    """
     copy = replace(record, **settings)
     vars(copy)["digest"] = record.digest
     return copy

@@ -9,7 +9,8 @@ A folder of results contains:
   file and of its `.npz` file. If a JSON file exists, its row is ignored.
 
 Files are written atomically. To detect changes and losses, each record contains a digest of itself
-and of its `.npz` file, each row a digest of its content, and the Parquet file the number of rows.
+and of its `.npz` file. Each row of the Parquet file contains a digest of its content, and the file
+states the number of rows.
 """
 
 import hashlib
@@ -79,10 +80,10 @@ class ResultStore:
     """A folder of results, to which several processes may write at the same time.
 
     Attributes:
-        num_records: Number of records, with unreadable and outdated ones, that the last call of
-            `records` or `encoders` found.
-        unreadable: JSON files of invalid records, each with the reason.
-        outdated: Records of older code, which the last call of `records` left out.
+        num_records: Number of records that the last call of `records` or `encoders` found. It
+            includes unreadable and outdated records.
+        unreadable: JSON files of invalid records, each with the reason why it is invalid.
+        outdated: Records of older code that the last call of `records` left out.
         damaged: `.npz` files of per-image values that do not match their records.
     """
 
@@ -99,7 +100,7 @@ class ResultStore:
 
     @classmethod
     def create(cls, root: Path) -> "ResultStore":
-        """Create the folder if it is missing, and delete temporary files of interrupted writers."""
+        """Create the folder if it is missing, and delete temporary files of killed processes."""
         require_writable(root)
         root.mkdir(parents=True, exist_ok=True)
         for name in ("records", "images", "pictures"):
@@ -114,8 +115,11 @@ class ResultStore:
     def per_image_path(self, key: ResultKey) -> Path:
         return self.path(key).with_suffix(".npz")
 
-    def place(self, record: Record) -> str:
-        """Return the path of a record below `root`, after "records.parquet: " if it is packed."""
+    def describe_path(self, record: Record) -> str:
+        """Return the path of a record relative to `root`.
+
+        If the record is packed, the prefix "records.parquet: " is added to the path.
+        """
         name = "/".join(("records", *record.relative_path()))
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
 
@@ -137,7 +141,7 @@ class ResultStore:
         return path is not None and self._packed()[path].images is not None
 
     def _find_path(self, key: ResultKey) -> Path | None:
-        """Return the path of a result's record, as it was before packing, or None."""
+        """Return the path of a result's record, or None. If it is packed, this is its old path."""
         path = self.path(key)
         if path.is_file() or path in self._packed():
             return path
@@ -147,7 +151,7 @@ class ResultStore:
         return self._paths_by_digest[place].get(numeric_digest(key))
 
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
-        """Return the paths of the records of one checkpoint by their `numeric_digest`."""
+        """Return the paths of all records of a checkpoint in a folder, by `numeric_digest`."""
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
         for path in sorted({*folder.glob("*.json"), *packed}):
@@ -162,7 +166,7 @@ class ResultStore:
         return paths
 
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
-        """Return the keys of stored results that differ from these keys only in older versions."""
+        """Return the keys of stored results that differ from `keys` only in older versions."""
         return [
             older
             for key in keys
@@ -220,7 +224,7 @@ class ResultStore:
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Write the image ids of a dataset fingerprint, in the order of the per-image values."""
+        """Write the image ids of a set with this fingerprint, in the order of per-image values."""
         write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
@@ -258,14 +262,14 @@ class ResultStore:
             read = (self._read(path, reader) for path in ordered)
             records = unify_settings([record for record in read if record is not None])
         if not records:
-            raise self._error_without_records()
+            raise self._no_records_error()
         return self._leave_out_outdated(records)
 
     def encoders(self) -> dict[RecordedEncoder, list[str]]:
         """Return the encoders that have records, each with the paths of its records.
 
-        This is much faster than `records`, because a file is only parsed if `find_encoder` fails.
-        Invalid files are added to `unreadable`.
+        This is much faster than `records`, because few files are parsed. Invalid files are added to
+        `unreadable`.
 
         Raises:
             DataError: There is no valid record.
@@ -291,7 +295,7 @@ class ResultStore:
                 encoders.setdefault(record.encoder(), []).append(path)
         self.num_records += len(self._list_unreadable_rows())
         if not encoders:
-            raise self._error_without_records()
+            raise self._no_records_error()
         return encoders
 
     def _scan(self) -> Iterator[tuple[str, bytes]]:
@@ -303,10 +307,10 @@ class ResultStore:
                 yield str(path), row.content
 
     def _list_unreadable_rows(self) -> dict[Path, str]:
-        """Return the paths of unreadable rows with a reason, unless the file itself exists."""
+        """Return the paths of damaged rows with the reason. Rows with a JSON file are left out."""
         return {path: _DAMAGED_ROW for path in self._unreadable_rows() if not path.exists()}
 
-    def _error_without_records(self) -> DataError:
+    def _no_records_error(self) -> DataError:
         if self.unreadable:
             path = min(self.unreadable, key=lambda path: path.parts)
             return DataError(
@@ -315,15 +319,15 @@ class ResultStore:
                 hint=("--out", "{folder}"),
             )
         words = ("ssl-bench", "probe", "--task", "all", "--checkpoint", "demo:skip")
-        return _error_of_run(self.root) or DataError(
+        return _training_run_error(self.root) or DataError(
             f"no records in {self.root / 'records'}",
             hint=("--out", "{folder}", "or", *words, "--out", escape_braces(str(self.root))),
         )
 
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records with the newest versions of their task, and list others in `outdated`.
+        """Return the records with the newest versions of their task. Add others to `outdated`.
 
-        A table therefore never mixes versions, even if its records come from several machines.
+        Tables therefore never mix versions, even if records come from several machines.
 
         Raises:
             DataError: All records are outdated.
@@ -333,17 +337,17 @@ class ResultStore:
         if len(current) == len(records):
             return current
         self.outdated = [record for record in records if _versions(record) != newest[record.task]]
-        keys = set(map(_without_versions, current))
-        self._num_replaced = sum(_without_versions(record) in keys for record in self.outdated)
+        keys = set(map(_drop_versions, current))
+        self._num_replaced = sum(_drop_versions(record) in keys for record in self.outdated)
         if not current:
             raise DataError(
                 f"all {len(records)} records in {self.root / 'records'} are outdated "
-                f"({self._why_outdated()})",
-                hint=self._command_to_recompute(),
+                f"({self._describe_outdated_versions()})",
+                hint=self._recompute_command(),
             )
         return current
 
-    def _why_outdated(self) -> str:
+    def _describe_outdated_versions(self) -> str:
         reasons = {}
         for record in self.outdated:
             names = ("metric version", "pipeline version")
@@ -353,13 +357,13 @@ class ResultStore:
             )
         return "; ".join(f"{task}: {reason}" for task, reason in sorted(reasons.items()))
 
-    def _command_to_recompute(self) -> list[str]:
+    def _recompute_command(self) -> list[str]:
         tasks = ",".join(sorted({record.task for record in self.outdated}))
         probe = ["ssl-bench", "probe", "--task", escape_braces(tasks)]
         return [*probe, "--checkpoint", "{checkpoint}", "--out", escape_braces(str(self.root))]
 
     def notes(self) -> list[str]:
-        """Return a message about unreadable and one about outdated records, if there are any."""
+        """Return one message about unreadable records and one about outdated records, if any."""
         lines = []
         if self.unreadable:
             lines.append(
@@ -368,20 +372,22 @@ class ResultStore:
             )
         if count := len(self.outdated):
             records = f"{count} outdated record{'s' * (count > 1)}"
-            # The remedy is short, because the command is hard to find in a long line.
+            # The command is only shown if it is needed, because it makes the line long.
             remedy = (
                 "Newer records replace them"
                 if self._num_replaced == count
-                else f"Run `{format_command(self._command_to_recompute())}` to replace them"
+                else f"Run `{format_command(self._recompute_command())}` to replace them"
             )
-            lines.append(f"left out {records} ({self._why_outdated()}). {remedy}")
+            lines.append(f"left out {records} ({self._describe_outdated_versions()}). {remedy}")
         return lines
 
     def pack(self) -> int:
         """Move all valid records, per-image values and image ids to `records.parquet`.
 
-        If another process changes a file during this call, the file is not deleted. Return the
-        number of records in the Parquet file.
+        If another process changes a file during this call, the file is not deleted.
+
+        Returns:
+            The number of records in the Parquet file.
 
         Raises:
             DataError: The records are too large for one file.
@@ -390,7 +396,7 @@ class ResultStore:
 
         folder = os.open(self.root, os.O_RDONLY)
         try:
-            # Only one process can pack at a time. It keeps the rows that earlier processes wrote.
+            # Only one process can pack at a time. Rows of earlier calls are kept.
             wait_for_lock(folder)
             rows = {**self._unreadable_rows(), **self._packed()}
             moved = list[tuple[Path, os.stat_result]]()
@@ -432,7 +438,7 @@ class ResultStore:
         return path.parent != self.root / "images"
 
     def _read_content(self, path: Path, checked_folders: set[Path] | None = None) -> bytes:
-        """Return the content of a file of this folder, or of its row if it is packed."""
+        """Return the content of a JSON file of this folder, or of its row if it is packed."""
         row = self._packed().get(path)
         if row is None or path.exists():
             return read_untrusted(self.root, path, MAX_FILE_BYTES, checked_folders=checked_folders)
@@ -447,7 +453,7 @@ class ResultStore:
         return self._load_rows()[1]
 
     def _load_rows(self) -> "tuple[Mapping[Path, Row], Mapping[Path, Row]]":
-        """Return the result of `read_rows`, which is cached until the file changes."""
+        """Return the valid and the damaged rows of `records.parquet`, cached until it changes."""
         path = self.root / PACKED
         try:
             status = path.stat()
@@ -473,18 +479,19 @@ class ResultStore:
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
-    """Return a text with the first five files, their reasons, and how many more files there are."""
+    """Return a text with the first five files, their problems, and the number of other files."""
     listed = [f"{path}: {reason}" for path, reason in reasons.items()]
     more = [f"and {len(listed) - _MAX_LISTED} more"] if len(listed) > _MAX_LISTED else []
     return "; ".join([*listed[:_MAX_LISTED], *more])
 
 
 def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
-    """Return a table with one row for each record and one column for each field.
+    """Return a data frame with one row for each record and one column for each field.
 
     `ci95` becomes the columns `low_95` and `high_95`, in the unit of `value`. `mean` and `std`
     become one column for each RGB channel. Mappings, such as `settings`, become JSON text. Each
-    column therefore has a single type and can be written to Parquet.
+    column therefore has a single type and can be written to Parquet. The column `encoder_id` is
+    added.
 
     Args:
         records: A list of records, or the path of a folder of results, such as "results".
@@ -522,12 +529,12 @@ def _versions(record: Record) -> tuple[int, int]:
     return record.metric_version, record.pipeline_version
 
 
-def _without_versions(record: Record) -> ResultKey:
+def _drop_versions(record: Record) -> ResultKey:
     return replace(record.key(), metric_version=1, pipeline_version=1)
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest metric and pipeline version of each task in records and installed code."""
+    """Return the newest metric and pipeline versions of each task, in the records or the code."""
     newest: dict[str, tuple[int, int]] = {}
     for record in records:
         metric, pipeline = newest.get(record.task, (0, 0))
@@ -549,10 +556,11 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def _error_of_run(folder: Path) -> DataError | None:
+def _training_run_error(folder: Path) -> DataError | None:
     """Return an error if the folder is a training run, or None for other folders.
 
-    The message contains the last loss and the values that the first step did not log.
+    The message contains the last loss and the last values of measurements that the first step did
+    not log.
     """
     log = folder / "log.jsonl"
     try:

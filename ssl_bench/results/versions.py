@@ -14,7 +14,7 @@ from ssl_bench.system.files import PACKAGE
 PIPELINE_VERSION = 1
 """Version of image decoding, transforms and feature extraction, which all probes share.
 
-Increase this number when a change of that code changes results. All results are then recomputed.
+Increase this number if a change of this code changes results. All results are then recomputed.
 """
 
 _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(\d+)$|\Z)"

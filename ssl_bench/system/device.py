@@ -1,10 +1,11 @@
-"""Device and precision of computations, and contexts that restore the torch state of the caller."""
+"""Choose the device and the precision of computations, and restore the caller's torch state."""
 
 import os
 import platform
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the torch device with this name, which the machine may lack."""
+    """Return the torch device with this name. It may not exist on this machine."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -104,8 +105,31 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` report the maximum from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        # With this number, Linux resets VmHWM, the largest resident memory of the process.
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the largest number of bytes in use since `reset_peak_memory`, or None if unknown.
+
+    On a GPU, this is the memory of tensors on the GPU. Otherwise, it is the resident memory of the
+    process, which is only known on Linux.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    return None
+
+
 def free_gpu_memory(device: torch.device) -> int:
-    """Return the number of bytes for new tensors on a GPU, including torch's unused cache."""
+    """Return the number of free bytes on a GPU, including memory that torch has cached."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -140,7 +164,10 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
-    """Round non-negative numbers in the range of float32 down to powers of two from 2^-126."""
+    """Round non-negative numbers down to powers of two. The smallest result is 2^-126.
+
+    The numbers must lie in the range of float32.
+    """
     positive = numbers.float().clamp(min=torch.finfo(torch.float32).tiny)
     # Clearing the mantissa is exact on every device. Logarithms would not be exact.
     power = (positive.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
@@ -152,7 +179,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
     If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions,
-    `RoundedProducts` replaces torch's slow products. Only the order of its sums differs.
+    `RoundedProducts` replaces torch's slow products. It only adds the terms in another order.
     """
     is_emulated = autocast_dtype(device, dtype) != dtype
     with (
@@ -163,7 +190,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, in which products have the precision of their factors."""
+    """Return a context without autocast. Products then have the precision of their factors."""
     # torch has no autocast for the device "meta", on which FLOPs are counted.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
@@ -225,9 +252,10 @@ def evaluation_mode(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restore_tensor_storage(module: nn.Module) -> Generator[None]:
-    """Let a module move to another device, then restore the previous memory of its tensors.
+    """Move the tensors of a module back to their original device and memory on exit.
 
-    An optimizer or a module that shares weights may use the same tensors.
+    In the context, the module may be moved to another device. The original memory is restored,
+    because an optimizer or another module may share it.
     """
     tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
     previous_data = [(tensor, tensor.data) for tensor in tensors]
@@ -265,7 +293,8 @@ def preserve_process_state() -> Generator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # Without its cache, because torch only clears it when the outermost context ends.
+            # Autocast does not use its cache, which torch clears only at the end of the outermost
+            # context.
             for device_type in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
             # Enter this context only if needed, because it makes each call of torch slower.
@@ -288,7 +317,8 @@ def preserve_process_state() -> Generator[None]:
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
     """Return torch's TF32 settings as tuples of owner, attribute and value.
 
-    After a setting has been set by its new name, reading its old name raises an error.
+    The attributes have old and new names. After a new name has been set, reading the old name
+    raises an error, so the new names are read.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -320,7 +350,7 @@ def scatter_value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Return the same as `value_counts`, but use `scatter_add_` so that the host need not wait."""
+    """Count like `value_counts`, but with `scatter_add_`, which never makes the host wait."""
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))

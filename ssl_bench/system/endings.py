@@ -1,4 +1,4 @@
-"""Ways in which a command ends early: by a signal, or by an error that is printed in one line."""
+"""Handle signals and errors that end a command early, and print each error in one line."""
 
 import io
 import os
@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """Exception for a signal of `STOP_SIGNALS`. It is handled in the same way as Ctrl-C."""
+    """Raised for a signal of `STOP_SIGNALS`. It is handled in the same way as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -85,16 +85,17 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`, as the handler of commands that save nothing at the end."""
+    """Raise `StopSignal`. This is the signal handler of commands that save nothing at the end."""
     del frame
     raise StopSignal(number)
 
 
 def repair_standard_streams() -> None:
-    """Open each standard stream that the caller has closed, and let stdout print any character.
+    """Open each standard stream that is closed, and let stdout print any character.
 
-    Otherwise the next opened file would get the descriptor of the closed stream, and messages would
-    be written into that file. Characters that the terminal's encoding lacks are printed as escapes.
+    If a standard stream stayed closed, the next opened file would get its descriptor, and messages
+    would be written to that file. Characters that the terminal cannot encode are printed as
+    escapes.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -123,7 +124,7 @@ def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> 
 def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
     """Print an error in one line and return its exit code, or None if it is a bug of this program.
 
-    `main` must not do this itself. The error's traceback refers to the frame of `main`, so a
+    `main` must not contain this code. The error's traceback refers to the frame of `main`, so a
     variable of `main` that refers to the error would form a reference cycle. The cycle would keep
     data workers and memory alive.
     """
@@ -185,10 +186,14 @@ class Outcome:
 
 
 def run_and_catch(work: Callable[[], int | None], command: str, *, debug: bool) -> Outcome:
-    """Run one part of a command and return how it ended, so that other parts can continue.
+    """Run one part of a command and return its outcome, so that other parts can continue.
 
-    `work` runs the part and returns its exit code, or None for 0. Interruptions are raised again,
-    and so is any error if `debug` is true. The hint of an out-of-memory error depends on `command`.
+    Interruptions are not caught.
+
+    Args:
+        work: Function that runs the part and returns its exit code, or None for 0.
+        command: Name of the command. It determines the hint of an out-of-memory error.
+        debug: Whether to raise errors instead of catching them.
     """
     start, message = time.monotonic(), ""
     try:

@@ -38,7 +38,7 @@ _ORPHAN_SECONDS_WITHOUT_LOCKS = 86_400.0
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file so that a crash or a full disk never leaves a partial file.
+    """Write a file. A crash or a full disk never leaves a partial file.
 
     Missing parent folders are created.
 
@@ -56,7 +56,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write text as UTF-8, as `write_atomically` does. Undecodable file names are preserved."""
+    """Write text as UTF-8 with `write_atomically`. Undecodable bytes in file names are kept."""
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
@@ -74,8 +74,8 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # This name does not contain the name of `path`, which may already have the maximum length.
     temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
-    # Other users may read the file if the umask allows it, unlike a file of tempfile.mkstemp. The
-    # file is never world-writable, because `open_trusted` would refuse it.
+    # Unlike tempfile.mkstemp, this lets other users read the file if the umask allows it. The file
+    # is never world-writable, because `open_trusted` would refuse it.
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o664)
     try:
         with os.fdopen(descriptor, "w+b") as file:
@@ -193,9 +193,13 @@ def read_regular(path: Path) -> bytes:
 
 
 def describe_substitute(start: bytes) -> str | None:
-    """Say what a file is that a failed download or clone left instead of its data, and what to do.
+    """Describe a file that a failed download or clone left in place of the real file.
 
-    Return None if the first bytes of the file, at least 64, are not those of such a file.
+    Args:
+        start: At least the first 64 bytes of the file.
+
+    Returns:
+        A text with the remedy, such as "is empty. Copy or download it again". None for other files.
     """
     start = start.lstrip()
     if not start:
@@ -230,7 +234,7 @@ def open_trusted(path: Path) -> BufferedReader:
     elif hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
         refusal = "the file belongs to another user"
     elif os.name == "posix" and status.st_mode & stat.S_IWOTH:
-        refusal = "everybody may write the file"
+        refusal = "the file is world-writable"
     if not refusal:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
@@ -275,7 +279,7 @@ def open_untrusted(
 def read_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> bytes:
-    """Return the content of a file. It is opened, and may be refused, as in `open_untrusted`."""
+    """Return the content of a file. Arguments and errors are those of `open_untrusted`."""
     with open_untrusted(root, path, max_bytes, checked_folders=checked_folders) as file:
         return file.read()
 
@@ -364,7 +368,7 @@ def list_files(root: Path) -> Iterator[str]:
 
     The files in a folder come before the files in its subfolders. Links to folders are followed.
     Hidden files and folders are left out. Folders that ssl-bench wrote, such as figures, are left
-    out too, and a message gives the first of them. `root` itself is never left out.
+    out too, and a message names the first of them. `root` itself is never left out.
     """
     visited: set[str] = set()
     outputs: list[Path] = []
@@ -415,7 +419,7 @@ def expand_path(text: str | Path) -> Path:
 def is_valid_path(text: str | Path) -> bool:
     """Return whether a text can be the path of a file.
 
-    An empty text is no path, because scripts often pass an unset variable by mistake.
+    An empty text is not accepted, because scripts often pass an unset variable by mistake.
     """
     try:
         path = os.fsencode(Path(text).expanduser())
@@ -496,11 +500,14 @@ def figure_file_name(image_id: str, *, before: str = "") -> str:
 
 
 TILES = "ssl-bench tiles"
-"""Keyword of a text in a PNG that states where its images are."""
+"""Keyword of the text in a figure's PNG file that states the positions of the images in it."""
 
 
 def figure_title(name: str) -> str:
-    """Remove the digest from the file name of a figure without suffix. Titles may be equal."""
+    """Return the title of a figure: its file name without suffix and without digest.
+
+    Different figures may have the same title.
+    """
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 

@@ -24,7 +24,7 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Print a message on stderr without breaking a progress bar, if this process has rank 0."""
+    """Print a message on stderr, without damaging progress bars. Only rank 0 prints."""
     if not is_main_process():
         return
     with bar_class().external_write_mode(file=sys.stderr):
@@ -43,7 +43,8 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     A terminal shows a bar. A log gets a line after 20 seconds, then each time the elapsed time has
     doubled, and at least every ten minutes. Only the process of rank 0 shows its progress.
 
-    `total` is the number of items. The default is `len(items)`, or unknown without a length.
+    `total` is the number of items. By default, it is `len(items)`, or unknown if items have no
+    length.
     """
     if not is_main_process():
         return items

@@ -19,8 +19,9 @@ from typing import Any
 from ssl_bench.errors import ConfigurationError, MachineError
 
 _MAX_PROCESSES = 1_000_000
-# M_MMAP_THRESHOLD: larger blocks are mapped and returned one by one. M_TRIM_THRESHOLD: a larger
-# free end of the heap is returned. The numbers are those of malloc.h.
+# Options of mallopt, with their numbers in malloc.h and sizes in bytes. M_MMAP_THRESHOLD (-3): a
+# larger block is returned to the system when it is freed. M_TRIM_THRESHOLD (-1): free memory at the
+# end of the heap is returned to the system if it exceeds this size.
 _MALLOC_OPTIONS = ((-3, 2**28), (-1, 2**29))
 
 
@@ -184,7 +185,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reraise_out_of_memory(error: Exception) -> None:
-    """Raise an error again if memory ran out, before code that blames it on a damaged file."""
+    """Raise an error again if memory ran out, so that callers do not report a damaged file."""
     if is_out_of_memory(error):
         raise error
 
@@ -217,7 +218,10 @@ def free_shared_memory() -> int | None:
 
 
 def free_host_memory() -> int:
-    """Return the number of bytes that this process can still allocate in its control groups."""
+    """Return the number of bytes that this process can still allocate.
+
+    The limits are the free memory of the machine and of the control groups of the process.
+    """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
 
@@ -264,7 +268,8 @@ def _file_cache_bytes(group: Path) -> int:
 def pause_garbage_collection() -> Generator[None]:
     """Turn off Python's cyclic garbage collector in this context.
 
-    It would only cost time while many records are read, because records form no reference cycles.
+    Use it while many records are read. Records form no reference cycles, so the collector would
+    only cost time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Compute paired differences, over the same images, of two encoders, two runs or two blocks."""
+"""Compute paired differences of two encoders, two runs or two blocks over the same images."""
 
 import itertools
 import math
@@ -31,24 +31,25 @@ from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, Table
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
-"""Settings of two records are compared only if these record fields are equal."""
+"""Record fields that must be equal before the settings of two records are compared."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first score minus the second score, both over the same images, in percentage points.
+    """Difference of two scores over the same images, first minus second, in percentage points.
 
     Attributes:
-        name: Name of the table row, such as "11" for block 11.
+        name: Heading of the table row, such as "11" for block 11.
         first: First score in percent, or NaN if it is undefined.
         second: Second score in percent, or NaN if it is undefined.
         low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
         high: Upper end of the 95 % interval, or NaN if there is no interval.
-        layers: Block indices of the first score, and block indices of the second score.
-        degenerate: Percentages of degenerate images of both scores, None where unknown.
+        layers: Block indices of the first score and of the second score.
+        degenerate: Percentages of degenerate images for the first and the second score. None if
+            unknown.
         p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
-        p_holm: The p-value after Holm's correction over the block-by-block rows of the table. It
-            is NaN for all other rows and for rows without a test.
+        p_holm: The p-value after Holm's correction over the rows of the table that compare block by
+            block. NaN for all other rows and for rows that were not tested.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Difference:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether at least one of the two scores is degenerate, see `MAX_DEGENERATE_PERCENT`."""
+        """Whether either score has more than `MAX_DEGENERATE_PERCENT` % degenerate images."""
         return any(map(is_degenerate, self.degenerate))
 
     @property
@@ -120,7 +121,7 @@ def _format_number(value: float, style: str) -> str:
 
 
 class PairedScore(NamedTuple):
-    """One of the two scores of a difference, its blocks and its percentage of degenerate images."""
+    """One score of a difference, with its blocks and its percentage of degenerate images."""
 
     estimate: Estimate
     layers: tuple[int, ...]
@@ -132,12 +133,12 @@ def score_block(curve: ImageCurve, layer: int) -> PairedScore:
 
 
 def _score_held_out(curve: ImageCurve) -> PairedScore:
-    """Return the score with a held-out choice among all blocks of the curve."""
+    """Return the score of a curve whose block is chosen on held-out images."""
     return PairedScore(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
 def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
-    """Return the first score minus the second. A score minus itself has no interval."""
+    """Subtract the second score from the first. A score minus itself has no interval."""
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
@@ -160,9 +161,9 @@ def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
 
 
 def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders at every block index that both have.
+    """Compare two encoders at every block index that was probed in both.
 
-    If their last blocks have different indices, the two last blocks are compared too.
+    If their last blocks have different indices, the last blocks are compared, too.
     """
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     last = max(first.blocks), max(second.blocks)
@@ -174,11 +175,11 @@ def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Differ
 
 
 def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Difference]:
-    """Compare two encoders at their best blocks and with their held-out choices of a block.
+    """Compare two encoders at their best blocks, and at blocks chosen on held-out images.
 
-    The best block is chosen on the scored images, so both of its scores are optimistic. The
-    held-out choice estimates the score of a user who must choose a block before seeing the images.
-    The result is empty if either encoder has no block that can be best.
+    The best blocks are chosen on the scored images, so their scores are optimistic. The held-out
+    choice estimates the score of a user who must choose a block before seeing these images. The
+    result is empty if an encoder has no block that can be best.
     """
     if not (first.has_best and second.has_best):
         return []
@@ -199,7 +200,7 @@ def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare every block and the held-out choice with the best block, or else the last block."""
+    """Compare each block and the held-out choice with the best block, or with the last one."""
     best = score_block(curve, curve.best)
     rows = _correct_over_blocks(
         [subtract(str(n), score_block(curve, n), best) for n in sorted(curve.blocks)]
@@ -222,7 +223,7 @@ class Comparison(Table):
         names: Column headings of the first and of the second score.
         encoders: One record of each compared encoder, so one or two records.
         without_best: Names of the encoders for which every block is degenerate.
-        code: The `code_versions` that computed the scores, by encoder name.
+        code: Versions of the code that computed the scores (`code_versions`), by encoder name.
     """
 
     record: Record
@@ -234,7 +235,7 @@ class Comparison(Table):
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
-        """Return the printed table. Differences that are significant before Holm are marked."""
+        """Return the printed table. Marks do not depend on Holm's correction."""
         return Sheet(
             title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
@@ -260,7 +261,7 @@ class Comparison(Table):
         if self.without_best:
             names = " and ".join(self.without_best)
             notes.append(f"no block of {names} is best, because all are degenerate")
-        # The row "held-out choice (9, 11)" averages over several blocks, for example.
+        # For example, the row "held-out choice (9, 11; 11)" averages over blocks 9 and 11.
         is_mixed = any(row.name.startswith("held-out") and "," in row.name for row in self.rows)
         notes += mixed_notes([self.record.metric] if is_mixed else [])
         first, second = self.rows[-1].layers
@@ -305,7 +306,7 @@ class Comparison(Table):
 
 
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
-    """Return the explanations of the signs § and † that occur in the rows of some tables.
+    """Return explanations of the signs § and †, for those that occur in the tables.
 
     Holm's correction was applied to each table separately.
     """
@@ -326,10 +327,10 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Return a warning if different code versions computed the compared scores, else ""."""
+    """Return a warning if the compared scores come from different code versions, or ""."""
     versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
-        # A difference can only be due to the code if the versions differ within one table.
+        # The code can only explain a difference if the versions differ within one table.
         if len(set().union(*table.code.values())) > 1:
             for name, code in table.code.items():
                 versions[name] |= code
@@ -343,7 +344,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
 
 
 def code_versions(records: Iterable[Record]) -> frozenset[str]:
-    """Return the code versions that computed some records, such as "0.2.0 (3f9a01b2c4)"."""
+    """Return the versions of the code that computed records, such as "0.2.0 (3f9a01b2c4)"."""
     versions = set()
     for record in records:
         commit = record.git_commit or "unknown"
@@ -360,11 +361,13 @@ def compare_encoders(
 ) -> tuple[list[Comparison], dict[str, str]]:
     """Compare two encoders, or the blocks of one encoder, in every task with per-image values.
 
-    `encoders` has one or two checkpoint names from the command line, by `Record.encoder_id`.
-    `select` chooses the tables to compute from one record of each possible table.
+    `encoders` maps the `Record.encoder_id` of one or two encoders to their checkpoints on the
+    command line. `select` receives one record for each possible table, and returns those whose
+    tables are computed.
 
     Returns:
-        One table for each group of comparable records, and the reason for each task without one.
+        One table for each group of comparable records, and for each task without a table, the
+        reason why there is none.
 
     Raises:
         DataError: There is no table.
@@ -422,7 +425,7 @@ def compare_encoders(
 
 
 def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
-    """Group comparable records of the same seed. Only within a group can images be paired."""
+    """Group comparable records of the same seed. Images can only be paired within a group."""
     seeds = sorted({record.seed for record in records})
     groups = [
         [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
@@ -431,7 +434,7 @@ def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequence[str]) -> bool:
-    """Return whether each encoder has any record with stored per-image values."""
+    """Return whether every encoder has at least one record with stored per-image values."""
     return all(
         any(store.has_per_image(record) for record in group if record.encoder_id == key)
         for key in encoders
@@ -450,7 +453,7 @@ def _load_sides(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why a task with these records cannot be compared, and the command that helps."""
+    """Return why the records of a task cannot be compared, and the command that solves this."""
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
     for name, side in sides.items():
@@ -479,8 +482,8 @@ def _explain_failure(
     ]
     if not any(has_images):
         return "no per-image values are stored"
-    # Explain the pair of records with the fewest differing settings. If no setting differs, the
-    # stored per-image values are the reason.
+    # Explain the pair of records with the fewest differences. If nothing differs, the reason is in
+    # the stored per-image values.
     if differing := min((_list_differences(*pair) for pair in pairs), key=len):
         return "; ".join(differing)
     again = f"`ssl-bench probe --task {task} --overwrite`"
@@ -500,7 +503,7 @@ def _list_differences(first: Record, second: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class EpochComparison(Table):
-    """Differences between two runs in one metric, at every common block and epoch (ascending)."""
+    """Differences between two runs in one metric, at common blocks and ascending epochs."""
 
     by_epoch: Mapping[float, Comparison]
 
@@ -540,7 +543,7 @@ class EpochComparison(Table):
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Compare two runs block by block at every epoch that was probed in both.
+    """Compare two runs block by block, at every epoch that was probed in both.
 
     The encoder `RUN@100` belongs to the run `RUN`.
 
@@ -558,7 +561,8 @@ def compare_runs(
         for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
             pair = (encoders[0][epoch], encoders[1][epoch])
             sides = _load_sides(store, group, [record.encoder_id for record in pair])
-            # Best and last blocks are not compared, because they need not be the same block.
+            # Do not compare best and last blocks, because they can be different blocks in the two
+            # runs.
             rows = compare_block_by_block(*sides) if sides else []
             if blocks := _correct_over_blocks([row for row in rows if row.name.isdigit()]):
                 code = {

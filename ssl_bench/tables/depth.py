@@ -1,4 +1,4 @@
-"""Tables with one row per block of some encoders, or with one row per epoch of a run."""
+"""Tables with one row per block of encoders, or with one row per epoch of a run."""
 
 import math
 from collections import defaultdict
@@ -25,25 +25,25 @@ from ssl_bench.tables.sheets import Cell, Sheet, Table, default_format, render_t
 from ssl_bench.tables.styles import lacks_skips
 
 MAX_TABLES = 4
-"""Largest number of tables of a single task that are all printed."""
+"""Largest number of tables of a task for which all tables are printed."""
 
 PROBE_EPOCHS = (
     *("ssl-bench", "pretrain", "train.keep_epochs=[100,200]", "or"),
     *("ssl-bench", "probe", "--task", "all", "--checkpoint", "{run}@100"),
 )
-"""Hint shown when records of several epochs of a run are needed but missing."""
+"""Hint for errors about missing records of several epochs of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(Table):
-    """A table of scores, such as blocks (rows) by encoders (columns).
+    """A table of scores, for example with blocks as rows and encoders as columns.
 
     Attributes:
         row_name: Kind of the rows: "block", "epoch", "severity", "encoder" or "step".
         rows: Block indices, epochs, severities, encoder names or steps, in printed order.
-        columns: Names or severities, in printed order.
+        columns: Names of the columns, or severities, in printed order.
         entries: Scores by (row, column).
-        undecided: The (row, column) pairs without a score because no block could be chosen.
+        undecided: The pairs (row, column) that have no score because no block could be chosen.
         notes: Lines of text that are printed below the table.
         skipless: Columns of encoders or runs without skip connections.
     """
@@ -59,7 +59,7 @@ class Pivot(Table):
 
     @property
     def record(self) -> Record:
-        """Any of the records that the scores were computed from."""
+        """One of the records from which the scores were computed."""
         return next(entry.records[0] for _, _, entry in self.scores())
 
     @property
@@ -69,7 +69,7 @@ class Pivot(Table):
 
     @property
     def has_values(self) -> bool:
-        """Whether any score is not NaN. The top-5 accuracy of two classes is always NaN."""
+        """Whether any score is not NaN. Top-5 accuracy of two classes is always NaN."""
         return any(not math.isnan(entry.value) for _, _, entry in self.scores())
 
     @property
@@ -89,7 +89,7 @@ class Pivot(Table):
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "Pivot | None":
-        """Return the table to draw, with one curve per column over the rows, or None."""
+        """Return the table to draw, with one curve per column, or None if there are no curves."""
         return self
 
     def best_row(self, column: Any) -> Any:
@@ -105,8 +105,8 @@ class Pivot(Table):
     def _ranking(self, column: Any) -> list[str]:
         """Return the distinct scores that can be best (`Entry.is_rankable`) as text, highest first.
 
-        The list is empty, so that nothing is marked, if the column has fewer than two scores or if
-        several scores can be best and all of them are printed alike.
+        The list is empty, so that nothing is marked, in two cases: the column has fewer than two
+        scores, or all scores that can be best are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -140,7 +140,7 @@ class Pivot(Table):
         return str(column)
 
     def marks(self) -> tuple[str, ...]:
-        """Return the explanations of signs such as † that occur in the table."""
+        """Return explanations of the signs in the table, such as †."""
         return (self.dagger_meaning,) if self.dagger_meaning else ()
 
     def entry_text(self, entry: Entry) -> str:
@@ -194,7 +194,7 @@ def _stride_field(entry: Entry) -> dict[str, int]:
 
 
 def depth_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return a table of blocks (rows) by models (columns) for each group of comparable records."""
+    """Return one table with blocks as rows and encoders as columns per comparable group."""
     groups, names = comparable_groups(records), model_names(records)
     return [
         _pivot(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
@@ -203,9 +203,10 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return tables of epochs (rows) by blocks (columns), one per run and comparable group.
+    """Return one table with epochs as rows and blocks as columns per run and comparable group.
 
-    The encoders `RUN@100`, `RUN@200` and `RUN` belong to one run. `RUN` is its last epoch.
+    The encoders `RUN@100`, `RUN@200` and `RUN` belong to one run. `RUN` is the encoder of its last
+    epoch.
 
     Raises:
         DataError: No run has records of at least two epochs, or two runs share a name.
@@ -226,7 +227,7 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_table(records: Sequence[Record], title: str) -> Pivot:
-    """Return a table of epochs (rows) by blocks (columns) of one run with comparable records."""
+    """Return a table with epochs as rows and blocks as columns for one run."""
     return _pivot(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
     )
@@ -238,7 +239,7 @@ def _pivot(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> Pivot:
-    """Average records over seeds. `key` returns the row and column of a record."""
+    """Build a table of means over seeds. `key` returns the row and column of a record."""
     entries = mean_entries(records, key)
     return Pivot(
         title=title,
@@ -263,7 +264,7 @@ def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return records by the name of their run, without records that state no epoch."""
+    """Group records by the name of their run. Records that state no epoch are left out."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -273,9 +274,9 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Raise a `DataError` if two runs share a name.
+    """Raise DataError if an epoch of a run has two encoders.
 
-    Then comparable records with this run name have two encoders at one epoch.
+    This happens if two runs have the same name. The records must be comparable.
     """
     encoders: dict[float, str] = {}
     for record in records:
@@ -295,9 +296,10 @@ def epoch_number(record: Record) -> float:
 
 
 def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print the tables of each task's main metric, or of all metrics up to `MAX_TABLES`.
+    """Print the tables of each task's main metric.
 
-    A message states the command that prints the others.
+    If there is only one task and it has at most `MAX_TABLES` tables, all of them are printed. For
+    tables that are not printed, a message states the command that prints them.
     """
     by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:
@@ -321,7 +323,7 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records with the same fields `names`.
+    """Return the main metric of each group of records that agree in the fields `names`.
 
     The first name must be "task".
     """

@@ -18,21 +18,21 @@ from ssl_bench.tables.styles import choose_styles
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Largest number of points of a curve that are drawn as dots.
+# Largest number of points for which a curve has a dot at each point.
 _MAX_MARKERS = 60
 _PANELS_PER_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
 _LINE_INCHES = 0.18
-# Width of a panel, and width of the coloured line in a legend entry, both in letters.
+# Width of a panel and of the coloured line in a legend entry, both in characters.
 _PANEL_LETTERS, _KEY_LETTERS = 56, 11
 # Largest number of ticks on the horizontal axis.
 _MAX_TICKS = 13
-# A degenerate score is a hollow dot.
+# A degenerate score is drawn as a hollow dot.
 _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
 
 
 def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
-    """Write the `curves_figure` of some tables to a file. Its suffix selects the format.
+    """Draw tables with `curves_figure`, and write the figure to a file in the format of its suffix.
 
     Raises:
         ConfigurationError: The suffix is not a known format.
@@ -53,10 +53,10 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
 def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     """Draw one panel per table, with one curve per column of the table.
 
-    A band around each curve shows the 95 % intervals, or one standard deviation of a training log
-    each way. Encoders have the style of `choose_styles` in all panels.
+    A band around each curve shows the 95 % intervals, or one standard deviation in each direction
+    for training logs. Each encoder has its style from `choose_styles` in all panels.
     """
-    # Tables in which every score is NaN are left out, unless all tables are like this.
+    # Leave out tables in which every score is NaN, unless this is true for all tables.
     tables = [table for table in tables if table.has_values] or tables
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
         names.sort(key=natural_sort_key)
         looks: dict[str, Mapping[str, Any]] = {name: styles[name].line for name in names}
     else:
-        # The columns are blocks. Ordered colours show the order of the blocks.
+        # The columns are blocks. Colours from a sequential colour map show their order.
         shades = mpl.colormaps["viridis"]
         last = max(len(names) - 1, 1)
         looks = {name: {"color": shades(number / last)} for number, name in enumerate(names)}
@@ -102,7 +102,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Start a new line after the first comma, and wrap lines at `letters` letters."""
+    """Start a new line after the first comma, and wrap lines after `letters` characters."""
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
@@ -110,7 +110,7 @@ def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
-    """Return how many legend entries have room side by side below the panels."""
+    """Return how many legend entries fit side by side below the panels."""
     longest = max(len(line) for label in labels for line in label.splitlines())
     return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 
@@ -118,7 +118,7 @@ def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
 def _figure_inches(
     titles: Sequence[str], num_columns: int, legend_lines: int
 ) -> tuple[float, float]:
-    """Return width and height, including the longest title of each row and the legend."""
+    """Return the width and height of the figure in inches, with room for titles and legend."""
     starts = range(0, len(titles), num_columns)
     title_lines = [max(t.count("\n") for t in titles[n : n + num_columns]) for n in starts]
     width, height = _PANEL_INCHES
@@ -127,7 +127,7 @@ def _figure_inches(
 
 
 def _choose_ticks(rows: Sequence[float]) -> list[float]:
-    """Return the blocks, severities or whole epochs of a table, evenly thinned out if crowded."""
+    """Return the whole numbers among the rows, thinned out evenly if there are too many."""
     whole = [row for row in rows if row == int(row)]
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
 
@@ -140,8 +140,8 @@ def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]])
     shown = [*ends, *(value for _, value in baselines)]
     heights = [end for end in shown if end is not None and math.isfinite(end)]
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
-    # The axis is logarithmic only if all values are positive. A zero would lie at minus infinity,
-    # and the layout algorithm of matplotlib would never finish.
+    # Use a logarithmic axis only if all values are positive. A zero would be at minus infinity, and
+    # matplotlib's layout algorithm would never finish.
     ratio = 100 if table.row_name == "step" else 5
     if not table.unit and 0 < ratio * lowest < highest:
         axis.set_yscale("log")
@@ -166,12 +166,12 @@ def _draw_panel(axis: Any, table: Pivot, looks: Mapping[str, Mapping[str, Any]])
 
 
 def _choose_marker(num_points: int) -> str:
-    """Return the marker of the points of a curve, or "" if the points would hide the line."""
+    """Return the marker for the points of a curve, or "" if markers would hide the line."""
     return "o" if num_points <= _MAX_MARKERS else ""
 
 
 def _draw_curve(axis: Any, table: Pivot, column: str, look: Mapping[str, Any], top: float) -> None:
-    """Draw the curve of one column. Infinite values are drawn at the height `top`."""
+    """Draw the curve of one column. Infinite values are drawn at the value `top`."""
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
     marker, colour = _choose_marker(len(table.rows)), look["color"]

@@ -1,4 +1,4 @@
-"""Tables of encoders (rows) by datasets, metrics, facets or protocols (columns)."""
+"""Tables with encoders as rows, and with datasets, metrics, facets or protocols as columns."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from ssl_bench.tables.layer_selection import (
     choice_as_json,
     choice_notes,
     choose_block,
-    with_seed_counts_by_column,
+    show_seed_counts_by_column,
 )
 
 
@@ -33,9 +33,9 @@ class EncoderTable(Pivot):
     """A table of encoders (rows) with one score in each column.
 
     Attributes:
-        choice: How the block of each score was chosen: "holdout" or "oracle". It is "block" if
-            every encoder has a single scored block.
-        series: One record of each column, by column name.
+        choice: How the block of each score was chosen: "holdout" or "oracle". "block" if only one
+            block of each encoder was scored.
+        series: One record for each column, by column name.
     """
 
     choice: str
@@ -90,7 +90,7 @@ class EncoderTable(Pivot):
 
 
 def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
-    """Score every encoder in every group of comparable records, with a `choice` of `CHOICES`."""
+    """Score each encoder in each comparable group. `choice` is one of `CHOICES`."""
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
     models = model_names(records)
@@ -100,7 +100,7 @@ def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) ->
         for encoder, model in models.items()
         if (own := [record for record in group if record.encoder_id == encoder])
     }
-    entries = with_seed_counts_by_column({at: e for at, e in chosen.items() if e is not None})
+    entries = show_seed_counts_by_column({at: e for at, e in chosen.items() if e is not None})
     undecided = frozenset(chosen.keys() - entries.keys())
     if not undecided and all(len(entry.offered_layers) == 1 for entry in entries.values()):
         choice = "block"
@@ -159,22 +159,22 @@ def _notes(
 
 
 def column_names(records: Sequence[Record]) -> list[str]:
-    """Return a short unique name for each column, given by one record, such as "voc2012, miou"."""
+    """Return a short unique name for the column of each record, such as "voc2012, miou"."""
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet", "protocol_label"):
-        names = _extend_equal(names, [[getattr(record, field)] for record in records])
+        names = _extend_equal_names(names, [[getattr(record, field)] for record in records])
     settings = [
         differing_settings(
             record, [rival for other, rival in zip(names, records, strict=True) if other == name]
         )
         for name, record in zip(names, records, strict=True)
     ]
-    return [", ".join(name) for name in _extend_equal(names, settings)]
+    return [", ".join(name) for name in _extend_equal_names(names, settings)]
 
 
-def _extend_equal(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append to each name its words, if they differ from the words of an equal name."""
+def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
+    """Append its words to each name if another column has the same name but other words."""
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):
         words_by_name[tuple(name)].add(tuple(more))

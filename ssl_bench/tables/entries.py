@@ -1,6 +1,7 @@
-"""Group comparable records, average them over seeds, and write the notes below a table.
+"""Group comparable records, average them over seeds, and write the notes below tables.
 
-An `Entry` is one value of a table. The notes state, for example, the images and versions.
+An `Entry` is one value of a table. The notes state, for example, the number of images and the
+software versions.
 """
 
 import hashlib
@@ -34,13 +35,14 @@ _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "second
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that a table can show together, sorted by the fields that they share.
+    """Group records that one table can show together, sorted by the fields that they share.
 
     All records of a group have the same task, dataset, split, metric, protocol, facet, images and
     settings. Their blocks, encoders and seeds may differ.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    # Cache by object identity, because records that were read together share a settings object.
+    # Cache texts by object identity, because records that were read together share a settings
+    # object.
     texts: dict[int, str] = {}
     for record in records:
         settings = id(record.settings)
@@ -53,9 +55,9 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """Return a table title for each group of `comparable_groups`.
+    """Return a table title for each group from `comparable_groups`.
 
-    If several groups have the same title, their differing settings are appended in brackets.
+    If several groups have the same title, the settings that differ are appended in brackets.
     """
     titles = [table_title(group[0]) for group in groups]
     namesakes: dict[str, list[Record]] = defaultdict(list)
@@ -72,8 +74,8 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     """Return the settings of a record that differ in any of its rivals, such as ["lr=0.1"].
 
-    Settings that are part of the table title anyway are left out. If the images differ, the result
-    also contains the digits of their fingerprint.
+    Settings that the table title already states are left out. If the images differ, the result also
+    contains the first digits of their fingerprint.
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -98,7 +100,7 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return ", trained on train (1464 images, 3f9a01)", for example, or "" without training."""
+    """Return a suffix like ", trained on train (1464 images, 3f9a01)", or "" without training."""
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
@@ -137,7 +139,7 @@ def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return, as JSON types, what is equal within a comparable group."""
+    """Return the fields that all records of a comparable group share, as JSON types."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -147,7 +149,7 @@ def series_as_json(record: Record) -> dict[str, Any]:
 
 
 def settings_digest(record: Record) -> str:
-    """Return twelve hexadecimal digits that identify the settings of a record."""
+    """Return the first twelve hexadecimal digits of the SHA-256 of a record's settings."""
     return hashlib.sha256(_settings_text(record).encode()).hexdigest()[:12]
 
 
@@ -163,12 +165,12 @@ class Entry:
         value: The mean over seeds, in the unit of the records. It may be NaN.
         low: Lower end of the 95 % interval, or None if there is no interval.
         high: Upper end of the 95 % interval, or None if there is no interval.
-        degenerate_percent: Percentage of images whose result is decided by rounding errors. It is
-            None if the task has no degenerate images.
-        records: The records from which the value was computed. An entry has several records if
-            there are several seeds, or if the held-out choice selected several blocks.
-        offered_layers: The blocks from which one was chosen. Empty if no choice was made.
-        omitted_seeds: Seeds that are left out because they were probed at different blocks.
+        degenerate_percent: Percentage of images whose result is decided by rounding errors. None if
+            the task does not measure this percentage.
+        records: The records from which the value was computed. There are several if there are
+            several seeds, or if the held-out choice selected several blocks.
+        offered_layers: The blocks from which a block was chosen. Empty if no choice was made.
+        omitted_seeds: Seeds that are left out because other blocks were probed with them.
         shows_seed_count: Whether the printed text states the number of seeds.
     """
 
@@ -191,7 +193,7 @@ class Entry:
 
     @property
     def layer(self) -> int:
-        """The block of an entry with a single block."""
+        """The block index of an entry that has a single block."""
         return self.records[0].layer
 
     @property
@@ -206,30 +208,30 @@ class Entry:
 
     @property
     def is_rankable(self) -> bool:
-        """Whether higher is better, and the value is neither NaN nor degenerate."""
+        """Whether the value can be the best: higher is better, not NaN, not degenerate."""
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The text in two parts: the value, and the rest, which pages print below the value."""
+        """The text in two parts: the value and the rest, which reports print below the value."""
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
     @property
     def reason(self) -> str:
-        """The recorded reason why the value is NaN. It is empty without a reason or if not NaN."""
+        """The recorded reason why the value is NaN, or "" if unknown or not NaN."""
         reasons = (record.details.get("undefined") for record in self.records)
         return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
-        """The value as a number for JavaScript, or an empty text for NaN."""
+        """The value as a number that JavaScript can parse, or "" for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
 
     def text(self) -> str:
-        """Return the value as it is printed, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
+        """Return the value as printed text, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
         if math.isnan(self.value):
             return NO_VALUE
         count = len(self.seeds)
@@ -300,7 +302,7 @@ def _format_plain(value: float) -> str:
 
 
 def mean_entry(records: Sequence[Record]) -> Entry:
-    """Return the mean of records of one block that differ only in the seed."""
+    """Return the mean over records of one block that differ only in the seed."""
     entries = []
     for record in records:
         low, high = record.ci95 or (None, None)
@@ -312,35 +314,35 @@ def mean_entry(records: Sequence[Record]) -> Entry:
 
 
 def average_entries(entries: Sequence[Entry]) -> Entry:
-    """Return the mean of entries of several seeds.
+    """Return the mean over entries of different seeds.
 
-    The ends of the intervals are averaged, so the interval of the mean is about as wide as that of
-    a single seed.
+    The ends of the intervals are averaged, so the resulting interval is about as wide as that of a
+    single seed.
     """
     return Entry(
         value=sum(entry.value for entry in entries) / len(entries),
-        low=mean_of_known([entry.low for entry in entries]),
-        high=mean_of_known([entry.high for entry in entries]),
-        degenerate_percent=mean_of_known([entry.degenerate_percent for entry in entries]),
+        low=average_known([entry.low for entry in entries]),
+        high=average_known([entry.high for entry in entries]),
+        degenerate_percent=average_known([entry.degenerate_percent for entry in entries]),
         records=tuple(record for entry in entries for record in entry.records),
     )
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
+def average_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
-    """Average the records of each value of `key` over seeds."""
+    """Group records by `key`, and average each group over seeds."""
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
-    return with_seed_counts({at: mean_entry(group) for at, group in groups.items()})
+    return show_seed_counts({at: mean_entry(group) for at, group in groups.items()})
 
 
-def with_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return copies of entries that print their numbers of seeds if these differ."""
+def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
+    """Return copies of entries that show their numbers of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
@@ -349,8 +351,8 @@ def dagger(percent: float | None) -> str:
     """Return the percentage of degenerate images as a suffix, such as " †24".
 
     The suffix is empty if no image is degenerate. Percentages below 1 are rounded to one decimal,
-    others to whole numbers. A percentage slightly above `MAX_DEGENERATE_PERCENT` gets more decimals
-    so that its printed number is above this limit too.
+    and others to whole numbers. A percentage slightly above `MAX_DEGENERATE_PERCENT` gets as many
+    decimals as needed, so that the printed number is also above this limit.
     """
     if not percent:
         return ""
@@ -361,7 +363,7 @@ def dagger(percent: float | None) -> str:
 
 
 def dagger_meaning(percents: Iterable[float | None]) -> str:
-    """Return an explanation of the sign † if any of the percentages is above 0, else ""."""
+    """Return an explanation of the sign † if any of the percentages is above 0, or "" otherwise."""
     if not any(percents):
         return ""
     return (
@@ -389,9 +391,9 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return the scores of each image-independent baseline by its name, such as "centre box".
+    """Return the scores of each image-independent baseline, by its name, such as "centre box".
 
-    A baseline has several scores, in ascending order, if encoders received images of several sizes.
+    Scores are in ascending order. There are several if encoders received images of different sizes.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -402,13 +404,13 @@ def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
 
 
 def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
-    """Return the lowest score of each baseline, such as ("centre box 43.0", 43.0)."""
+    """Return the label and the lowest score of each baseline, such as ("centre box 43.0", 43.0)."""
     values = {answer: scores[0] for answer, scores in baselines(records).items()}
     return tuple((f"{answer} {value:.1f}", value) for answer, value in values.items())
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return "image-independent baseline (centre box): 31.2", for example, or "" without one."""
+    """Return a note such as "image-independent baseline (centre box): 31.2", or "" without any."""
     notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
@@ -421,7 +423,7 @@ def table_notes(records: Sequence[Record]) -> list[str]:
     notes = metric_notes(records)
     if baseline := baseline_note(records):
         notes.append(baseline)
-    # The mean over seeds has an interval if at least one seed has an interval.
+    # The mean over seeds has an interval if any seed has an interval.
     with_interval = {record.layer for record in records if record.ci95}
     no_interval: dict[str, set[int]] = defaultdict(set)
     no_value: dict[str, set[int]] = defaultdict(set)
@@ -447,7 +449,9 @@ def table_notes(records: Sequence[Record]) -> list[str]:
         notes.append(warning if concerns_all else f"{_block_list(layers)}: {warning}")
     limits = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limits:
-        notes.append(f"values cannot exceed {max(limits)}, because there are so few images")
+        notes.append(
+            f"values cannot exceed {max(limits)}, because the number of images is too small"
+        )
     return [*notes, provenance(records, records[0].changed)]
 
 
@@ -461,9 +465,9 @@ def _block_list(layers: Iterable[int]) -> str:
 
 
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
-    """Return one line with the images, seeds, versions and devices of some records.
+    """Return one line with the number of images, seeds, versions and devices of some records.
 
-    `stated` are names of settings that the table title states. They are not repeated.
+    `stated` contains the settings that the table title already states. They are not repeated.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -485,13 +489,13 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
 def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
     """Return the recorded image size as a suffix, such as ", image_size=224".
 
-    If encoders received images of different sizes, each size is followed by the names of its
-    encoders in parentheses. See `provenance` for `stated`.
+    If encoders received images of different sizes, each size is followed by its tasks and encoders
+    in parentheses. Settings in `stated` are left out.
     """
     users: dict[str, set[str]] = defaultdict(set)
     for record in records:
         settings = record.settings
-        # If one of these settings is set, the input size of the encoder has no effect.
+        # If one of these settings is set, `image_size` has no effect.
         replacing = {
             name: settings[name] for name in ("longer_side", "squash") if settings.get(name)
         }

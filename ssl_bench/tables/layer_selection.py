@@ -1,6 +1,7 @@
 """Choose the block whose score represents an encoder.
 
-A held-out choice uses other images than those it scores. An oracle choice uses the scored images.
+A held-out choice never uses the images that it scores. An oracle choice uses the scored images
+themselves.
 """
 
 import math
@@ -13,21 +14,21 @@ from ssl_bench.results.per_image import NUM_FOLDS, load_curve
 from ssl_bench.tables.entries import (
     Entry,
     average_entries,
+    average_known,
     mean_entry,
-    mean_of_known,
-    with_seed_counts,
+    show_seed_counts,
 )
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
     "holdout": (
         f"block: held-out choice. Each of {NUM_FOLDS} folds of the images is scored with the block "
-        "that is best on the other folds (@: these blocks). Intervals do not include the "
+        "that is best on the other folds (listed after @). Intervals do not include the "
         "uncertainty of the choice"
     ),
     "oracle": (
-        "block: ORACLE, the best block on the scored images themselves (@), which is optimistic "
-        "for every encoder"
+        "block: ORACLE, the best block on the scored images themselves (listed after @), which is "
+        "optimistic for every encoder"
     ),
 }
 NO_CHOICE_MARK = (
@@ -37,16 +38,16 @@ NO_CHOICE_MARK = (
 
 
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
-    """Choose one block of an encoder, and return the score of this block.
+    """Choose the block that represents an encoder, and return its score.
 
-    The comparable records differ only in block and seed. If seeds were probed at different sets of
-    blocks, only the seeds with the largest set are used, or with the most frequent of the largest
-    sets. In a held-out choice, each seed chooses its own block.
+    The records must be comparable, so they differ only in block and seed. If seeds were probed at
+    different sets of blocks, only the seeds with the largest set are used. Of several largest sets,
+    the most frequent one is used. In a held-out choice, each seed chooses its own block.
 
     Returns:
-        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. It is None if no block can
-        be chosen: if higher is not better, if every block is degenerate, or if a held-out choice
-        lacks per-image values.
+        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if no block can be
+        chosen, because higher is not better, every block is degenerate, or a held-out choice lacks
+        per-image values.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -70,7 +71,7 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
     """Return the score of the block with the highest mean over seeds.
 
-    If there are several blocks, degenerate ones are left out, which may leave None.
+    If there are several blocks, degenerate ones are left out. If none is left, return None.
     """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])
@@ -85,7 +86,7 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean over seeds, each with its own choice, or None if a seed has no choice."""
+    """Return the mean over seeds that each choose a block, or None if a seed cannot choose."""
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
     return average_entries(entries) if len(entries) == len(choices) else None
@@ -100,30 +101,30 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
     estimate = curve.estimate(mixed)
-    # All folds have the same size, so the mean over folds gives every image the same weight.
+    # All folds have the same size, so the mean over folds weights all images equally.
     shares = [by_layer[layer].degenerate_percent for layer in layers]
     return Entry(
         estimate.value,
         *(estimate.ci95() or (None, None)),
-        mean_of_known(shares),
+        average_known(shares),
         tuple(by_layer[layer] for layer in sorted(set(layers))),
     )
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Return notes on how the blocks of a table's entries were chosen."""
+    """Return notes about how the blocks of a table's entries were chosen."""
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
     if any(map(_seeds_differ, entries)):
         notes.append(
-            "each seed chooses its own block (@: the blocks of all seeds), and the mean is over "
-            "seeds"
+            "each seed chooses its own block (the blocks of all seeds are listed after @), and the "
+            "mean is over seeds"
         )
     if omitted := sorted({seed for entry in entries for seed in entry.omitted_seeds}):
         notes.append(
-            f"seed {', '.join(map(str, omitted))} is left out where other blocks were probed with "
-            "it than with the seeds shown"
+            f"seed {', '.join(map(str, omitted))} is left out where it was probed at other blocks "
+            "than the seeds shown"
         )
     return notes
 
@@ -136,7 +137,7 @@ def _seeds_differ(entry: Entry) -> bool:
 
 
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Return a note about mean IoU if different blocks score different images, else []."""
+    """Return a note for held-out choices of several blocks if a metric is mean IoU, else []."""
     if not any(metric.startswith("miou") for metric in metrics):
         return []
     return [
@@ -154,11 +155,11 @@ def blocks_text(entry: Entry) -> str:
     return f"@{','.join(map(str, entry.layers))}"
 
 
-def with_seed_counts_by_column(
+def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Apply `with_seed_counts` to each column of entries by (row, column)."""
+    """Apply `show_seed_counts` to the entries of each column. Keys are (row, column)."""
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):
-        counted |= with_seed_counts({at: e for at, e in entries.items() if at[1] == column})
+        counted |= show_seed_counts({at: e for at, e in entries.items() if at[1] == column})
     return counted

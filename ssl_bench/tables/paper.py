@@ -1,6 +1,6 @@
 """Tables that show published values next to our scores.
 
-The notes below a table list every known difference between the published experiment and ours.
+The notes below a table list all known differences between the published experiment and ours.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ssl_bench.tables.layer_selection import (
     choice_as_json,
     choice_notes,
     choose_block,
-    with_seed_counts_by_column,
+    show_seed_counts_by_column,
 )
 from ssl_bench.tables.published import (
     DIFFERENCE,
@@ -37,10 +37,10 @@ class PaperTable(Pivot):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        derived: Our numbers that are not stored in records, by (row, column). They are measures of
-            runs and differences between rows.
-        choice: How blocks are chosen in all columns: "holdout" or "oracle". None means that each
-            column uses its own `PublishedColumn.choice`.
+        derived: Our numbers that are not stored in records, by (row, column): measures of runs and
+            differences between rows.
+        choice: How blocks are chosen in all columns: "holdout" or "oracle". If None, each column
+            uses its own `PublishedColumn.choice`.
     """
 
     published: PublishedTable
@@ -51,7 +51,7 @@ class PaperTable(Pivot):
         """Return None, because this table has no curves."""
 
     def sheet(self) -> Sheet:
-        """Return the printed table. A cell reads "published | ours", and none is marked as best."""
+        """Return the printed table with cells "published | ours", none of them marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
@@ -108,7 +108,7 @@ class PaperTable(Pivot):
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
-        """Yield every published cell with our score, or None if we have none."""
+        """Yield each published cell together with our score, or with None if there is no score."""
         for row in self.rows:
             for column in self.columns:
                 key = (row, column)
@@ -132,8 +132,8 @@ def paper_table(
 ) -> PaperTable:
     """Build a table that shows our scores next to published values.
 
-    By row name, `encoders` has the `Record.encoder_id` of our encoder, and `runs` has the folder of
-    our pretraining run. See `PaperTable.choice` for `choice`.
+    `encoders` maps row names to the `Record.encoder_id` of our encoders, and `runs` maps row names
+    to the folders of our pretraining runs. `PaperTable` describes `choice`.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
@@ -141,7 +141,7 @@ def paper_table(
     undecided: set[tuple[str, str]] = set()
     unused = {}
     for column in published.columns:
-        series = _fitting_series(column, candidates, published.paper)
+        series = _find_series(column, candidates, published.paper)
         unused[column.name] = [
             f"{first.metric}, {first.facet}, protocol {first.protocol_label}"
             for first, *_ in series[1:]
@@ -158,7 +158,7 @@ def paper_table(
                     undecided.add((row, column.name))
                 else:
                     entries[row, column.name] = entry
-    entries = with_seed_counts_by_column(entries)
+    entries = show_seed_counts_by_column(entries)
     table = PaperTable(
         title=(
             f"published | ours with 95 % interval (images): {published.title}, {published.source}"
@@ -184,10 +184,10 @@ def paper_table(
     return replace(table, notes=tuple(notes))
 
 
-def _fitting_series(
+def _find_series(
     column: PublishedColumn, records: Sequence[Record], paper: str
 ) -> list[list[Record]]:
-    """Return the comparable groups that measure a column, the closest to the paper first."""
+    """Return the comparable groups that measure a column. The one closest to the paper is first."""
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
@@ -214,7 +214,7 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Return the names of the columns by the choice of their block."""
+    """Group the names of the columns by how their block is chosen."""
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -226,7 +226,7 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Return `PaperTable.derived`, without numbers that cannot be computed."""
+    """Compute `PaperTable.derived`. Numbers that cannot be computed are left out."""
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}
@@ -243,9 +243,9 @@ def _derive_numbers(
 
 
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return notes on the published experiment and on ours.
+    """Return notes about the published experiment and ours.
 
-    `unused` names the other groups of records that measure a column.
+    `unused` describes, for each column, the other groups of records that measure it.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]
@@ -283,7 +283,7 @@ def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
 
 
 def _block_notes(table: PaperTable) -> list[str]:
-    """Return notes on how blocks were chosen in each group of columns with the same choice."""
+    """Return notes about how blocks were chosen, for each group of columns with the same choice."""
     notes = []
     by_choice = _columns_by_choice(table.published, table.choice)
     for way, columns in by_choice.items():
@@ -301,7 +301,7 @@ def _block_notes(table: PaperTable) -> list[str]:
 def _missing_notes(
     table: PaperTable, encoders: Mapping[str, Record], records: Sequence[Record]
 ) -> list[str]:
-    """Return the provenance note, and notes on how to fill rows and columns without a score."""
+    """Return the provenance, and notes about how to fill rows and columns without a score."""
     notes, columns = [], table.published.columns
     if scores := table.entries.values():
         notes.append(provenance([record for entry in scores for record in entry.records]))
@@ -318,7 +318,7 @@ def _missing_notes(
     if unknown := [column.name for column in empty if not column.task]:
         notes.append(f"this suite has no probe for: {', '.join(unknown)}")
     commands = [
-        _how_to_measure(column)
+        _describe_measurement(column)
         for column in empty
         if column.task and (encoders or column.task == RUN)
     ]
@@ -334,8 +334,8 @@ def _describe_derived(column: PublishedColumn) -> str:
     return f"{column.of}, percentage points {sign} {column.reference!r}"
 
 
-def _how_to_measure(column: PublishedColumn) -> str:
-    """Return the name of a column and, in parentheses, the command that measures it."""
+def _describe_measurement(column: PublishedColumn) -> str:
+    """Return the name of a column, followed by the command that measures it in parentheses."""
     if column.task in (RUN, DIFFERENCE):
         how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
     elif column.task == SUPERVISED:

@@ -1,4 +1,4 @@
-"""Read published tables, and describe how their experiments differ from ours."""
+"""Read published tables, and describe the published experiments next to ours."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ RUN = "run"
 DIFFERENCE = "difference"
 """Task of a column that contains the differences between rows of another column."""
 LAST = "last"
-"""Choice of the last block, for metrics that average over all blocks up to that of the record."""
+"""Choice of the last block, for metrics that average over all blocks up to the record's block."""
 SINGLE = "single"
 """Value of `probe.layers_mode` for heads that use the features of a single block."""
 _COPIED_KEYS = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
@@ -33,23 +33,24 @@ class PublishedColumn:
     """A column of a published table.
 
     Attributes:
-        task: Name of a probe, or "supervised", "run" or "difference". It is empty if ssl-bench
-            cannot measure the column.
+        task: Name of a probe, or "supervised", "run" or "difference". Empty if ssl-bench cannot
+            measure the column.
         dataset: Name of the dataset as in records, or "".
         metric: Name of the metric as in records, or "".
         facets: Facets that match the features of the paper. An empty tuple allows every facet.
-        num_images: Number of images in the usual full split, or None for durations. It is an
-            assumption, because papers do not always state the number of images.
+        num_images: Number of images in the full split, or None for durations. That the paper used
+            all of them is an assumption, because papers do not always state this.
         probe: Overrides for the command `ssl-bench probe` that measures the column.
         layers_modes: Values of `probe.layers_mode` that match the paper.
-        layout: Name of the dataset component that reads the images, if it is not `dataset`.
-        layer: Index of the paper's block. A negative index counts from the last block. It is None
-            if a block must be chosen.
+        layout: Name of the dataset component that reads the images, if it differs from `dataset`.
+        layer: Index of the paper's block. A negative index counts from the last block. None if a
+            block must be chosen.
         choice: How the paper chose the block: "oracle" (on the scored images), "last", or "holdout"
             if the paper does not state it.
-        of: Name of the column whose rows a column of differences subtracts.
-        reference: Name of the row with which a column of differences compares each row.
-        is_loss: Whether a difference is the reference minus the row, instead of the opposite.
+        of: For a column of differences, the name of the column whose values are subtracted.
+        reference: For a column of differences, the name of the row that each row is compared with.
+        is_loss: Whether a difference is the reference minus the row, instead of the row minus the
+            reference.
     """
 
     name: str
@@ -81,18 +82,18 @@ class PublishedColumn:
     def block(self, depth: int | None) -> int | None:
         """Return the block index of the column in an encoder, or None if one must be chosen.
 
-        The index is clipped to the existing blocks if the encoder is shallower than in the paper.
+        If the encoder is shallower than the paper's, the index is clipped to the existing blocks.
         """
         if self.layer is None or depth is None:
             return self.layer
         return max(self.layer + depth, 0) if self.layer < 0 else min(self.layer, depth - 1)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Return whether a record measures this column. Its protocol may differ from the paper."""
-        names = (record.task, _family(record.metric))
-        if names != (self.task, _family(self.metric)):
+        """Return whether a record measures this column, perhaps with another protocol."""
+        names = (record.task, _metric_family(record.metric))
+        if names != (self.task, _metric_family(self.metric)):
             return False
-        # A subset is named after its dataset and its number of images, such as DATASET-500.
+        # The name of a subset is its dataset and its number of images, such as DATASET-500.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
         if record.settings.get("layers_mode", SINGLE) not in self.layers_modes:
             return False
@@ -101,21 +102,22 @@ class PublishedColumn:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A published table of encoders (rows) by measurements (columns).
+    """A published table with encoders as rows and measurements as columns.
 
     Attributes:
         paper: Name of the paper in `configs/papers`.
-        name: Name of the table, such as "table2", which is unique in its paper.
+        name: Name of the table, such as "table2", which is unique within the paper.
         setup: Description of the experiment, according to the paper.
         unknown: Facts about the experiment that the paper does not state.
         source: Title of the paper, venue, and number of the table.
         values: Published values by (row, column), in percent unless the metric has another unit.
-            Empty cells are not in the dictionary.
-        spreads: Published numbers that follow the sign ±, by (row, column), in the same unit.
+            Empty cells have no entry.
+        spreads: Published numbers after the sign ±, by (row, column), in the unit of the value.
         where: Number of the table in the paper, such as "table B.9".
-        doubts: Reason why a value may be wrong, such as a contradiction in the paper, or "".
-        runs: Our pretraining experiment for each row, written NAME or NAME@EPOCH, by row name.
-        in_reports: Whether reports show the values next to our scores. It is False for tables with
+        doubts: Reason why a published value may be wrong, such as a contradiction in the paper, or
+            "".
+        runs: Our pretraining experiment for each row, as NAME or NAME@EPOCH, by row name.
+        in_reports: Whether reports show the values next to our scores. False for tables with
             hundreds of variants.
     """
 
@@ -249,8 +251,8 @@ def describe_settings(record: Record) -> str:
     return ", ".join(words)
 
 
-def _family(metric: str) -> str:
-    """Return the metric without its variant: "miou_holdout" as "miou", "top1_k20" as "top1_k"."""
+def _metric_family(metric: str) -> str:
+    """Drop the variant of a metric: "miou_holdout" to "miou", "top1_k20" to "top1_k"."""
     if metric.startswith("miou"):
         return "miou"
     return re.sub(r"_k\d+$", "_k", metric)
@@ -276,7 +278,7 @@ def _parse_table(paper: Paper, values: Mapping[str, Any]) -> PublishedTable:
             (row["name"], column.name): float(value)
             for row in values["rows"]
             if key in row
-            # Strict, because a missing number would shift all later numbers of the row.
+            # Use strict, because a missing number would shift all later numbers of the row.
             for column, value in zip(columns, row[key], strict=True)
             if value is not None
         }

@@ -1,4 +1,4 @@
-"""Read the state and the log of pretraining runs, and shorten long logs to curves."""
+"""Read the states and logs of pretraining runs, and shorten long logs for tables and curves."""
 
 import json
 import math
@@ -29,7 +29,7 @@ _PERCENTAGES = re.compile(r"((knn|val|train)_top|letters_|strings_)\d+|data_wait
 
 
 class RunState(NamedTuple):
-    """State of a run, where `step` is the number of completed optimizer steps."""
+    """State of a run. `step` is the number of completed optimizer steps."""
 
     step: int
     is_finished: bool
@@ -56,7 +56,7 @@ def read_run_state(folder: Path) -> RunState | None:
 class LoggedCurve(NamedTuple):
     """Values of one measure, such as the loss, at ascending steps.
 
-    A value is NaN if the log contains null.
+    A value is NaN if the log contains null or an infinite number.
     """
 
     steps: Int64[np.ndarray, " values"]
@@ -64,13 +64,14 @@ class LoggedCurve(NamedTuple):
 
 
 class StepMean(NamedTuple):
-    """The value of a measure over some consecutive steps.
+    """Summary of a measure over consecutive steps.
 
     Attributes:
-        value: The mean, or the latest value of a measure that not every step logs. It is NaN if no
-            value is finite.
-        low: The mean minus one standard deviation, or None with less than two values.
-        high: The mean plus one standard deviation, or None with less than two values.
+        value: The mean of the finite values, or the latest value of a measure that is not logged at
+            every step. NaN if no value is finite.
+        low: The mean minus one standard deviation. None for latest values, or if there are fewer
+            than two finite values.
+        high: The mean plus one standard deviation. None in the same cases as `low`.
     """
 
     value: float
@@ -83,13 +84,13 @@ class RunLog:
     """The log of a pretraining run.
 
     Attributes:
-        name: Name of the run folder, or its path if several folders have this name.
-        steps: The logged steps, ascending and without repetitions.
+        name: Name of the run folder, or its path if several folders have the same name.
+        steps: The logged steps, in ascending order and without repetitions.
         steps_per_epoch: Number of steps in an epoch, or None if no epoch is complete.
-        curves: The values of each measure by its name, such as "loss".
-        num_damaged: Number of lines that are no row of a log.
-        num_repeated: Number of rows that a later row of the same step replaces.
-        is_skipless: Whether the configuration of the run says that skip connections are missing.
+        curves: The values of each measure, by its name, such as "loss".
+        num_damaged: Number of lines that are not valid rows of a log.
+        num_repeated: Number of rows that are replaced by a later row of the same step.
+        is_skipless: Whether the run trains an encoder without skip connections.
     """
 
     name: str
@@ -107,12 +108,12 @@ class RunLog:
 
     @property
     def num_missing(self) -> int:
-        """Number of steps before the last one that have no row."""
+        """Number of steps without a row, up to the last logged step."""
         return self.last_step - len(self.steps)
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the log, such as "2 damaged lines skipped"."""
+        """Descriptions of the log's faults, such as "2 damaged lines skipped"."""
         non_finite = {
             name: int(np.isnan(curve.values).sum())
             for name, curve in self.curves.items()
@@ -127,14 +128,14 @@ class RunLog:
         return [f"{n:,} {noun}{'s' * (n > 1)} {what}" for n, noun, what in counts if n]
 
     def logs_every_step(self, measure: str) -> bool:
-        """Return whether each row has this measure. Monitors measure only now and then."""
+        """Return whether every row has this measure. Measures of monitors are only in some rows."""
         return len(self.curves[measure].steps) == len(self.steps)
 
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
-        """Reduce a curve to one value per interval of steps, by the last step of the interval.
+        """Reduce a curve to one value per interval of steps. Keys are the last steps of intervals.
 
-        Each interval begins after the previous one. Intervals without a value are omitted. Missing
-        rows of a measure that every step logs give NaN, so that a drawn line has a gap.
+        Each interval begins after the previous one. Intervals without a value are omitted. For a
+        measure that is logged at every step, they are NaN instead, so that a drawn line has a gap.
         """
         steps, values = self.curves[measure]
         is_dense = self.logs_every_step(measure)
@@ -159,19 +160,19 @@ def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> Ste
     return StepMean(mean, mean - deviation, mean + deviation)
 
 
-def interval_ends(last_step: int, most: int) -> list[int]:
-    """Return the last steps of at most `most` equal intervals of the steps from 1 on."""
-    count = min(most, last_step)
+def interval_ends(last_step: int, max_count: int) -> list[int]:
+    """Divide steps 1 to `last_step` into at most `max_count` equal intervals. Return their ends."""
+    count = min(max_count, last_step)
     return [last_step * number // count for number in range(1, count + 1)]
 
 
 def measure_unit(measure: str) -> str:
-    """Return "%" for percentages, or "" for plain numbers."""
+    """Return the unit of a measure: "%" for percentages, or "" for plain numbers."""
     return "%" if _PERCENTAGES.fullmatch(measure) else ""
 
 
 def sort_measures(logs: Iterable[RunLog]) -> list[str]:
-    """Return the measures of some logs: the loss, what monitors measure, then all others."""
+    """Return the names of all measures: the loss, then those of monitors, then all others."""
     found = dict[str, bool]()
     for log in logs:
         for name in log.curves:
@@ -180,14 +181,15 @@ def sort_measures(logs: Iterable[RunLog]) -> list[str]:
 
 
 def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
-    """Return whether a monitor measured this, which not every step does."""
+    """Return whether a measure comes from a monitor, and so is not logged at every step."""
     return not any(measure in log.curves and log.logs_every_step(measure) for log in logs)
 
 
 def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
-    """Read the logs of run folders. A folder that contains run folders stands for all of them.
+    """Read the logs of run folders. A folder that contains run folders means all of these.
 
-    Logs without any row are left out with a message, such as those of runs that have just started.
+    Logs without any row, such as those of runs that have just started, are left out. A message
+    names them.
 
     Raises:
         DataError: A folder contains no run, or no log contains a row.
@@ -211,8 +213,8 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
             logs.append(log)
     if empty and not logs:
         raise DataError(
-            f"{empty[0]} contains no row of a run, expected one JSON object with a step in each "
-            "line"
+            f"{empty[0]} contains no row of a run, expected a JSON object with the key `step` in "
+            "each line"
         )
     for path in empty:
         say(f"left out: {path} contains no row of a run")
@@ -226,7 +228,7 @@ def find_run_folders(folder: Path) -> list[Path]:
 
 
 def _read_run_log(folder: Path, name: str) -> RunLog | None:
-    """Read the log of a run, or return None if it contains no row with a measure."""
+    """Read the log of a run. Return None if no row contains a measure."""
     steps, epochs = array("q"), array("q")
     columns: dict[str, tuple[array[int], array[float]]] = {}
     num_damaged = 0
@@ -244,7 +246,7 @@ def _read_run_log(folder: Path, name: str) -> RunLog | None:
                 ]
                 steps.append(step)
                 epochs.append(epoch)
-            # A line may have any content, such as half of a row that is being written.
+            # A line may have any content, such as the first half of a row that is being written.
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 num_damaged += bool(line.strip())
                 del steps[len(epochs) :]
@@ -274,7 +276,7 @@ def _read_run_log(folder: Path, name: str) -> RunLog | None:
 
 
 def _last_of_each_step(steps: Any, values: Any) -> tuple[Any, Any]:
-    """Sort values by step, with NaN for infinity. The last value of a repeated step counts."""
+    """Sort values by step, with NaN for infinity. Keep the last value of a repeated step."""
     if values.dtype == np.float64:
         values[~np.isfinite(values)] = math.nan
     if (np.diff(steps) > 0).all():
@@ -293,11 +295,11 @@ def _is_skipless(folder: Path, name: str) -> bool:
 
 
 class RunMeasure(NamedTuple):
-    """A number that is computed from the log of a pretraining run.
+    """A way to compute a number from the log of a pretraining run.
 
     Attributes:
         description: Text for the notes of a table.
-        compute: Function of the configuration of the run and of its log.
+        compute: Function that computes the number from the run's configuration and log.
         digits: Format specification of the number in a table.
     """
 
@@ -311,7 +313,7 @@ def _copied_letters(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
-    """Return the duration of all optimizer steps in days, without the monitor."""
+    """Return the duration of all optimizer steps in days, without the time of the monitor."""
     if log.num_missing:
         raise ValueError("some steps are missing")
     rates = log.curves["images_per_second"].values
@@ -319,7 +321,7 @@ def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _loss_at(curve: str, percent: int) -> RunMeasure:
-    """Return the measure of a loss after a share of the steps, as `table --over-steps` shows it."""
+    """Return a measure of a loss after a percentage of the steps, as in `table --over-steps`."""
 
     def compute(config: Mapping[str, Any], log: RunLog) -> float:
         del config
@@ -349,11 +351,11 @@ RUN_MEASURES = {
         for percent in (25, 50, 75, 100)
     },
 }
-"""Measures by metric name. They fill columns of published tables with the task "run"."""
+"""Measures by metric name. They fill those columns of published tables whose task is "run"."""
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:
-    """Return a measure of `RUN_MEASURES`, or None if the run is not finished or logs no value."""
+    """Compute a measure of `RUN_MEASURES`. Return None if the run is unfinished or lacks it."""
     folder = expand_path(folder)
     state = read_run_state(folder)
     if state is None or not state.is_finished:

@@ -20,25 +20,25 @@ from ssl_bench.tables.entries import (
 from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 CLEAN = 0
-"""Severity that stands for images without corruption."""
+"""Severity of images without corruption."""
 _NOT_PROBED = "‡"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeverityTable(Pivot):
-    """A table of blocks (rows) by severities of one corruption (columns), for one encoder.
+    """A table of one encoder with blocks as rows and severities of a corruption as columns.
 
-    If images without corruption were probed, `CLEAN` is one of the columns.
+    If clean images were probed, `CLEAN` is one of the columns.
     """
 
     model: str
 
     @cached_property
     def common_severities(self) -> tuple[int, ...]:
-        """The severities over which `drop` is averaged, without `CLEAN`.
+        """The severities over which `drop` averages. `CLEAN` is not one of them.
 
-        To make drops comparable, they are those of all blocks that have a clean score and at least
-        one score on corrupted images.
+        To make the drops of blocks comparable, these are the severities that all blocks share.
+        Blocks without a clean score, or without any score on corrupted images, are ignored.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
         corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
@@ -55,7 +55,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """A note on `incomplete_layers`, or "" if there are none."""
+        """A note about `incomplete_layers`, or "" if there are none."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -68,9 +68,10 @@ class SeverityTable(Pivot):
     def drop(self, layer: int) -> float | None:
         """Return the relative drop of a block's score on corrupted images, in percent.
 
-        The drop is 100 % if the mean score over `common_severities` is 0, and 0 % if this mean
-        equals the clean score. It is None if higher is not better, if a score is missing, or if the
-        clean score does not exceed the image-independent baseline.
+        The drop is 100 (1 - mean / clean), where the mean is over the scores at
+        `common_severities`. It is None if higher is not better, or if the clean score or all other
+        scores are missing. It is also None if the clean score does not exceed the image-independent
+        baseline.
         """
         clean = self.entries.get((layer, CLEAN))
         corrupted = [self.entries.get((layer, severity)) for severity in self.common_severities]
@@ -85,9 +86,10 @@ class SeverityTable(Pivot):
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
-        """The blocks with the smallest drop, without those degenerate at a compared severity.
+        """The blocks with the smallest drop. Blocks with a degenerate score are left out.
 
-        The set is empty if several blocks remain and all of them have the same drop.
+        Only scores that affect the drop count as degenerate. The set is empty if several blocks
+        remain and all have the same drop.
         """
         compared = (CLEAN, *self.common_severities)
         drops = {
@@ -166,15 +168,16 @@ class SeverityTable(Pivot):
 
 
 def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
-    """Return one table for each encoder, corruption and group of comparable records.
+    """Return one table per encoder, corruption and group of comparable records.
 
-    Records of the same images without corruption fill the column `CLEAN`.
+    The column `CLEAN` contains the scores on the same images without corruption.
 
     Raises:
         DataError: There are no records of corrupted images.
     """
     names = model_names(records)
-    # Group records by their dataset before corruption, so that clean records join their group.
+    # Group records by their dataset before corruption, so that clean and corrupted images are
+    # grouped together.
     uncorrupted = [_as_clean(record) for record in records]
     originals = {id(clean): record for clean, record in zip(uncorrupted, records, strict=True)}
     groups = comparable_groups(uncorrupted)
@@ -213,7 +216,7 @@ def _severity(record: Record) -> int:
 
 
 def _as_clean(record: Record) -> Record:
-    """Return a copy with the dataset and settings of the record without corruption."""
+    """Return a copy of a record with the dataset and settings of the clean images."""
     if record.corrupted is None:
         return replace(record)
     settings = {name: value for name, value in record.settings.items() if name != CORRUPTED}

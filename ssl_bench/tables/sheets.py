@@ -20,7 +20,7 @@ from ssl_bench.system.output import (
 
 STYLES = ("text", "terminal", "markdown", "latex")
 PROGRAM_FORMATS = ("csv", "json", "parquet")
-"""Formats that programs read. They contain unrounded values."""
+"""Formats for programs. They contain unrounded values."""
 FORMATS = (*STYLES, *PROGRAM_FORMATS)
 NO_VALUE = "\N{EN DASH}"
 """Text of a cell whose value is not a number."""
@@ -33,9 +33,9 @@ class Cell:
     """A cell of a sheet.
 
     Attributes:
-        text: The printed text. If it contains " †", only the text before this sign is emphasised.
+        text: The printed text. Only the text before a " †" is emphasised.
         is_best: Whether the text is printed in bold.
-        is_second: Whether the text is underlined in LaTeX, which papers do for the second best.
+        is_second: Whether the text is underlined in LaTeX, as papers do for the second-best score.
     """
 
     text: str
@@ -71,22 +71,22 @@ class Table(ABC):
 
     @abstractmethod
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one CSV row per value, by column name, with numbers in full precision."""
+        """Return one CSV row per value, as a mapping from column names, in full precision."""
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """Return every value as JSON types, with the provenance of its records."""
+        """Return all values and the provenance of their records as JSON types."""
 
 
 def default_format() -> str:
-    """Return the style "terminal" if stdout can print bold text, else "text"."""
+    """Return the style "terminal" if stdout can print bold text, or "text" otherwise."""
     # stdout is None if a service manager has closed it.
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "terminal" if is_terminal and os.environ.get("TERM", "dumb") != "dumb" else "text"
 
 
 def render_tables(tables: Sequence[Table], style: str) -> str:
-    """Return all tables as one text in one of `FORMATS`, except "parquet", which is binary.
+    """Return all tables as one text, in one of `FORMATS` other than "parquet".
 
     CSV text has a single header row. JSON text is an array with an object for each table.
 
@@ -106,7 +106,7 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
 
 
 def as_parquet(tables: Sequence[Table]) -> bytes:
-    """Return the CSV rows of all tables as a Parquet file, in bytes. Missing values are null."""
+    """Return a Parquet file with the CSV rows of all tables, as bytes. Missing values are null."""
     # Import pyarrow here, because the import is slow.
     import pyarrow
     import pyarrow.parquet
@@ -120,7 +120,7 @@ def as_parquet(tables: Sequence[Table]) -> bytes:
 
 
 def _parquet_column(values: Sequence[Any]) -> list[Any]:
-    """Replace empty texts by None, and numbers by texts if the column has other texts."""
+    """Replace empty texts by None, and convert numbers to text if the column also has texts."""
     known = [None if value == "" else value for value in values]
     types = {type(value) for value in known if value is not None}
     if str in types and len(types) > 1:
@@ -184,7 +184,7 @@ def _format_text(sheet: Sheet, bold: str) -> str:
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
-    """Group the columns from 1 on so that each group fits into one line behind column 0."""
+    """Group columns 1 and higher, so that each group fits on a line after column 0."""
     blocks: list[list[int]] = [[]]
     for column, width in enumerate(widths[1:], start=1):
         used = widths[0] + sum(2 + widths[other] for other in blocks[-1])

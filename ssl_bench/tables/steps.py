@@ -1,4 +1,4 @@
-"""Tables of the logs of pretraining runs, with one row per step."""
+"""Tables of the logs of pretraining runs, with steps as rows."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MAX_POINTS = 500
 
 @dataclass(frozen=True, eq=False)
 class LoggedEntry(Entry):
-    """A value of a log, which has no records. Its band is one standard deviation wide each way."""
+    """A logged value, which has no records. Its band is plus or minus one standard deviation."""
 
     measure: str = ""
 
@@ -34,7 +34,7 @@ class LoggedEntry(Entry):
 
     @property
     def is_rankable(self) -> bool:
-        """Whether the value can be marked as best, which is never so in a table over steps."""
+        """False, because no value is marked as best in a table over steps."""
         return False
 
     def text(self) -> str:
@@ -42,7 +42,7 @@ class LoggedEntry(Entry):
 
 
 def format_logged(value: float, unit: str) -> str:
-    """Return a value of a log as it is printed, such as "2.307", "12,345" or "71.3"."""
+    """Return a logged value as printed text, such as "2.307", "12,345" or "71.3"."""
     if math.isnan(value):
         return NO_VALUE
     if unit:
@@ -52,10 +52,10 @@ def format_logged(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable(Pivot):
-    """A table of steps (rows) by measures and runs (columns).
+    """A table with steps as rows, and with measures and runs as columns.
 
-    A column is a pair of a measure and the name of a run. In CSV, JSON and Parquet, each row of a
-    log is one row.
+    A column is a pair (measure, name of a run). In CSV, JSON and Parquet, there is one row for each
+    row of a log.
     """
 
     logs: Sequence[RunLog]
@@ -89,7 +89,7 @@ class StepTable(Pivot):
         }
 
     def _list_rows(self, log: RunLog) -> list[dict[str, Any]]:
-        """Return the rows of a log, without measures that were not measured at the step."""
+        """Return the rows of a log. A row has only the measures that its step logged."""
         columns = {}
         for measure in self.measures:
             if measure in log.curves:
@@ -104,7 +104,7 @@ class StepTable(Pivot):
         ]
 
     def curves_by_measure(self) -> list[Pivot]:
-        """Return one table per measure to draw, with runs as columns."""
+        """Return one table to draw per measure, with runs as columns."""
         tables = []
         for measure in self.measures:
             table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
@@ -124,10 +124,10 @@ class StepTable(Pivot):
 
 
 def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> StepTable:
-    """Return a table of some measures of runs over about `NUM_ROWS` steps.
+    """Return a table of logged measures with at most `NUM_ROWS` rows of steps.
 
-    `metric` contains names of measures, separated by commas. None selects the loss and what
-    monitors measured, or every measure if `has_all`.
+    `metric` contains names of measures, separated by commas. None selects the loss and the measures
+    of monitors, or all measures if `has_all`.
 
     Raises:
         ConfigurationError: No run logs a measure of this name.
@@ -145,10 +145,10 @@ def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> 
 
 
 def pivot_logs(
-    logs: Sequence[RunLog], measures: Sequence[str], most: int, *, title: str
+    logs: Sequence[RunLog], measures: Sequence[str], max_rows: int, *, title: str
 ) -> StepTable:
-    """Return a table with at most `most` rows, which are equal intervals of steps for all runs."""
-    ends = interval_ends(max(log.last_step for log in logs), most)
+    """Return a table with at most `max_rows` rows, which are equal intervals of steps."""
+    ends = interval_ends(max(log.last_step for log in logs), max_rows)
     entries = {
         (end, (measure, log.name)): LoggedEntry(
             mean.value, mean.low, mean.high, None, (), measure=measure
@@ -173,7 +173,7 @@ def pivot_logs(
 def describe_rows(
     logs: Sequence[RunLog], measures: Sequence[str], ends: Sequence[int]
 ) -> list[str]:
-    """Return notes on the meaning of the values over steps, and on damaged logs."""
+    """Return notes about how values of several steps are combined, and about damaged logs."""
     notes = []
     if ends[0] > 1:
         names = {True: "latest value", False: "mean"}

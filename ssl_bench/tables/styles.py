@@ -1,4 +1,4 @@
-"""Choose the colour and the dashes that an encoder has in every figure and report."""
+"""Choose the colour and line dashes of each encoder for all figures and reports."""
 
 import hashlib
 import re
@@ -11,18 +11,21 @@ PALETTE = (
     *("#b6250b", "#dd6000", "#00916a", "#264c5b"),
     *("#0072b2", "#421e66", "#8177ff", "#502600"),
 )
-"""Colours that also differ for readers with deuteranopia or protanopia, on a white page."""
+"""Colours that readers with deuteranopia or protanopia can tell apart on a white page."""
 DASHES = (((), (6, 4)), ((12, 3, 2, 3), (2, 3)), ((16, 4), (9, 3, 2, 3, 2, 3)))
-"""Lengths of dashes and gaps of encoders with skip connections, and of those without. The second
-and third pair are for encoders that share a colour with another one, () is a solid line."""
+"""Dash patterns in pairs: for encoders with skip connections, and for encoders without.
+
+A pattern lists the lengths of dashes and gaps, and () is a solid line. The second and third pairs
+are for encoders that share their colour with another encoder.
+"""
 
 SKIPS = ("skip", "skip_attention", "skip_mlp")
-"""Settings of an encoder that are false if skip connections are missing."""
+"""Configuration fields of an encoder that are false if it lacks skip connections."""
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 
 
 class Style(NamedTuple):
-    """Indices into `PALETTE` and `DASHES`, and which dashes of the pair are drawn."""
+    """Colour and dashes of a line, as indices into `PALETTE`, `DASHES` and the pair of dashes."""
 
     colour: int
     dashes: int
@@ -30,12 +33,12 @@ class Style(NamedTuple):
 
     @property
     def css(self) -> str:
-        """CSS classes, separated by a space."""
+        """The CSS classes of the style, separated by a space."""
         return f"c{self.colour} d{self.dashes}{'s' if self.is_skipless else ''}"
 
     @property
     def line(self) -> Mapping[str, Any]:
-        """Arguments of a matplotlib line."""
+        """Keyword arguments for a matplotlib line."""
         lengths = DASHES[self.dashes][self.is_skipless]
         # Matplotlib measures dashes in units of the line width.
         dashes = (0, [length / 2 for length in lengths]) if lengths else "-"
@@ -43,10 +46,11 @@ class Style(NamedTuple):
 
 
 def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
-    """Return a style for each name of an encoder or run, given whether it lacks skip connections.
+    """Return a style for each encoder or run name. `skipless` says which lack skip connections.
 
-    The name decides the colour, whatever its position. If two names have the same colour, the
-    second in natural order gets a free one. Dashes tell apart more names than there are colours.
+    The colour depends on a hash of the name, not on its position. If two names have the same
+    colour, the second one in natural order gets an unused colour. If there are more names than
+    colours, dashes distinguish names of the same colour.
     """
     styles: dict[str, Style] = {}
     waiting, dashes = sorted(skipless, key=natural_sort_key), 0
@@ -66,5 +70,5 @@ def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
 
 
 def lacks_skips(name: str, architecture: Mapping[str, Any]) -> bool:
-    """Return whether an architecture or the name says that skip connections are missing."""
+    """Return whether an architecture or an encoder's name says that it has no skip connections."""
     return any(architecture.get(skip) is False for skip in SKIPS) or bool(_NO_SKIP.search(name))

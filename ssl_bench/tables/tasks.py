@@ -1,4 +1,4 @@
-"""Texts that describe tasks in tables and reports, from the files of `configs/report`."""
+"""Texts that describe tasks in tables and reports, read from `configs/report`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ class TaskTexts:
     """Texts for a task in tables and reports. Tasks of plugins have the default values.
 
     Attributes:
-        title: Name of the task at the beginning of a sentence. If it is empty, the name on the
+        title: Name of the task as written at the start of a sentence. If empty, the name on the
             command line is used.
         description: What the task measures, and whether a higher score is better.
         caption: What the pictures of the task show.
-        metrics: Name of each main metric in a sentence. The first metric that was measured
-            represents the task in overviews.
-        strip_tile: Index of the image that represents a picture, if pictures consist of several
-            images.
-        finds_objects: Whether the task scores whether an object is found in an image.
-        rank: Position of the pictures of the task in a report. Tasks of equal rank are sorted by
+        metrics: Text for each main metric, by its name in records. The first metric that was
+            measured represents the task in overviews.
+        strip_tile: If a picture of the task consists of several tiles, the index of the tile that
+            represents it.
+        finds_objects: Whether the score of an image says if an object was found in it.
+        rank: Sort key for the pictures of tasks in a report. Tasks of equal rank are sorted by
             name.
     """
 

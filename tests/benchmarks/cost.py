@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.cost --data-root DIR
 
-DIR contains photographs in the layout of VOC2012. Tasks without annotations there use a generated
-dataset. Each probe runs in its own process with one thread, and evaluates all blocks of `demo:skip`
-on at most 20 images. The time of the same command with `--dry-run`, which loads the same libraries,
-is subtracted. The forward pass of untrained ViTs is timed as well. The pages of the probes show the
-measurements, which are saved in results/benchmarks/cost-cpu.json.
+DIR contains photographs in the layout of VOC2012. A task that needs other annotations uses a
+generated dataset. Each probe runs in its own process with one thread, and evaluates all blocks of
+`demo:skip` on at most 20 images. The time of the same command with `--dry-run`, which loads the
+same libraries, is subtracted. The forward pass of untrained ViTs is also timed. The measurements
+are saved in results/benchmarks/cost-cpu.json and shown on the pages of the probes.
 """
 
 import argparse
@@ -53,19 +53,18 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
         words += ["--limit", str(limit), "--device", "cpu"]
-        shown = [*words, *(["--data-root", "DIR"] if dataset == "voc2012" else [])]
-        words += ["--data-root", data_root] if dataset == "voc2012" else []
+        words += ["--data-root", "DIR"] if dataset == "voc2012" else []
         with tempfile.TemporaryDirectory() as folder:
-            words += ["--out", folder]
+            real = [data_root if word == "DIR" else word for word in words] + ["--out", folder]
             try:
-                start, _ = measure([*words, "--dry-run"])
+                start, _ = measure([*real, "--dry-run"])
             except SystemExit:
                 # The dataset lacks the annotations that the task needs.
                 continue
-            total, peak = measure(words)
+            total, peak = measure(real)
             records = ResultStore(Path(folder)).records()
         return {
-            "command": f"ssl-bench {' '.join(shown)}",
+            "command": f"ssl-bench {' '.join(words)}",
             "images": max(record.num_images for record in records),
             "blocks": len({record.layer for record in records}),
             "results": len(records),
@@ -76,7 +75,7 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Return the seconds that one thread takes for all blocks of an image, for several ViTs."""
+    """Return the seconds per image that one thread takes to extract all blocks of several ViTs."""
     torch.set_num_threads(1)
     seconds = {}
     for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
@@ -94,7 +93,6 @@ def measure_encoders() -> dict[str, float]:
 
 
 def read_measurements() -> dict[str, Any]:
-    """Return the committed measurements."""
     return json.loads(FILE.read_text())
 
 
@@ -118,7 +116,7 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the page about time and memory with the tables of all probes and of encoders."""
+    """Return the page about time and memory with the tables of probes and encoders."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()
@@ -168,18 +166,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="images of each task")
     parser.add_argument("--task", help="tasks, separated by commas (default: all)")
     options = parser.parse_args()
-    kept = json.loads(FILE.read_text()) if FILE.is_file() else {"tasks": {}}
-    wanted = options.task.split(",") if options.task else choices("probe")
-    tasks = dict(kept["tasks"])
+    tasks = dict(read_measurements()["tasks"]) if FILE.is_file() else {}
     encoders = measure_encoders()
-    for task in wanted:
+    for task in options.task.split(",") if options.task else choices("probe"):
         tasks[task] = measure_task(task, options.data_root, options.limit)
         print(f"{task}: {tasks[task]}", flush=True)
-        said = provenance()
+        text = provenance()
         content = {
-            "said": said.replace(options.data_root, "DIR"),
+            "said": text.replace(options.data_root, "DIR"),
             "hardware": hardware().partition(",")[0],
-            "commit": said.partition("commit ")[2].partition(",")[0],
+            "commit": text.partition("commit ")[2].partition(",")[0],
             "encoder": "patches of 8 pixels and 5 MB of weights",
             "encoders": encoders,
             "tasks": dict(sorted(tasks.items())),

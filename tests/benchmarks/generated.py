@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.generated [--write | --list]
 
-Each page and figure that takes seconds is generated again, and changed files are listed. `--write`
-replaces them. `--list` shows which files of results/tables, results/figures and docs/ are checked,
-and why the others are not.
+Every page and figure that can be generated within seconds is generated again, and files that differ
+are listed. `--write` replaces them. `--list` shows which files of results/tables, results/figures
+and docs/ are checked, and why others are not.
 """
 
 import argparse
@@ -23,22 +23,20 @@ from ssl_bench.tables.sheets import render_tables
 
 ROOT = Path(__file__).parents[2]
 LEDGER = "results/benchmarks/evidence-cpu.json"
-"""Results of the queued experiments."""
+"""File with the results of the experiments."""
 Generator = Callable[[Path], str | bytes]
-"""Returns the content of a file, given the root of a checkout."""
+"""A function that returns the content of a file, given the root of a checkout."""
 
 
 def _json(root: Path, name: str) -> Any:
     return json.loads((root / "results/benchmarks" / name).read_text())
 
 
-def _generated_by(module: str, function: str, name: str, root: Path) -> str:
-    """Return the page that a function of a benchmark generates from its measurements."""
-    return getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
-
-
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    return partial(_generated_by, module, function, name)
+    """Return a generator that calls a function of a benchmark with its measurements."""
+    return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
+        _json(root, name)
+    )
 
 
 def _evidence_figure(row: str, root: Path) -> bytes:
@@ -50,15 +48,19 @@ def _evidence_figure(row: str, root: Path) -> bytes:
         return file.read_bytes()
 
 
-def _by_document(name: str, function: str, root: Path) -> str:
-    """Return the text that a Python file in docs/ generates."""
-    return runpy.run_path(str(root / "docs" / name))[function]()
+def _by_document(name: str, function: str) -> Generator:
+    """Return a generator that calls a function of a Python file in docs/."""
+    return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
-def _records(folder: str, title: str, root: Path) -> str:
-    """Return a page with all tables of a folder of records."""
-    tables = render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
-    return f"# {title}\n\n{tables}"
+def _records(folder: str, title: str) -> Generator:
+    """Return a generator of a page with all tables of a folder of records."""
+
+    def generate_page(root: Path) -> str:
+        records = ResultStore(root / "results" / folder).records()
+        return f"# {title}\n\n{render_tables(depth_tables(records), 'markdown')}"
+
+    return generate_page
 
 
 def _devices(root: Path) -> str:
@@ -69,29 +71,26 @@ def _devices(root: Path) -> str:
 
 WHOLE: Mapping[str, Generator] = {
     "results/devices/README.md": _devices,
-    "results/tables/demo_probes.md": partial(
-        _records, "results/demo_probes", "Probes of the demonstration encoders"
-    ),
-    "results/tables/dino_photographs_probes.md": partial(
-        _records, "results/dino_photographs", "Probes of four short DINO runs"
-    ),
+    **{
+        f"results/tables/{name}.md": _records(folder, title)
+        for name, folder, title in (
+            ("demo_probes", "demo_probes", "Probes of the demonstration encoders"),
+            ("dino_photographs_probes", "dino_photographs", "Probes of four short DINO runs"),
+            ("photographs", "photographs", "Probes of small encoders on photographs"),
+            ("real_probes", "real_probes", "Probes of a DINOv2 ViT-S/14"),
+        )
+    },
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
     "results/tables/evidence_runs.md": _by("evidence.page", "evidence-cpu.json", "runs_page"),
     "results/tables/parameter_jacobians.md": _by(
         "parameter_jacobians", "parameter_jacobians-cpu.json"
     ),
-    "results/tables/photographs.md": partial(
-        _records, "results/photographs", "Probes of small encoders on photographs"
-    ),
-    "results/tables/real_probes.md": partial(
-        _records, "results/real_probes", "Probes of a DINOv2 ViT-S/14"
-    ),
-    "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
-    "docs/packages.svg": partial(_by_document, "_packages.py", "picture"),
+    "docs/gallery.md": _by_document("_gallery.py", "page"),
+    "docs/packages.svg": _by_document("_packages.py", "picture"),
 }
-"""Files that are generated completely."""
+"""The generators of files that are generated completely."""
 
-# Tables whose programs are in the repository at the commits that they name.
+# Tables whose programs are in the repository at the commits that the tables name.
 _FINISHED = """
 attentive bfloat16 box_intervals clustering clustering_intervals conditioning correspondence
 decoding device_waits first_steps geometry initialisation initialisation_readings intervals
@@ -114,7 +113,7 @@ NOT_GENERATED = {
     "docs/front_demo.png": "a PNG, whose bytes depend on the version of a library; a test draws it",
     "docs/python.ipynb": "runs an encoder for half a minute; a test compares its code",
 }
-"""Reasons why a file is not generated again."""
+"""The reason why a file is not generated again."""
 
 
 def evidence_figures(root: Path) -> dict[str, Generator]:
@@ -147,20 +146,16 @@ def generate(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the names of files that differ from the generated ones."""
+    """Yield the names of files that are missing or differ from the generated ones."""
     for name, content in generate(root):
-        if _content(root / name) != content:
+        if not (root / name).is_file() or (root / name).read_bytes() != content:
             yield name
-
-
-def _content(file: Path) -> bytes:
-    return file.read_bytes() if file.is_file() else b""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="replace the files that differ")
-    parser.add_argument("--list", action="store_true", help="tell which files are checked")
+    parser.add_argument("--list", action="store_true", help="show which files are checked")
     options = parser.parse_args()
     if options.list:
         for name in generators(ROOT):

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
 
-Each section runs in its own process, so that a crash does not end the others. Each entry is written
-at once, also if it is an error. `results/devices/GPU.json` and the page beside it are written after
-each section. Without a GPU, sizes are tiny and only test the program. Neither a network nor data is
-needed.
+Each section runs in its own process, so that a crash does not end the others. Each measurement or
+error is saved immediately. `results/devices/GPU.json` and the page in the same folder are written
+after each section. Without a GPU, tiny sizes are used to test the program. Neither a network nor
+data is needed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -40,119 +41,115 @@ OUT = Path(os.environ.get("GPU_REPORT_SECTION", os.devnull))
 SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
-def put(name: str, /, **values: Any) -> None:
+def save_entry(name: str, /, **values: Any) -> None:
+    """Save the measurements of one entry of a section, rounded to four digits."""
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
     print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
 
 
 @contextmanager
-def entry(name: str) -> Any:
-    """Record an exception as an entry instead of raising it."""
+def save_errors(name: str) -> Any:
+    """Save an exception of the block as an entry, and continue after the block."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         yield
     except Exception as error:
-        put(
-            name,
-            error=f"{type(error).__name__}: {error}"[:300],
-            trace=traceback.format_exc()[-900:],
-        )
+        message = f"{type(error).__name__}: {error}"[:300]
+        save_entry(name, error=message, trace=traceback.format_exc()[-900:])
 
 
-def peak() -> float:
+def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
 
 
-def wait() -> None:
+def synchronize() -> None:
     if CUDA:
         torch.cuda.synchronize()
 
 
-def ms(work: Callable[[], Any], times: int = 10, warm: int = 2) -> float:
-    """Return the median milliseconds of a synchronised call."""
-    found = []
-    for turn in range(warm + times):
-        wait()
+def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> float:
+    """Return the median duration of a synchronised call."""
+    durations = []
+    for turn in range(warm_up + times):
+        synchronize()
         start = time.perf_counter()
         work()
-        wait()
-        found += [1e3 * (time.perf_counter() - start)] * (turn >= warm)
-    return median(found)
+        synchronize()
+        durations += [1e3 * (time.perf_counter() - start)] * (turn >= warm_up)
+    return median(durations)
 
 
-def kernels(work: Callable[[], Any], most: int) -> list[list[Any]]:
-    """Return [milliseconds, launches, name] of the `most` slowest kernels, after their totals."""
+def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
+    """Return [milliseconds, launches, name] of all kernels together, and of the slowest kernels."""
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as seen:
+    with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()
-        wait()
+        synchronize()
     time_of = attrgetter(f"self_{'device' if CUDA else 'cpu'}_time_total")
-    rows = [r for r in seen.key_averages() if time_of(r) > 0 and "#" not in r.key]
+    rows = [r for r in profile.key_averages() if time_of(r) > 0 and "#" not in r.key]
     rows = [r for r in rows if not CUDA or str(r.device_type).endswith("CUDA")]
     rows.sort(key=time_of, reverse=True)
-    whole = sum(map(time_of, rows)), sum(r.count for r in rows), "all"
-    table = [whole, *((time_of(r), r.count, r.key[:70]) for r in rows[:most])]
-    return [[round(float(t) / 1e3, 3), count, name] for t, count, name in table]
+    total = sum(map(time_of, rows)), sum(r.count for r in rows), "all"
+    table = [total, *((time_of(r), r.count, r.key[:70]) for r in rows[:count])]
+    return [[round(float(t) / 1e3, 3), launches, name] for t, launches, name in table]
 
 
 def environment() -> None:
     name = torch.cuda.get_device_name() if CUDA else "no GPU"
-    put("device", name=name, cuda=torch.version.cuda, cores=CORES)
+    save_entry("device", name=name, cuda=torch.version.cuda, cores=CORES)
     side = 8192 if CUDA else 256
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         a = torch.randn(side, side, device=DEVICE).to(dtype)
-        put(f"product in {str(dtype)[6:]}", tflops=2 * side**3 / ms(lambda a=a: a @ a, 5) / 1e9)
+        duration = milliseconds(lambda a=a: a @ a, 5)
+        save_entry(f"product in {str(dtype)[6:]}", tflops=2 * side**3 / duration / 1e9)
     x = torch.randn(side**2 * 4, device=DEVICE)
-    put("copy on the device", tb_per_s=2 * x.nbytes / ms(lambda: x.clone(), 5) / 1e9)
+    duration = milliseconds(lambda: x.clone(), 5)
+    save_entry("copy on the device", tb_per_s=2 * x.nbytes / duration / 1e9)
     pinned = torch.empty(side**2 * 4, dtype=torch.uint8, pin_memory=CUDA)
-    put("copy to the device", gb_per_s=pinned.nbytes / ms(lambda: pinned.to(DEVICE), 5) / 1e6)
+    duration = milliseconds(lambda: pinned.to(DEVICE), 5)
+    save_entry("copy to the device", gb_per_s=pinned.nbytes / duration / 1e6)
 
 
 def operations() -> None:
-    """Measure what a simulated device cannot: cuSOLVER, cuBLAS, memory, rounding."""
+    """Measure the time, memory and rounding error of linear algebra."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
 
     generator = torch.Generator().manual_seed(0)
     for members, size in ((12, 384), (12, 1152), (12, 1536), (1, 2048)) if CUDA else ((2, 24),):
-        with entry(f"SOAP basis {members} x {size}"):
+        with save_errors(name := f"SOAP basis {members} x {size}"):
             g = torch.randn(members, size, 2 * size, generator=generator).to(DEVICE)
             statistics = (g * torch.logspace(0, -3, 2 * size, device=DEVICE)) @ g.mT
             basis = torch.linalg.qr(torch.randn(members, size, size, device=DEVICE)).Q
             for _ in range(3):
                 basis = torch.linalg.qr(statistics @ basis).Q
             power = statistics @ basis
-            found, exact = soap._compute_q(power, basis), torch.linalg.qr(power).Q
-            put(
-                f"SOAP basis {members} x {size}",
-                ms=ms(lambda p=power, b=basis: soap._compute_q(p, b), 5),
-                qr_ms=ms(lambda p=power: torch.linalg.qr(p), 3, 1),
-                eigh_ms=ms(lambda s=statistics: torch.linalg.eigh(s), 1, 1),
-                error=float((found.mT @ found - torch.eye(size, device=DEVICE)).abs().max()),
-                columns_as_qr=float(((found * exact).sum(-2).abs() > 0.99).float().mean()),
+            q, exact = soap._compute_q(power, basis), torch.linalg.qr(power).Q
+            save_entry(
+                name,
+                ms=milliseconds(lambda p=power, b=basis: soap._compute_q(p, b), 5),
+                qr_ms=milliseconds(lambda p=power: torch.linalg.qr(p), 3, 1),
+                eigh_ms=milliseconds(lambda s=statistics: torch.linalg.eigh(s), 1, 1),
+                error=float((q.mT @ q - torch.eye(size, device=DEVICE)).abs().max()),
+                columns_as_qr=float(((q * exact).sum(-2).abs() > 0.99).float().mean()),
             )
-    with entry("graying by SVD, 512 images"):
+    with save_errors(name := "graying by SVD, 512 images"):
         x = torch.randn(512 if CUDA else 4, 197, 384, generator=generator).to(DEVICE)
         gray, exact = gray_by_cholesky(x, 0.8), gray_by_svd(x[:4].double().cpu(), 0.8)
         error = float((gray[:4].double().cpu() - exact).norm() / exact.norm())
-        put(
-            "graying by SVD, 512 images",
-            error=error,
-            gib=peak(),
-            ms=ms(lambda: gray_by_cholesky(x, 0.8), 3),
-        )
-    with entry("k-NN of ImageNet"):
-        rows, queries = (1_281_167, 2048) if CUDA else (4000, 64)
-        memory, asked = (
+        duration = milliseconds(lambda: gray_by_cholesky(x, 0.8), 3)
+        save_entry(name, error=error, gib=peak_gib(), ms=duration)
+    with save_errors(name := "k-NN of ImageNet"):
+        memory, queries = (
             torch.nn.functional.normalize(torch.randn(n, 384, device=DEVICE), dim=1)
-            for n in (rows, queries)
+            for n in ((1_281_167, 2048) if CUDA else (4000, 64))
         )
-        each = ms(lambda: nearest_vectors(asked, memory, 200), 2, 1)
-        put("k-NN of ImageNet", seconds_for_50k=50 * each / queries, gib=peak())
+        duration = milliseconds(lambda: nearest_vectors(queries, memory, 200), 2, 1)
+        save_entry(name, seconds_for_50k=50 * duration / len(queries), gib=peak_gib())
 
 
 def training(timed: int = 40) -> None:
@@ -180,40 +177,35 @@ def training(timed: int = 40) -> None:
         ("skipless, SOAP", ViTConfig(**tiny, **bare), Soap(), CUDA, usual),
         ("skipless, AdamW", ViTConfig(**tiny, **bare), AdamW(), CUDA, usual),
     ):
-        with entry(name):
+        with save_errors(name):
             torch._dynamo.reset()
             groups = Setting(DEVICE, model, objective, batch).groups()
             options = TrainOptions(batch_size=batch, compile=compiled, precision="bfloat16")
             learner, ranks = objective.build(model, timeline, seed=0), TrainingRanks(device=DEVICE)
             trainer = Trainer(learner, recipe, options, timeline, ranks)
 
-            def finish(groups: Any = groups) -> Any:
+            def augment(groups: Any = groups) -> Any:
                 return objective.crops.finish(groups, DEVICE)
 
-            def step(number: int, trainer: Any = trainer, finish: Any = finish) -> float:
-                return trainer.take_step(number, (finish() for _ in range(1)))["loss"]
+            def step(number: int, trainer: Any = trainer, augment: Any = augment) -> float:
+                return trainer.take_step(number, (augment() for _ in range(1)))["loss"]
 
-            begun = time.perf_counter()
+            start = time.perf_counter()
             losses = [float(step(number)) for number in range(50_000, 50_003)]
-            first = time.perf_counter() - begun
+            first = time.perf_counter() - start
             for number in range(3):
                 step(50_003 + number)
-            each = ms(lambda step=step: [step(50_006 + n) for n in range(timed)], 1, 0) / timed
+            turn = milliseconds(lambda step=step: [step(50_006 + n) for n in range(timed)], 1, 0)
+            duration = turn / timed
             table = kernels(lambda step=step: [step(70_000 + n) for n in range(10)], 60)
-            put(
-                name,
-                images_per_s=1e3 * batch / each,
-                ms=each,
-                mfu=trainer.utilisation(each / 1e3),
-                gib=peak(),
-                first_three_s=first,
-                augmentation_ms=ms(finish, 5),
-                losses=losses,
-                # Time outside of kernels, divided by the number of kernels.
-                gap_us=1e3 * (10 * each - table[0][0]) / table[0][1],
-                kernels=table,
-                augmentation=kernels(finish, 40),
-            )
+            save_entry(
+                name, images_per_s=1e3 * batch / duration, ms=duration,
+                mfu=trainer.utilisation(duration / 1e3), gib=peak_gib(), first_three_s=first,
+                augmentation_ms=milliseconds(augment, 5), losses=losses,
+                # The time outside of kernels, divided by the number of kernels.
+                gap_us=1e3 * (10 * duration - table[0][0]) / table[0][1],
+                kernels=table, augmentation=kernels(augment, 40),
+            )  # fmt: skip
             del trainer, learner, step
 
 
@@ -226,21 +218,18 @@ def extraction() -> None:
     for size, batch in ((224, 128), (512, 32)) if CUDA else ((32, 2),):
         images, exact = torch.rand(batch, 3, size, size, pin_memory=CUDA), None
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            with entry(f"{size} pixels, {str(dtype)[6:]}"):
-                taken = FeatureExtractor(
+            with save_errors(name := f"{size} pixels, {str(dtype)[6:]}"):
+                extractor = FeatureExtractor(
                     encoder, layers=range(12), facets=["token"], device=DEVICE, dtype=dtype
                 )
-                last = taken(images)[11]["token"].double()
+                last = extractor(images)[11]["token"].double()
                 exact = last if exact is None else exact
-                put(
-                    f"{size} pixels, {str(dtype)[6:]}",
-                    images_per_s=1e3
-                    * batch
-                    / ms(lambda t=taken, i=images: t.extract_unchecked(i), 5),
-                    difference=float((last - exact).norm() / exact.norm()),
-                    gib=peak(),
-                    kernels=kernels(lambda t=taken, i=images: t.extract_unchecked(i), 20),
-                )
+                extract = partial(extractor.extract_unchecked, images)
+                save_entry(
+                    name, images_per_s=1e3 * batch / milliseconds(extract, 5),
+                    difference=float((last - exact).norm() / exact.norm()), gib=peak_gib(),
+                    kernels=kernels(extract, 20),
+                )  # fmt: skip
 
 
 def heads() -> None:
@@ -253,7 +242,7 @@ def heads() -> None:
         x = torch.randn(12, batch, side, side, 384, device=DEVICE).half()
         labels = torch.randint(classes, (batch, 4 * side, 4 * side), device=DEVICE).byte()
         for name, loss in (("pixels", UpsampledLoss(4)), ("histograms", HistogramLoss())):
-            with entry(f"{classes} classes, {name}"):
+            with save_errors(title := f"{classes} classes, {name}"):
                 training: Any = Segmentation().training
                 ones = torch.ones(12, 384, device=DEVICE)
                 optimizer, _ = training.optimizer_and_schedule()
@@ -270,13 +259,10 @@ def heads() -> None:
                     _, gradients = bank.loss_and_gradients(x, loss, targets)
                     update_heads(optimizer, bank.parameters, gradients, states, rates, step=1)
 
-                put(
-                    f"{classes} classes, {name}",
-                    ms=ms(step, 5),
-                    heads=12 * len(training.values),
-                    gib=peak(),
-                    kernels=kernels(step, 12),
-                )
+                save_entry(
+                    title, ms=milliseconds(step, 5), heads=12 * len(training.values),
+                    gib=peak_gib(), kernels=kernels(step, 12),
+                )  # fmt: skip
 
 
 def commands() -> None:
@@ -295,38 +281,39 @@ def commands() -> None:
     probe = ["probe", "--task", "knn", "--dataset", "class_folders", "--data-root", str(folder)]
     probe += ["--checkpoint", f"{folder}/run", "--layer", "all", "--out", f"{folder}/results"]
     for words, share in ((run, 0.7), ([*probe, "probe.neighbours=[5]", "probe.engine=torch"], 0.2)):
-        with entry(words[0]):
-            begun = time.perf_counter()
-            code, said = typed([sys.executable, "-m", "ssl_bench", *words], share * SECONDS)
-            values: dict[str, Any] = {"exit": code, "seconds": time.perf_counter() - begun}
+        with save_errors(words[0]):
+            start = time.perf_counter()
+            code, text = run_command(["ssl_bench", *words], share * SECONDS)
+            values: dict[str, Any] = {"exit": code, "seconds": time.perf_counter() - start}
             log = folder / "run/log.jsonl"
             if words[0] == "pretrain" and log.exists():
-                late = [json.loads(line) for line in log.read_text().splitlines()][-1]
-                values |= {k: late[k] for k in ("images_per_second", "data_wait", "mfu")}
-            put(words[0], **values, last=said[-600:])
+                last = json.loads(log.read_text().splitlines()[-1])
+                values |= {k: last[k] for k in ("images_per_second", "data_wait", "mfu")}
+            save_entry(words[0], **values, last=text[-600:])
 
 
-def typed(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """Run a command; return its exit code or a note of its timeout, and its output."""
-    with tempfile.TemporaryFile("w+") as said:
+def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
+    """Run `python -m WORDS`. Return its exit code, or a note of a timeout, and its output."""
+    with tempfile.TemporaryFile("w+") as output:
         try:
             code: int | str = subprocess.run(
-                words, stdout=said, stderr=said, check=False, cwd=ROOT, timeout=seconds
-            ).returncode
+                [sys.executable, "-m", *words],
+                stdout=output, stderr=output, check=False, cwd=ROOT, timeout=seconds,
+            ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = f"cut off after {seconds:.0f} s"
-        said.seek(0)
-        return code, said.read()
+        output.seek(0)
+        return code, output.read()
 
 
 def gpu_tests() -> None:
-    # Print a line for each test, also if pyproject.toml sets another format.
+    # Print a line for each test, although pyproject.toml sets a shorter format.
     words = ["-m", "gpu", "-vv", "-n", str(min(16, CORES)), "-p", "no:cacheprovider", "tests"]
-    code, said = typed([sys.executable, "-m", "pytest", *words], 0.95 * SECONDS)
-    found = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", said, re.MULTILINE)
-    ends = Counter(end.lower() for end, _ in found)
-    bad = [test for end, test in found if end in ("FAILED", "ERROR")]
-    put("gpu tests", exit=code, **ends, bad=", ".join(bad)[:600], last=said[-600:])
+    code, text = run_command(["pytest", *words], 0.95 * SECONDS)
+    ends = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", text, re.MULTILINE)
+    counts = Counter(end.lower() for end, _ in ends)
+    bad = [test for end, test in ends if end in ("FAILED", "ERROR")]
+    save_entry("gpu tests", exit=code, **counts, bad=", ".join(bad)[:600], last=text[-600:])
 
 
 SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
@@ -338,7 +325,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "extraction": (extraction, 25),
     "heads": (heads, 25),
 }
-"""Sections by falling importance, with their shares of the remaining time."""
+"""Sections by decreasing importance, with their shares of the remaining time."""
 
 
 def page(folder: Path) -> str:
@@ -348,12 +335,12 @@ def page(folder: Path) -> str:
         "page. The JSON files in the same folder contain all figures.\n"
     )
     for file in sorted(folder.glob("*.json")):
-        whole = json.loads(file.read_text())
-        text += f"\n## {file.stem}\n\n{whole['said']}\n"
-        for section, found in whole["sections"].items():
+        content = json.loads(file.read_text())
+        text += f"\n## {file.stem}\n\n{content['said']}\n"
+        for section, entries in content["sections"].items():
             rows = [
                 f"| {name} | {', '.join(f'{k} {v}' for k, v in values.items() if _is_short(v))} |"
-                for name, values in found.items()
+                for name, values in entries.items()
                 if any(map(_is_short, values.values()))
             ]
             text += "\n".join(["", f"| {section} | |", "|---|---|", *rows, ""])
@@ -369,45 +356,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results/devices")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--commit", help="where .git does not say it, or not the right one")
+    parser.add_argument("--commit", help="the commit, if .git is absent or has another one")
     parser.add_argument("--section", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.section:
+    options = parser.parse_args()
+    if options.section:
         choose_device(None)
-        SECTIONS[asked.section][0]()
+        SECTIONS[options.section][0]()
         return
-    begun, scratch = time.monotonic(), Path(tempfile.mkdtemp())
-    asked.out.mkdir(parents=True, exist_ok=True)
+    start, scratch = time.monotonic(), Path(tempfile.mkdtemp())
+    options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name().replace(" ", "_") if CUDA else "no_GPU"
-    whole = {
-        "said": re.sub(r"commit \S+(?=,)", f"commit {asked.commit}", provenance(), count=1)
-        if asked.commit
-        else provenance(),
-        "sections": {},
-    }
-    names = asked.only.split(",")
-    for place, name in enumerate(names):
-        left = asked.seconds - (time.monotonic() - begun)
+    text = provenance()
+    if options.commit:
+        text = re.sub(r"commit \S+(?=,)", f"commit {options.commit}", text, count=1)
+    content: dict[str, Any] = {"said": text, "sections": {}}
+    names = options.only.split(",")
+    for number, name in enumerate(names):
+        left = options.seconds - (time.monotonic() - start)
         if left < 15:
             continue
         print(f"{name}: {left:.0f} s left", flush=True)
         file = scratch / f"{name}.json"
         words = [sys.executable, "-m", "tests.benchmarks.gpu_report", "--section", name]
-        share = SECTIONS[name][1] / sum(SECTIONS[n][1] for n in names[place:])
+        share = SECTIONS[name][1] / sum(SECTIONS[n][1] for n in names[number:])
         limit = left * share if CUDA else left
-        environ = os.environ | {
-            "GPU_REPORT_SECTION": str(file),
-            "GPU_REPORT_SECONDS": str(limit),
-        }
+        variables = {"GPU_REPORT_SECTION": str(file), "GPU_REPORT_SECONDS": str(limit)}
         try:
-            code = subprocess.run(words, check=False, env=environ, timeout=limit).returncode
+            code = subprocess.run(
+                words, check=False, env=os.environ | variables, timeout=limit
+            ).returncode
         except subprocess.TimeoutExpired:
             code = f"cut off after {limit:.0f} s"
-        found = json.loads(file.read_text()) if file.exists() else {}
-        whole["sections"][name] = found | ({"ended": {"exit": code}} if code else {})
-        (asked.out / f"{device}.json").write_text(json.dumps(whole, indent=1) + "\n")
-        (asked.out / "README.md").write_text(page(asked.out))
-    print(f"{asked.out}/README.md, {time.monotonic() - begun:.0f} s")
+        entries = json.loads(file.read_text()) if file.exists() else {}
+        content["sections"][name] = entries | ({"ended": {"exit": code}} if code else {})
+        (options.out / f"{device}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (options.out / "README.md").write_text(page(options.out))
+    print(f"{options.out}/README.md, {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

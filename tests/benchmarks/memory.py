@@ -1,4 +1,4 @@
-"""Measure peak memory: from the allocator on a GPU, by tracking tensors elsewhere."""
+"""Measure peak memory, from the allocator on a GPU and by tracking tensors on a CPU."""
 
 import weakref
 from collections.abc import Callable
@@ -26,9 +26,9 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Track the bytes of the storages that operations create, until they are freed.
+    """Track the bytes of the tensors that operations create, until they are freed.
 
-    Memory that one operation allocates and frees internally is not counted.
+    Memory that is allocated and freed within one operation is not counted.
     """
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@ r"""Compute equations 5, 8 and 9 and figure 5 of "Cutting the Skip" without appr
     OMP_NUM_THREADS=1 python -m tests.benchmarks.parameter_jacobians \
         --json results/benchmarks/parameter_jacobians-cpu.json
 
-The Jacobians are those of f, all tokens after the last block, with respect to theta, the attention
-weights of one block. The ViT has 3 blocks, width 16, 2 heads and 5 tokens, so that float64
-derivatives are affordable. Images are random. Figure 5 uses no ViT, but the softmax of 10 x 10
-logits alpha Z + beta I.
+f is the function that returns all tokens after the last block, and theta are the attention weights
+of one block. The Jacobians are those of f with respect to theta. The ViT has only 3 blocks, width
+16, 2 heads and 5 tokens, so that exact derivatives in float64 are affordable. The images are
+random. Figure 5 uses no ViT, but the softmax of 10 x 10 logits alpha Z + beta I.
 """
 
 import argparse
@@ -34,11 +34,10 @@ VARIANTS = {
 }
 SEEDS, IMAGES, DRAWS = 5, 4, 1001
 PEAK, DIFFUSE = (0.1, 5.0), (0.1, 0.0)
-"""Values of (alpha, beta) in figure 5, which prints condition numbers of 1.1 and 730.1."""
+"""Values of (alpha, beta) in figure 5. The paper prints condition numbers of 1.1 and 730.1."""
 
 
 def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
-    """Return a float64 ViT, initialised with a seed."""
     return build_vit(config, seed=seed).eval().double()
 
 
@@ -50,7 +49,7 @@ def by_parameters(
     Args:
         model: Encoder in float64.
         tokens: Input of the first block.
-        layer: Block whose attention weights and biases are theta.
+        layer: Index of the block whose attention weights and biases are theta.
     """
     attention = dict(model.blocks[layer].get_submodule("attn").named_parameters())
 
@@ -67,13 +66,16 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """Return the ratio of the first singular value and number `rank`, counted from 1."""
+    """Return the ratio between the largest and the `rank`-th largest singular value."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Return the condition number of softmax(alpha Z + beta I); Z is normal, cut at 2 sd."""
+    """Return the condition number of softmax(alpha Z + beta I).
+
+    Z is normal, and truncated at two standard deviations.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(10, 10, dtype=torch.float64)
     torch.nn.init.trunc_normal_(noise, generator=generator)
@@ -82,7 +84,10 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Return condition numbers of J (equation 5) per variant, seed and block, and of figure 5."""
+    """Return condition numbers of J (equation 5) and of the attention matrices of figure 5.
+
+    There is a row for each variant, seed and block.
+    """
     rows = []
     for name, config in VARIANTS.items():
         for seed in range(SEEDS):
@@ -93,22 +98,20 @@ def measure() -> dict[str, Any]:
                 entering = model.embed(images)
             for layer in range(config.depth):
                 parts = [by_parameters(model, tokens[None], layer) for tokens in entering]
-                # Behind a LayerNorm two directions of each token are lost, its mean and its length.
+                # A LayerNorm removes two directions of each token, its mean and its length.
                 rank = entering.shape[1] * (config.dim - 2)
-                each = max(condition_number(part, rank) for part in parts)
+                worst = max(condition_number(part, rank) for part in parts)
                 whole = condition_number(torch.cat(parts), IMAGES * rank)
-                rows.append(
-                    {"variant": name, "seed": seed, "layer": layer, "all": whole,
-                     "worst_image": each}
-                )  # fmt: skip
+                row = {"variant": name, "seed": seed, "layer": layer}
+                rows.append({**row, "all": whole, "worst_image": worst})
     figure = {
-        called: sorted(simulated(*values, seed) for seed in range(DRAWS))
-        for called, values in (("peak", PEAK), ("diffuse", DIFFUSE))
+        name: sorted(simulated(*values, seed) for seed in range(DRAWS))
+        for name, values in (("peak", PEAK), ("diffuse", DIFFUSE))
     }
     return {"provenance": provenance(), "rows": rows, "figure": figure}
 
 
-def page(found: dict[str, Any]) -> str:
+def page(content: dict[str, Any]) -> str:
     """Return the measurements as Markdown."""
     lines = [
         "# Conditioning by parameters",
@@ -127,11 +130,11 @@ def page(found: dict[str, Any]) -> str:
         "",
         "`tests/benchmarks/parameter_jacobians.py` makes this page.",
         "",
-        found["provenance"],
+        content["provenance"],
         "",
         "| | " + " | ".join(f"block {n}, J | one" for n in range(SKIP.depth)) + " |",
         "|---|" + "---:|---:|" * SKIP.depth,
-        *(_line(found["rows"], name) for name in VARIANTS),
+        *(_line(content["rows"], name) for name in VARIANTS),
         "",
         "Figure 5 has the softmax of 10 x 10 logits alpha Z + beta I, where Z is normal and",
         "truncated at two standard deviations. The paper prints 1.1 and 730.1, each of one draw.",
@@ -139,8 +142,8 @@ def page(found: dict[str, Any]) -> str:
         "",
         "| | alpha | beta | median | 2.5 % | 97.5 % |",
         "|---|---:|---:|---:|---:|---:|",
-        *(_figure_line(name, *of, found["figure"][name]) for name, of in
-          (("peak", PEAK), ("diffuse", DIFFUSE))),
+        *(_figure_line(name, *values, content["figure"][name])
+          for name, values in (("peak", PEAK), ("diffuse", DIFFUSE))),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -149,8 +152,8 @@ def _line(rows: list[dict[str, Any]], name: str) -> str:
     cells = []
     for layer in range(SKIP.depth):
         for key in ("all", "worst_image"):
-            of = [r[key] for r in rows if (r["variant"], r["layer"]) == (name, layer)]
-            cells.append(f"{median(of):.3g} [{min(of):.2g}, {max(of):.2g}]")
+            values = [r[key] for r in rows if (r["variant"], r["layer"]) == (name, layer)]
+            cells.append(f"{median(values):.3g} [{min(values):.2g}, {max(values):.2g}]")
     return f"| {name} | {' | '.join(cells)} |"
 
 

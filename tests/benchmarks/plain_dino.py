@@ -1,9 +1,9 @@
 """A plain restatement of the official DINO training step, as a baseline for speed and memory.
 
-It runs eagerly, with a forward pass for each crop size and one pass of the head. Attention uses
-explicit products, and each pair of views has a loss term. Clipping, moving average and AdamW treat
-one tensor at a time, and the host waits for the loss and each gradient norm. GPUs use float16 with
-a gradient scaler.
+The step runs eagerly, with one forward pass of the backbone for each crop size and one of the head.
+Attention is computed with explicit matrix products, and each pair of views has a loss term.
+Clipping, moving averages and AdamW process one tensor at a time, and the host waits for the loss
+and for each gradient norm. GPUs use float16 with a gradient scaler.
 
 Source: main_dino.py, utils.py and vision_transformer.py of
 https://github.com/facebookresearch/dino/tree/7c446df5b9f45747937fb0d72314eb9f7b66930a
@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """Student, teacher, center and optimizer, initialised with the weights of a `DinoLearner`."""
+    """The student, teacher, center and optimizer, with the initial weights of a `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options
@@ -39,7 +39,10 @@ class PlainDino:
         self.device = device
 
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
-        """Take a step on CPU crops, one batch for each view, large crops first; return the loss."""
+        """Take a training step and return the loss.
+
+        `crops` has one batch in CPU memory for each view, starting with the large crops.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
         self.optimizer.param_groups[0]["weight_decay"] = rates["weight_decay"]
@@ -52,14 +55,17 @@ class PlainDino:
         if self.scaler:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
-            clip_in_turn(self.student.parameters(), clip)
+            clip_separately(self.student.parameters(), clip)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             loss.backward()
-            clip_in_turn(self.student.parameters(), clip)
+            clip_separately(self.student.parameters(), clip)
             self.optimizer.step()
-        self._follow(rates["momentum"])
+        with torch.no_grad():
+            pairs = zip(self.student.parameters(), self.teacher.parameters(), strict=True)
+            for new, old in pairs:
+                old.data.mul_(rates["momentum"]).add_((1 - rates["momentum"]) * new.detach().data)
         return loss.item()
 
     def loss(self, images: Sequence[Tensor], temperature: float) -> Tensor:
@@ -68,9 +74,9 @@ class PlainDino:
         student = (self.student(images) / self.options.student_temperature).chunk(len(images))
         teacher = ((output - self.center) / temperature).softmax(dim=-1).detach().chunk(2)
         total, terms = torch.zeros((), device=self.device), 0
-        for seen, target in enumerate(teacher):
+        for teacher_view, target in enumerate(teacher):
             for view, logits in enumerate(student):
-                if view != seen:
+                if view != teacher_view:
                     total = total + torch.sum(-target * F.log_softmax(logits, -1), dim=-1).mean()
                     terms += 1
         mean = torch.sum(output, dim=0, keepdim=True)[0] / len(output)
@@ -78,27 +84,20 @@ class PlainDino:
         self.center = self.center * keep + mean.float() * (1 - keep)
         return total / terms
 
-    @torch.no_grad()
-    def _follow(self, momentum: float) -> None:
-        for new, old in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-            old.data.mul_(momentum).add_((1 - momentum) * new.detach().data)
 
-
-def clip_in_turn(parameters: Iterable[nn.Parameter], max_norm: float) -> list[float]:
-    """Clip each gradient to `max_norm` in place; return the norms before clipping."""
-    norms = []
+def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Clip the norm of each gradient in place. Like the official code, wait for each norm."""
     for parameter in parameters:
         if parameter.grad is not None:
             norm = parameter.grad.norm(2)
-            norms.append(norm.item())
+            norm.item()
             coefficient = max_norm / (norm + 1e-6)
             if coefficient < 1:
                 parameter.grad.mul_(coefficient)
-    return norms
 
 
 class PlainNetwork(nn.Module):
-    """Encoder and head; consecutive crops of the same size share a forward pass."""
+    """Encoder and head. Consecutive crops of the same size share a forward pass."""
 
     def __init__(self, network: DinoNetwork, *, fused_attention: bool) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ class PlainNetwork(nn.Module):
 
 
 class ExplicitAttention(nn.Module):
-    """Attention without a fused kernel, with an explicit matrix."""
+    """Attention that computes the attention matrix explicitly, without a fused kernel."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Describe when, where and with which command a benchmark ran; printed above its tables."""
+"""Print when, where and with which command a benchmark ran, and print its tables."""
 
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,19 +14,15 @@ from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:
-    """Return the date, hardware, threads, version of torch, commit and command."""
-    command = shlex.join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]])
+    """Return the date, the hardware, the version of torch, the commit and the command."""
+    parts = Path(sys.argv[0]).with_suffix("").parts
+    below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
+    module = ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
         f"commit {source_commit() or 'unknown'}, `{command}`"
     )
-
-
-def _module(file: Path) -> str:
-    """Return the module name with which `python -m` runs a file of this folder."""
-    parts = file.with_suffix("").parts
-    below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
-    return ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
 
 
 def hardware() -> str:
@@ -33,11 +30,15 @@ def hardware() -> str:
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"
-    return f"{_processor()}, {torch.get_num_threads()} of {cores} cores"
-
-
-def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    processor = names[0] if names else platform.machine()
+    return f"{processor}, {torch.get_num_threads()} of {cores} cores"
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a Markdown table, with the keys of the first row as its head."""
+    print("\n".join([f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]))
+    for row in rows:
+        print(f"| {' | '.join(row.values())} |")

@@ -1,8 +1,8 @@
-"""Compare the time of a step of several optimizers on the parameters of one encoder.
+"""Compare the duration of an optimizer step of several optimizers on the parameters of one encoder.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.soap --dim 192 --depth 12
 
-Gradients are random, and forward and backward passes are not measured.
+The gradients are random. Forward and backward passes are not measured.
 """
 
 import argparse
@@ -16,7 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
+from pretrain.resources import synchronize
 from ssl_bench.models import ViTConfig, build_vit
+from tests.benchmarks.provenance import print_table
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 PERIOD = 10
@@ -46,47 +48,41 @@ class Candidate:
         milliseconds: Milliseconds of all later steps.
     """
 
-    def __init__(self, build: Build, config: ViTConfig, device: str) -> None:
+    def __init__(self, build: Build, config: ViTConfig, device: torch.device) -> None:
         self.device = device
         self.model = build_vit(config, seed=0).to(device)
         self.optimizer = build(parameter_groups(self.model.named_parameters()))
-        self.first_seconds = self._timed_step()
+        self.first_seconds = self._time_step()
         self.milliseconds: list[float] = []
 
     def run_period(self) -> None:
-        self.milliseconds += [1e3 * self._timed_step() for _ in range(PERIOD)]
+        self.milliseconds += [1e3 * self._time_step() for _ in range(PERIOD)]
 
-    def ops(self) -> float:
-        """Return the operations per step, averaged over a refresh period."""
+    def count_operations(self) -> float:
+        """Return the number of operations per step, averaged over a refresh period."""
         with OpCounter() as counter:
             for _ in range(PERIOD):
                 self.optimizer.step()
         return counter.total / PERIOD
 
-    def _timed_step(self) -> float:
+    def _time_step(self) -> float:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        self._wait()
+        synchronize(self.device)
         start = time.perf_counter()
         self.optimizer.step()
-        self._wait()
+        synchronize(self.device)
         return time.perf_counter() - start
 
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-
-def print_table(candidates: dict[str, Candidate]) -> None:
-    print("| optimizer | first s | fastest ms | slowest ms | mean ms | x AdamW | ops a step |")
-    print("|---|---|---|---|---|---|---|")
-    adamw = fmean(candidates["AdamW"].milliseconds)
-    for name, candidate in candidates.items():
-        times, ops = candidate.milliseconds, candidate.ops()
-        print(
-            f"| {name} | {candidate.first_seconds:.2f} | {min(times):.1f} | {max(times):.1f} "
-            f"| {fmean(times):.1f} | {fmean(times) / adamw:.1f} | {ops:.0f} |"
-        )
+    def row(self, name: str, adamw: float) -> dict[str, str]:
+        """Return a row of the table. `adamw` is the mean duration of AdamW in milliseconds."""
+        times = self.milliseconds
+        return {
+            "optimizer": name, "first s": f"{self.first_seconds:.2f}",
+            "fastest ms": f"{min(times):.1f}", "slowest ms": f"{max(times):.1f}",
+            "mean ms": f"{fmean(times):.1f}", "x AdamW": f"{fmean(times) / adamw:.1f}",
+            "ops a step": f"{self.count_operations():.0f}",
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -99,14 +95,16 @@ def main() -> None:
     torch.set_num_threads(1)
     config = ViTConfig(dim=options.dim, depth=options.depth, num_heads=options.dim // 64)
     candidates = {
-        name: Candidate(build, config, options.device) for name, build in BUILDERS.items()
+        name: Candidate(build, config, torch.device(options.device))
+        for name, build in BUILDERS.items()
     }
-    # Alternate, so that other load on the machine affects all of them.
+    # The optimizers alternate, so that other load on the machine affects all of them.
     for _ in range(options.periods):
         for candidate in candidates.values():
             candidate.run_period()
     print(f"dim {options.dim}, depth {options.depth}, {options.device}, one CPU thread, float32")
-    print_table(candidates)
+    adamw = fmean(candidates["AdamW"].milliseconds)
+    print_table([candidate.row(name, adamw) for name, candidate in candidates.items()])
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
     python -m tests.benchmarks.tokencut
 
-It prints the CPU time of both with one thread, in turn on the same graph, the number of graphs with
-equal bipartitions, and the peak memory beyond the features. 4,800 tokens take a minute and a half
-more.
+For each number of tokens, it prints the CPU time of both with one thread, the number of graphs with
+equal bipartitions, and the peak memory without the features. `--tokens 196,1200,4800` takes a
+minute and a half longer.
 """
 
 import os
 
-# BLAS takes its number of threads when it is imported.
+# BLAS reads its number of threads when it is imported.
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ[f"{library}_NUM_THREADS"] = "1"
 
@@ -18,7 +18,7 @@ import argparse
 import json
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,19 +32,19 @@ import torch.nn.functional as F
 from probes.tokencut.eigensolver import second_eigenvector
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from tests.benchmarks.provenance import provenance
+from tests.benchmarks.provenance import print_table, provenance
 
-# Rows and columns of patches, the side of a patch in pixels, and rounds.
+# For each number of tokens: rows and columns of patches, the patch size in pixels, and rounds.
 SIZES = {196: (14, 14, 16, 10), 1200: (30, 40, 16, 3), 4800: (60, 80, 8, 1)}
 PHOTOGRAPHS = ("coffee", "astronaut", "chelsea", "rocket")
 TAU, EPS = 0.2, 1e-5
 
 
 def reference(features: np.ndarray) -> np.ndarray:
-    """Return the authors' eigenvector: dense float64 matrices, LAPACK's generalised eigh."""
+    """Return the authors' eigenvector: dense float64 matrices, and LAPACK's generalised eigh."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
-    linked = unit @ unit.T > TAU
-    weights = np.where(linked.astype(float) == 0, EPS, linked)
+    edges = unit @ unit.T > TAU
+    weights = np.where(edges.astype(float) == 0, EPS, edges)
     degrees = np.diag(weights.sum(1))
     _, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
     return vectors[:, 0]  # pyrefly: ignore[bad-index]
@@ -54,22 +54,22 @@ def ours(features: np.ndarray) -> np.ndarray:
     return second_eigenvector(features, tau=TAU, eps=EPS).vector
 
 
-def graphs(num_tokens: int) -> list[np.ndarray]:
-    """Return keys and tokens of two blocks of a random ViT-S."""
+def extract_features(num_tokens: int) -> list[np.ndarray]:
+    """Return the keys and tokens of two blocks of a random ViT-S for each photograph."""
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")
     extractor = FeatureExtractor(encoder, layers=[0, 1], facets=("key", "token"))
-    found = []
+    features = []
     for name in PHOTOGRAPHS if num_tokens < 4800 else PHOTOGRAPHS[:1]:
         pixels = torch.from_numpy(getattr(skimage.data, name)()).permute(2, 0, 1)[None] / 255
         image = F.interpolate(pixels, (rows * patch, cols * patch), mode="bilinear")
         for facets in extractor(image).values():
-            found += [v[0].flatten(0, 1).numpy().astype(np.float32) for v in facets.values()]
-    return found
+            features += [v[0].flatten(0, 1).numpy().astype(np.float32) for v in facets.values()]
+    return features
 
 
-def cuts_alike(features: np.ndarray) -> bool:
+def has_equal_cuts(features: np.ndarray) -> bool:
     side, other = (v > v.mean() for v in (reference(features), ours(features)))
     return bool((side == other).all() or (side != other).all())
 
@@ -81,7 +81,7 @@ def milliseconds(solve: Callable[[np.ndarray], object], features: np.ndarray) ->
 
 
 def peak_megabytes(solve: Callable[[np.ndarray], object], features: np.ndarray) -> float:
-    # Imports of the first call do not count as memory of the solver.
+    # The first call imports libraries, whose memory is not counted.
     solve(features[:10])
     tracemalloc.start()
     solve(features)
@@ -90,9 +90,9 @@ def peak_megabytes(solve: Callable[[np.ndarray], object], features: np.ndarray) 
     return peak / 1e6
 
 
-def row_of(size: int) -> Mapping[str, Any]:
-    features = graphs(size)
-    alike = sum(map(cuts_alike, features))
+def measure(size: int) -> dict[str, Any]:
+    features = extract_features(size)
+    # Both solve the same graph in turn, so that other load on the machine affects both.
     pairs = [
         (milliseconds(reference, one), milliseconds(ours, one))
         for _ in range(SIZES[size][-1])
@@ -106,28 +106,26 @@ def row_of(size: int) -> Mapping[str, Any]:
         "ours, ms": own,
         "ratio": median(ratios),
         "range": f"{ratios[0]:.3g} to {ratios[-1]:.3g}",
-        "same bipartition": f"{alike} of {len(features)}",
+        "same bipartition": f"{sum(map(has_equal_cuts, features))} of {len(features)}",
         "reference, MB": peak_megabytes(reference, features[0]),
         "ours, MB": peak_megabytes(ours, features[0]),
     }
 
 
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-    for row in rows:
-        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
-        print("| " + " | ".join(cells) + " |")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TokenCut's dense solver against ours")
-    parser.add_argument("--tokens", default="196,1200", help="which sizes, 4800 among them")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser = argparse.ArgumentParser(description="Compare TokenCut's dense solver with ours.")
+    parser.add_argument("--tokens", default="196,1200", help="numbers of tokens: 196, 1200, 4800")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(provenance(), flush=True)
-    rows = [row_of(int(size)) for size in options.tokens.split(",")]
-    print_table(rows)
+    rows = [measure(int(size)) for size in options.tokens.split(",")]
+    print_table(
+        [
+            {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
+            for row in rows
+        ]
+    )
     if options.json:
         options.json.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1))
 

@@ -1,4 +1,4 @@
-"""`ssl-bench probe` in a user's folder: its imports, results, skipped work and output."""
+"""`ssl-bench probe` in a folder of the user: imports, results, skipped work and output."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def imported_by(code: str, *modules: str) -> str:
-    """Return which of the modules are imported after the code ran in a new process."""
+    """Return those of the modules that code imports in a new process."""
     code = f"import sys; {code}; print([m for m in {modules} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.splitlines()[-1]
@@ -111,14 +111,14 @@ def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
     assert main([*PROBE, *SMALL, "--layer", "0,1"]) == 0
     said = capsys.readouterr().err
     assert "skipping 1 of 2 results" in said
-    # Both blocks are drawn, for the overview that shows both.
+    # Both blocks are drawn, because the overview shows both.
     assert said.count("layers 0, 1\n") == 1
     assert first[0] in ResultStore(workplace / "results").records()
 
     assert main([*PROBE, *SMALL, "--layer", "0", "--overwrite"]) == 0
     assert "skipping" not in capsys.readouterr().err
 
-    # A broken image loses none of them.
+    # Results survive a broken image.
     (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
     assert "1.png" in expect_error(
         capsys, [*PROBE, *SMALL, "--layer", "2", "--on-bad-image", "fail"], 3
@@ -126,7 +126,7 @@ def test_finished_results_are_skipped_until_overwrite(workplace, capsys):
     assert len(ResultStore(workplace / "results").records()) == 2
 
 
-def test_objects_are_searched_once_in_a_folder_without_labels(workplace, capsys):
+def test_tokencut_finds_objects_once_in_a_folder_without_labels(workplace, capsys):
     words = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "photos"]
     words += ["--layer", "0", "probe.panels=1"]
 
@@ -155,7 +155,7 @@ def test_json_prints_the_records_and_nothing_else(workplace, capsys):
     kept = (workplace / "results" / "records").rglob("*.json")
     by_layer = {record["layer"]: record for record in (json.loads(p.read_text()) for p in kept)}
     for record in by_layer.values():
-        # Only the file states these.
+        # Only the file contains these fields.
         assert record.pop("record_sha256")
         record.pop("per_image_sha256", None)
     assert found == [by_layer[0], by_layer[2]]

@@ -1,4 +1,4 @@
-"""Completions that a real shell shows when Tab is pressed."""
+"""The completions that a shell offers."""
 
 import subprocess
 from pathlib import Path

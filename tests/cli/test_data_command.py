@@ -22,7 +22,7 @@ from ssl_bench.data.sources import SOURCES, Download
 from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
-def packed(root: Path, kind: str = "tar") -> bytes:
+def make_archive(root: Path, kind: str = "tar") -> bytes:
     """Return an archive of VOC2012 with four training images and three others."""
     voc(root)
     return Path(shutil.make_archive(str(root), kind, root)).read_bytes()
@@ -59,7 +59,7 @@ def files_below(root: Path) -> list[str]:
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 
 
-def test_every_dataset_says_where_it_comes_from():
+def test_every_dataset_has_a_licence_and_a_source():
     assert SOURCES.keys() <= set(choices("dataset"))
     for source in SOURCES.values():
         assert source.licence
@@ -94,7 +94,7 @@ def test_datasets_are_listed_together_and_alone(capsys):
     assert all(part in said for part in ("1,464 images", digest, "tvmonitor", "Annotations"))
 
 
-def test_a_dataset_without_published_facts_is_shown_and_checked(tmp_path, monkeypatch, capsys):
+def test_a_dataset_without_a_published_source_is_shown_and_checked(tmp_path, monkeypatch, capsys):
     photos = photo_folder(tmp_path / "photos")
     monkeypatch.setattr(data_command, "SOURCES", {})
     assert main(["data", "list", "folder"]) == 0
@@ -110,12 +110,12 @@ def test_a_dataset_without_published_facts_is_shown_and_checked(tmp_path, monkey
 def test_a_download_is_unpacked_passes_the_check_and_is_not_fetched_again(
     published, server, tmp_path, kind, digest, capsys
 ):
-    made = tmp_path / "made"
-    root = published(packed(made, kind), kind, digest=digest)
+    original = tmp_path / "made"
+    root = published(make_archive(original, kind), kind, digest=digest)
     assert download(root) == 0
-    assert set(files_below(made)) < set(files_below(root))
-    for name in files_below(made):
-        assert (root / name).read_bytes() == (made / name).read_bytes()
+    assert set(files_below(original)) < set(files_below(root))
+    for name in files_below(original):
+        assert (root / name).read_bytes() == (original / name).read_bytes()
     assert check(root) == 0
     said = capsys.readouterr().out
     assert "train      4 images of 4 published, sample of 4 read: ok" in said
@@ -128,7 +128,7 @@ def test_a_download_is_unpacked_passes_the_check_and_is_not_fetched_again(
 def test_free_space_is_checked_before_a_download_starts(
     published, server, tmp_path, monkeypatch, capsys
 ):
-    content = packed(tmp_path / "made")
+    content = make_archive(tmp_path / "made")
     root = published(content)
     free = len(content) + len(content) // 2 + 1
     monkeypatch.setattr(data_command.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
@@ -136,13 +136,13 @@ def test_free_space_is_checked_before_a_download_starts(
     assert "use `--data-root FOLDER`" in capsys.readouterr().err
     assert server.ranges == []
 
-    # The bytes that are already there need no space.
+    # Bytes that were already downloaded need no space.
     root.mkdir(parents=True, exist_ok=True)
     (root / "voc.tar.part").write_bytes(content[: len(content) // 2])
     assert download(root) == 0
 
 
-OUTWARD = {
+OUTSIDE = {
     "above, hidden": ("inside/../../out.png", tarfile.REGTYPE, ""),
     "link to an absolute path": ("inside/a.png", tarfile.SYMTYPE, "/etc/passwd"),
     "link above": ("inside/a.txt", tarfile.SYMTYPE, "../../secret"),
@@ -150,12 +150,12 @@ OUTWARD = {
 }
 
 
-@pytest.mark.parametrize("outward", OUTWARD.values(), ids=OUTWARD)
-def test_a_tar_that_leads_outwards_is_refused(published, outward, capsys):
+@pytest.mark.parametrize("member_of_tar", OUTSIDE.values(), ids=OUTSIDE)
+def test_a_tar_with_paths_outside_its_folder_is_refused(published, member_of_tar, capsys):
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        member = tarfile.TarInfo(outward[0])
-        _, member.type, member.linkname = outward
+        member = tarfile.TarInfo(member_of_tar[0])
+        _, member.type, member.linkname = member_of_tar
         archive.addfile(member)
     root = published(content.getvalue())
 
@@ -166,7 +166,7 @@ def test_a_tar_that_leads_outwards_is_refused(published, outward, capsys):
 
 
 @pytest.mark.parametrize("name", ["/tmp/out.png", "a/../../out.png"])
-def test_a_zip_that_leads_outwards_stays_below_its_folder(published, name):
+def test_a_zip_with_paths_outside_is_unpacked_below_its_folder(published, name):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr(name, "x")
@@ -178,8 +178,8 @@ def test_a_zip_that_leads_outwards_stays_below_its_folder(published, name):
     assert not Path("/tmp/out.png").exists()
 
 
-def test_a_damaged_archive_is_not_taken_for_complete(published, tmp_path, capsys):
-    content = bytearray(packed(tmp_path / "made", "zip"))
+def test_a_damaged_archive_is_reported(published, tmp_path, capsys):
+    content = bytearray(make_archive(tmp_path / "made", "zip"))
     content[len(content) // 3] ^= 255
     root = published(bytes(content), "zip", digest=False)
     assert download(root) == 3
@@ -224,7 +224,7 @@ def test_a_part_of_a_dataset_is_checked_with_subset(tmp_path, capsys):
     assert check(tmp_path, "--subset") == 3
 
 
-def test_a_users_own_folders_are_checked_as_overrides_say(tmp_path, capsys):
+def test_folders_of_the_user_are_checked_with_overrides(tmp_path, capsys):
     words = ["data", "check", "paired_folders", "--data-root", str(voc(tmp_path))]
     keys = [
         "dataset.image_folder=JPEGImages", "dataset.mask_folder=SegmentationClass",
@@ -240,9 +240,9 @@ def test_a_users_own_folders_are_checked_as_overrides_say(tmp_path, capsys):
 def test_generated_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(data_command, "_SAMPLE_SIZE", 2)
-    drawn = cache(Painter.paint_scene)
-    # Copies of the first do for counting.
-    monkeypatch.setattr(Painter, "paint_scene", lambda painter, _: drawn(painter, 0))
+    paint = cache(Painter.paint_scene)
+    # Counting needs no distinct scenes.
+    monkeypatch.setattr(Painter, "paint_scene", lambda painter, _: paint(painter, 0))
     assert main(["data", "check", "toy"]) == 0
     assert "200 images of 200 published" in capsys.readouterr().out
 
@@ -250,7 +250,7 @@ def test_generated_scenes_need_no_folder(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "folders", [("a/cat", "b/cat", "b/dog"), ("photos/cat", "photos/dog", "notes")]
 )
-def test_the_hint_to_share_a_folder_works_when_it_is_typed(tmp_path, capsys, folders):
+def test_the_recommended_splits_of_a_folder_are_accepted(tmp_path, capsys, folders):
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
         for number in range(4 * folder.count("/")):

@@ -14,7 +14,7 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Return the values of findings by name, or by BROKEN for broken packages."""
+    """Return the values of the findings by name. Those of broken packages are under BROKEN."""
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}
     for row in json.loads(capsys.readouterr().out)["findings"]:

@@ -1,13 +1,17 @@
-"""Commands of a beginner's first hour, and their output."""
+"""The first commands of a beginner: layers, flags, `--print-config`, `--dry-run` and hints.
+
+test_reference.py checks that every flag sets its key.
+"""
 
 import io
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results import ResultStore
+from tests.support.faults import expect_error, pretraining, records
 
 OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
@@ -17,7 +21,7 @@ QUICK = {
 }
 
 
-def said(capsys, words: str, code: int = 0) -> tuple[str, str]:
+def run_words(capsys, words: str, code: int = 0) -> tuple[str, str]:
     capsys.readouterr()
     assert main(words.split()) == code
     return capsys.readouterr()
@@ -25,54 +29,53 @@ def said(capsys, words: str, code: int = 0) -> tuple[str, str]:
 
 @pytest.mark.parametrize("layers", ["0-1", "-2..-1"])
 def test_layers_may_be_a_range(workdir, capsys, layers):
-    said(capsys, f"{PCA} --layer {layers} probe.image_size=32 probe.panels=1")
+    run_words(capsys, f"{PCA} --layer {layers} probe.image_size=32 probe.panels=1")
 
-    assert sorted(record.layer for record in ResultStore(workdir / "results").records()) == [0, 1]
-    assert "explained_variance" in said(capsys, "table --layer 0-1")[0]
+    assert sorted(record.layer for record in records()) == [0, 1]
+    assert "explained_variance" in run_words(capsys, "table --layer 0-1")[0]
 
 
 def test_wrong_layers_are_refused_before_images_are_searched(workdir, capsys):
     words = "--checkpoint encoder.safetensors --dataset folder --data-root nowhere --layer 7"
     for layers in ("1-0", "0-7", "a-b", "-1..0"):
-        assert "layers must " in said(capsys, f"probe --task pca {words[:-1]}{layers}", 2)[1]
+        assert "layers must " in run_words(capsys, f"probe --task pca {words[:-1]}{layers}", 2)[1]
     for command in ("probe --task all", "sweep", "features --out features"):
-        assert "layers must " in said(capsys, f"{command} {words}", 2)[1]
+        assert "layers must " in run_words(capsys, f"{command} {words}", 2)[1]
 
 
 def test_missing_files_of_encoders_get_their_hint(workdir, capsys):
     probed = "probe --task pca --checkpoint"
-    assert ".onnx" in said(capsys, f"{probed} x.onnx", 4)[1]
+    assert ".onnx" in run_words(capsys, f"{probed} x.onnx", 4)[1]
     (workdir / "my_net.py").write_text("import torch\nfrom torch import nn\nclass MyNet:\n  pass\n")
-    assert "`--checkpoint my_net.py:MyNet`" in said(capsys, f"{probed} my_net:MyNet", 4)[1]
-    assert said(capsys, f"{probed} my_net.py:Nope", 4)[1].endswith("has no Nope, only MyNet\n")
+    assert "`--checkpoint my_net.py:MyNet`" in run_words(capsys, f"{probed} my_net:MyNet", 4)[1]
+    assert run_words(capsys, f"{probed} my_net.py:Nope", 4)[1].endswith("has no Nope, only MyNet\n")
 
 
 @pytest.mark.parametrize("task", QUICK)
-def test_the_only_image_size_of_an_encoder_is_no_new_setting(workdir, capsys, task):
+def test_the_only_image_size_of_an_encoder_is_no_changed_setting(workdir, capsys, task):
     words = f"probe --task {task} --checkpoint {OWN}:own --layer -1 {QUICK[task]}"
-    said(capsys, f"{words} probe.image_size=32")
-    first = ResultStore(workdir / "results").records()
+    run_words(capsys, f"{words} probe.image_size=32")
+    first = records()
 
-    assert "use `--overwrite`" in said(capsys, words)[1]
-    assert ResultStore(workdir / "results").records() == first
+    assert "use `--overwrite`" in run_words(capsys, words)[1]
+    assert records() == first
     assert all("image_size" not in record.changed for record in first)
-    said(capsys, f"{words} --out other")
-    new = ResultStore(workdir / "other")
-    assert [r.settings for r in new.records()] == [r.settings for r in first]
+    run_words(capsys, f"{words} --out other")
+    assert [r.settings for r in records("other")] == [r.settings for r in first]
 
 
 def test_a_message_names_the_tasks_that_ignore_a_key(workdir, capsys):
-    err = said(capsys, PCA.replace("pca", "all") + " probe.image_size=32 --dry-run")[1]
+    err = run_words(capsys, PCA.replace("pca", "all") + " probe.image_size=32 --dry-run")[1]
     # Only tasks that run are named.
     assert err.count("probe.image_size=32 is ignored by tokencut\n") == 1
     assert "left out: folder has no boxes for discovery" in err
     words = PCA.replace("pca", "pca,conditioning") + " --dry-run --pictures 2"
-    err = said(capsys, f"{words} probe.facet=key")[1]
+    err = run_words(capsys, f"{words} probe.facet=key")[1]
     assert "probe.facet=key is ignored by conditioning" in err
     assert "panels" not in err
     for task in ("knn", "classification", "clustering"):
         words = f"probe --task {task} --dataset toy_objects --print-config"
-        assert "is ignored" not in said(capsys, f"{words} probe.facet=attn_out")[1]
+        assert "is ignored" not in run_words(capsys, f"{words} probe.facet=attn_out")[1]
 
 
 def test_keys_are_as_wide_as_the_terminal(workdir, monkeypatch):
@@ -87,3 +90,81 @@ def test_keys_are_as_wide_as_the_terminal(workdir, monkeypatch):
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("data.root=null  a path or null: ")
     assert any(line.startswith("    ") for line in lines)
+
+
+PROBE = ["probe", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
+PROBE += ["--data-root", "photos"]
+
+
+def configs(capsys, *words: str) -> dict[str, dict]:
+    """Return the configuration that is printed for each task. No file may be written."""
+    before = {path.name for path in Path().iterdir()}
+    assert main([*words, "--print-config"]) == 0
+    assert {path.name for path in Path().iterdir()} == before
+    out = capsys.readouterr().out
+    parts = out.split("# ")[1:] or [f"\n{out}"]
+    return {
+        part.partition(" ")[0].strip(): yaml.safe_load(part.partition("\n")[2]) for part in parts
+    }
+
+
+def test_the_flag_for_the_batch_size_sets_that_of_the_encoder(workdir, capsys):
+    words = ["probe", "--task", "knn,classification,segmentation", "--dataset"]
+    words += ["class_folders,toy", "--data-root", "class_folders=x", "--batch-size", "3"]
+    found = configs(capsys, *words)
+
+    assert found["knn"]["probe"]["batch_size"] == 3
+    assert found["classification"]["probe"]["encoder_batch_size"] == 3
+    assert found["segmentation"]["probe"]["training"]["batch_size"] == 16
+    said = expect_error(capsys, ["probe", "--task", "segmentation", "--batch-size", "3"], 2)
+    assert "`probe.training.batch_size=3`" in said
+
+
+@pytest.mark.slow
+def test_no_figures_are_drawn_with_pictures_0(workdir, capsys):
+    words = ["--checkpoint", "encoder.safetensors", "--layer", "0", "dataset.num_train=10"]
+    words += ["dataset.num_val=2", "--pictures", "0"]
+    knn = ["probe", "--task", "knn", "--dataset", "toy_objects"]
+    tokencut = ["probe", "--task", "tokencut", "--dataset", "toy", "probe.longer_side=32"]
+    for task, command in (("knn", knn), ("tokencut", tokencut)):
+        assert main([*command, "--out", task, *words]) == 0
+        assert records(task)
+        assert not [*Path(task).rglob("*.png")]
+    assert "probe.panels" in expect_error(capsys, [*knn, *words[:-1], "3"], 2)
+
+    # pca scores the images that it draws, so it draws them even if other tasks draw none.
+    none = ["--checkpoint", "encoder.safetensors", "--pictures", "0"]
+    for tasks in ("all", "pca,knn"):
+        found = configs(capsys, "probe", "--task", tasks, "--dataset", "toy,toy_objects", *none)
+        assert found["pca"]["probe"]["panels"] == 8
+        assert found.get("tokencut", {"probe": {"panels": 0}})["probe"]["panels"] == 0
+    expect_error(capsys, ["probe", "--task", "pca", *none], 2)
+
+
+def test_a_dry_run_counts_missing_results_and_writes_nothing(workdir, capsys):
+    words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32", "probe.panels=1"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "1 job, 2 scores: 0 finished, 2 pending" in capsys.readouterr().out
+    assert not (workdir / "results").exists()
+
+    assert main([*words, "--layer", "0"]) == 0
+    assert main([*words, "--dry-run"]) == 0
+
+    assert "1 job, 2 scores: 1 finished, 1 pending" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_pretraining_states_its_size_or_the_refusal(workdir, capsys):
+    words = pretraining(workdir / "photos", "run", "--dry-run")
+    assert main(words) == 0
+
+    out = capsys.readouterr().out
+    assert "4 of folder all" in out
+    assert "2 blocks of width 24, patches of 8 pixels, images of 16 x 16" in out
+    # Two steps an epoch, six at most.
+    assert "6 of 2 images, 3 epochs" in out
+    assert not (workdir / "run").exists()
+    (workdir / "run").mkdir()
+    (workdir / "run" / "log.jsonl").touch()
+    expect_error(capsys, words, 2)
+    assert main([*words, "--overwrite"]) == 0
+    assert (workdir / "run" / "log.jsonl").exists()

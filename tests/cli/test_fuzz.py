@@ -1,8 +1,6 @@
-"""Thousands of damaged inputs give a result or our own error, in limited time and memory."""
+"""Random commands and damaged inputs give a result or an error of this suite, in limited time."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,26 +11,13 @@ from tests.support import command_fuzzing, fuzzing
 from tests.support.faults import exit_code, fork, unchecked_types
 from tests.support.fuzzing import KINDS
 
-REPOSITORY = Path(__file__).parents[2]
-COUNT = 120
 
-
-def said(program: str, *words: object) -> str:
+def run_program(file: Path, program: Callable[[], int]) -> str:
     """Return the output of a fuzzing program, which must end with exit code 0.
 
-    It runs in its own process, whose memory it limits. This process also lacks the type checks of
-    the tests, which refuse arguments that an installed ssl-bench accepts.
+    It runs in a forked process, because it limits the memory of its process. Type checks are
+    disabled, because they refuse arguments that an installed ssl-bench accepts.
     """
-    command = [sys.executable, "-m", f"tests.support.{program}", *map(str, words)]
-    run = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
-    )
-    assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
-    return run.stdout
-
-
-def said_at_once(file: Path, program: Callable[[], int]) -> str:
-    """Return the output of a fuzzing program, run in a fork to save imports."""
 
     def work() -> int:
         with unchecked_types():
@@ -44,31 +29,20 @@ def said_at_once(file: Path, program: Callable[[], int]) -> str:
     return text
 
 
-def inputs_by_kind(text: str) -> dict[str, int]:
-    ends = re.findall(r"^(\w+) (\{.*\})", text, re.MULTILINE)
-    return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 3), pytest.param(1, 50, marks=pytest.mark.slow)], ids=str
+)
+def test_random_commands_end_as_documented(tmp_path, seed, count):
+    text = run_program(tmp_path / "output", partial(command_fuzzing.main, seed, count))
+
+    # The last line counts the commands by their ending.
+    assert sum(map(int, re.findall(r"': (\d+)", text.splitlines()[-1]))) == count
 
 
-def commands_ended(text: str) -> int:
-    """Return how many commands were drawn and run."""
-    return sum(map(int, re.findall(r"': (\d+)", text.splitlines()[-1])))
+@pytest.mark.parametrize("count", [5, pytest.param(80, marks=pytest.mark.slow)])
+def test_damaged_inputs_of_every_kind_are_read_or_refused(tmp_path, count):
+    text = run_program(tmp_path / "output", partial(fuzzing.main, [*KINDS], count))
 
-
-def test_a_few_commands_drawn_at_random_end_as_documented(tmp_path):
-    text = said_at_once(tmp_path / "said", partial(command_fuzzing.main, seed=0, count=3))
-    assert commands_ended(text) == 3
-
-
-def test_a_few_damaged_inputs_of_every_kind_end_well(tmp_path):
-    text = said_at_once(tmp_path / "said", partial(fuzzing.main, [*KINDS], count=5))
-    assert inputs_by_kind(text) == dict.fromkeys(KINDS, 5)
-
-
-@pytest.mark.slow
-def test_a_hundred_commands_drawn_at_random_end_as_documented():
-    assert commands_ended(said("command_fuzzing", 1, 100)) == 100
-
-
-@pytest.mark.slow
-def test_hundreds_of_damaged_inputs_end_in_an_answer_or_an_error_of_our_own():
-    assert inputs_by_kind(said("fuzzing", ",".join(KINDS), COUNT)) == dict.fromkeys(KINDS, COUNT)
+    lines = re.findall(r"^(\w+) (\{.*\})", text, re.MULTILINE)
+    found = {kind: sum(map(int, re.findall(r": (\d+)", counts))) for kind, counts in lines}
+    assert found == dict.fromkeys(KINDS, count)

@@ -1,7 +1,7 @@
-"""Hints of errors: every argument that an error recommends is accepted.
+"""Every argument that the hint of an error recommends is accepted.
 
-The hints are read from the source code, as tuples of arguments such as ("--out", "{folder}"). Each
-is completed with example values and parsed, and its settings are composed and built.
+The hints are read from the source code as tuples of arguments such as ("--out", "{folder}"). Each
+is completed with example values and parsed. Its settings are composed and built.
 """
 
 import argparse
@@ -50,126 +50,58 @@ FOLDERS = [Path(package.__path__[0]) for package in (ssl_bench, probes, pretrain
 FILES = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))]
 
 PLACEHOLDERS = {
-    "blocks": "0-3",
-    "checkpoint": "runs/skip",
-    "corruption": "gaussian_noise",
-    "dataset": "voc2012",
-    "file": "my_vit.pth",
-    "folder": "photos",
-    "larger": "300",
-    "lower_rate": "1e-4",
-    "mask_folder": "masks",
-    "mask_suffix": ".png",
-    "model_folder": "dinov2-small",
-    "name": "imagenet1k",
-    "number": "20",
-    "org": "timm",
-    "other_checkpoint": "runs/skipless",
-    "other_dataset": "ade20k",
-    "other_folder": "/data/ade",
-    "other_run": "runs/skipless",
-    "row": "skip, adamw",
-    "run": "runs/skip",
-    "share": "0.5",
-    "smaller": "1024",
-    "table": "table2",
-    "timm_name": "vit_small_patch16_224",
-    "value": "3",
+    "blocks": "0-3", "checkpoint": "runs/skip", "corruption": "gaussian_noise",
+    "dataset": "voc2012", "file": "my_vit.pth", "folder": "photos", "larger": "300",
+    "lower_rate": "1e-4", "mask_folder": "masks", "mask_suffix": ".png",
+    "model_folder": "dinov2-small", "name": "imagenet1k", "number": "20", "org": "timm",
+    "other_checkpoint": "runs/skipless", "other_dataset": "ade20k", "other_folder": "/data/ade",
+    "other_run": "runs/skipless", "row": "skip, adamw", "run": "runs/skip", "share": "0.5",
+    "smaller": "1024", "table": "table2", "timm_name": "vit_small_patch16_224", "value": "3",
     "weights_file": "dino.pth",
-}
+}  # fmt: skip
 """Example of what a user types for a placeholder such as {folder}."""
 
 NEAREST = {
-    "": "train.epochs",
-    "--as ": "skip, adamw",
-    "--data-root ": "voc2012",
-    "--paper ": "table2",
-    "corrupt=": "fog",
-    "model.init=": "skipless",
-    "model.init_options.": "alpha",
-    "ssl-bench data list ": "voc2012",
-    "ssl-bench keys ": "train",
-    "ssl-bench keys experiment.": "skip",
-    "ssl-bench keys probe.": "knn",
-    "ssl-bench reproduce ": "table2",
-    "train.warmup_epochs=": "3",
-}
+    "": "train.epochs", "--as ": "skip, adamw", "--data-root ": "voc2012", "--paper ": "table2",
+    "corrupt=": "fog", "model.init=": "skipless", "model.init_options.": "alpha",
+    "ssl-bench data list ": "voc2012", "ssl-bench keys ": "train",
+    "ssl-bench keys experiment.": "skip", "ssl-bench keys probe.": "knn",
+    "ssl-bench reproduce ": "table2", "train.warmup_epochs=": "3",
+}  # fmt: skip
 """Example of an existing name for the placeholder {near}, by the text before it."""
 
 EXPRESSIONS = {
-    "_ALL_TRAIN": "all:0-75%",
-    "_ALL_VAL": "all:75-100%",
-    "DEMO": "demo",
-    "','.join(fit)": "0,2",
-    "','.join(owners)": "tokencut,pca",
-    "*_TOKENS": "probe.facet=token",
-    "*command": "ssl-bench probe --task all --checkpoint runs/skip",
-    "*out": "--out results",
-    "*precision": "train.precision=float32",
-    "*probe": "ssl-bench probe --task knn",
+    "','.join(fit)": "0,2", "','.join(owners)": "tokencut,pca", "*_TOKENS": "probe.facet=token",
+    "*command": "ssl-bench probe --task all --checkpoint runs/skip", "*out": "--out results",
+    "*precision": "train.precision=float32", "*probe": "ssl-bench probe --task knn",
     "*self.prog.split()": "ssl-bench probe",
-    "*words": "ssl-bench probe --task all --checkpoint demo:skip",
-    "action": "list",
-    "escape_braces(corruptions)": "gaussian_noise:3,fog:2",
-    "escape_braces(label)": "label",
-    "escape_braces(mask)": "mask",
-    "escape_braces(name)": "imagenet1k",
-    "escape_braces(part)": "mlp.fc2",
-    "escape_braces(str(path.parent))": "dinov2-small",
-    "escape_braces(uri)": "hf-hub:org/name",
-    "escape_braces(word)": "runs/skip",
-    "folder_flag": "--data-root",
-    "full": "cutting_the_skip:figure1",
-    "head_width": "12",
-    "image_size": "224",
-    "item.name": "mlp_mean",
-    "known": "skip",
-    "lower": "32",
-    "max(late)": "200",
-    "min_heads": "2",
-    "near_command": "pretrain",
-    "block_list": "10,11",
-    "len(train)": "3",
-    "name": "graying_layers",
-    "near": "9",
-    "nearest": "8",
-    "neighbours": "5,10",
-    "num_tokens": "28",
-    "remedy": "data.bits=12",
-    "self.name": "fog",
-    "side": "probe.max_side",
-    "str(block)": "11",
-    "table": "table2",
-    "target": "model.vit_tiny_skip",
-    "text_key": "probe.facet",
-    "value": "token",
-    "width": "384",
+    "*words": "ssl-bench probe --task all --checkpoint demo:skip", "DEMO": "demo",
+    "_ALL_TRAIN": "all:0-75%", "_ALL_VAL": "all:75-100%", "accumulation": "4", "action": "list",
+    "address": "demo:skip", "architecture": "vit_small_patch16_224", "block_list": "10,11",
+    "close[0]": "overwrite", "command": "probe", "count": "4", "encoder": "demo:skip",
+    "escape_braces(a.name)": "train", "escape_braces(corruptions)": "gaussian_noise:3,fog:2",
+    "escape_braces(first)": "train", "escape_braces(key)": "train.warmup_epochs",
+    "escape_braces(label)": "label", "escape_braces(mask)": "mask",
+    "escape_braces(match[3])": "my_vit.pth", "escape_braces(name)": "imagenet1k",
+    "escape_braces(options.task)": "knn", "escape_braces(part)": "mlp.fc2",
+    "escape_braces(str(folder))": "photos", "escape_braces(str(joined))": "my_vit.pth",
+    "escape_braces(str(path))": "my_vit.pth", "escape_braces(str(path.parent))": "dinov2-small",
+    "escape_braces(str(root))": "photos", "escape_braces(str(self._root / first))": "photos",
+    "escape_braces(str(self.root))": "results", "escape_braces(str(store.root))": "results",
+    "escape_braces(uri)": "hf-hub:org/name", "escape_braces(word)": "runs/skip",
+    "folder_flag": "--data-root", "full": "cutting_the_skip:figure1", "group": "probe",
+    "head_width": "12", "image_size": "224", "item.name": "mlp_mean", "key": "train.warmup_epochs",
+    "known": "skip", "len(train)": "3", "lower": "32", "lower + patch": "64", "max(late)": "200",
+    "mean": "[0.5,0.5,0.5]", "min_heads": "2", "name": "graying_layers", "names[0]": "knn",
+    "near": "9", "near_command": "pretrain", "near_flags[0]": "overwrite", "nearest": "8",
+    "neighbours": "5,10", "num_tokens": "28", "path.name.lower()": "voc2012",
+    "remedy": "data.bits=12", "self.key": "train.warmup_epochs", "self.name": "fog",
+    "side": "probe.max_side", "size": "64", "source.name": "voc2012", "std": "[0.5,0.5,0.5]",
+    "str(block)": "11", "str(len(images))": "4", "str(world_size)": "4", "table": "table2",
+    "target": "model.vit_tiny_skip", "text_key": "probe.facet",
+    "timm_name": "vit_small_patch16_224", "value": "token", "width": "384",
     "widths": "[24,48,96,192]",
-    **dict.fromkeys(("accumulation", "count", "str(len(images))", "str(world_size)"), "4"),
-    **dict.fromkeys(("address", "encoder"), "demo:skip"),
-    **dict.fromkeys(("architecture", "timm_name"), "vit_small_patch16_224"),
-    **dict.fromkeys(("close[0]", "near_flags[0]"), "overwrite"),
-    **dict.fromkeys(("escape_braces(first)", "escape_braces(a.name)"), "train"),
-    **dict.fromkeys(("escape_braces(key)", "key", "self.key"), "train.warmup_epochs"),
-    **dict.fromkeys(("escape_braces(options.task)", "names[0]"), "knn"),
-    **dict.fromkeys(
-        ("escape_braces(match[3])", "escape_braces(str(joined))", "escape_braces(str(path))"),
-        "my_vit.pth",
-    ),
-    **dict.fromkeys(
-        (
-            "escape_braces(str(folder))",
-            "escape_braces(str(self._root / first))",
-            "escape_braces(str(root))",
-        ),
-        "photos",
-    ),
-    **dict.fromkeys(("escape_braces(str(self.root))", "escape_braces(str(store.root))"), "results"),
-    **dict.fromkeys(("group", "command"), "probe"),
-    **dict.fromkeys(("lower + patch", "size"), "64"),
-    **dict.fromkeys(("mean", "std"), "[0.5,0.5,0.5]"),
-    **dict.fromkeys(("path.name.lower()", "source.name"), "voc2012"),
-}
+}  # fmt: skip
 """Example value of each expression in a hint. Text from a user must be in `escape_braces`."""
 
 NOT_HINTS = (
@@ -177,16 +109,17 @@ NOT_HINTS = (
     "--facet probe.facet",
     "--layer --checkpoint",
     "--task all --limit 16 probe.protocol=fast",
+    "model.dim=128 model.num_heads=2 model.image_size=64",
 )
-"""Beginnings of other tuples in the source code that look like a hint."""
+"""How tuples in the source code begin that look like a hint but are none."""
 
 HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ ]*$")
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the line and the arguments of each alternative of each hint in a file.
+    """Yield the line number and the arguments of each alternative of each hint in a file.
 
-    Expressions are written as <expression>.
+    Expressions in the arguments are written as <expression>.
     """
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -203,6 +136,7 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
+    """Return the text of an argument, with <expression> for each expression."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -214,13 +148,13 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return arguments with example values for expressions and placeholders."""
+    """Replace expressions and placeholders in arguments by example values."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):
             completed += EXPRESSIONS[word[1:-1]].split()
         else:
-            # A KeyError means that the table lacks the expression, or `escape_braces` is missing.
+            # After a KeyError, add the expression to the table or use `escape_braces` in the hint.
             completed.append(re.sub("<([^<>]+)>", lambda match: EXPRESSIONS[match[1]], word))
     before_near = " ".join(completed).partition("{near}")[0]
     examples = PLACEHOLDERS | {"near": NEAREST.get(before_near, "")}
@@ -233,18 +167,14 @@ COMMANDS: dict[str, argparse.ArgumentParser] = next(
     if isinstance(action, argparse._SubParsersAction)
 )
 REQUIRED = {
-    "probe": ("--task", "pca"),
-    "features": ("--out", "features"),
-    "compare": ("one", "other"),
-    "data": ("check", "toy"),
-    "reproduce": ("table2",),
-    "keys": ("probe.knn",),
+    "probe": ("--task", "pca"), "features": ("--out", "features"), "compare": ("one", "other"),
+    "data": ("check", "toy"), "reproduce": ("table2",), "keys": ("probe.knn",),
     "completion": ("bash",),
-}
+}  # fmt: skip
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether a whole command is accepted, or a part of a command by some command."""
+    """Return whether the parser accepts a command, or some command accepts these arguments."""
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
@@ -273,10 +203,10 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether the settings are legal together with some choice of components."""
+    """Return whether the settings are legal with at least one choice of components."""
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
-    # The choices of another group are only tried if no choice of these groups has all keys.
+    # Choices in the groups of the keys come first, because they usually suffice.
     bases = sorted(
         component_choices(root), key=lambda base: base[-1].partition("=")[0] not in groups
     )
@@ -285,7 +215,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components that together have all keys."""
+    """Return enough choices of components that every key belongs to at least one of them."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -334,11 +264,11 @@ HINTS = [
 
 
 @pytest.mark.parametrize("words", HINTS)
-def test_a_hint_can_be_typed(words):
+def test_the_arguments_of_a_hint_are_accepted(words):
     assert can_be_typed(complete(words))
 
 
-def test_wrong_words_and_unescaped_text_are_found(tmp_path):
+def test_wrong_arguments_and_unescaped_text_are_found(tmp_path):
     for words in (
         "--chekpoint x", "train.nothing=1", "train.epochs=-1", "model=vit_nothing",
         "ssl-bench table seed=3", "--task nothing", "--device", "corrupt=fog:9",
@@ -360,7 +290,7 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the lines of errors without a hint whose message, after a semicolon, gives advice."""
+    """Yield the lines of errors that have no hint but give advice after a semicolon."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)
@@ -385,7 +315,7 @@ def test_advice_is_in_the_hint_and_not_in_the_message(tmp_path):
         assert bool([*find_advice(tmp_path / "code.py")]) == is_advice
 
 
-def test_an_error_appends_what_its_message_does_not_name():
+def test_an_error_appends_its_hint_unless_the_message_contains_it():
     hint = ("--checkpoint", "demo:skip", "or", "ssl-bench", "pretrain", "--out", "{folder}")
     shown = "`--checkpoint demo:skip` or `ssl-bench pretrain --out FOLDER`"
     assert str(CheckpointError("no checkpoint", hint=hint)) == f"no checkpoint; use {shown}"
@@ -416,7 +346,7 @@ def test_python_users_see_hints_as_keywords():
     assert str(DataError("no", hint=("--dtype", "x"))) == "no; use `--dtype x`"
 
 
-def test_a_text_of_the_user_holds_no_placeholder(tmp_path, monkeypatch):
+def test_braces_of_the_user_are_no_placeholders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "{x}-{{y}").mkdir()
     with pytest.raises(ConfigurationError) as refused:
@@ -429,7 +359,7 @@ def test_a_text_of_the_user_holds_no_placeholder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, MachineError, UnreadableImage])
-def test_a_hint_survives_another_error_and_a_process(kind):
+def test_a_hint_survives_an_outer_error_and_pickling(kind):
     try:
         try:
             raise kind("no space", hint=("--out", "{folder}"))

@@ -11,7 +11,7 @@ from ssl_bench.composition.compose import compose_config, list_keys
 
 
 def listed(capsys, *words: str) -> dict[str, str]:
-    """Return the line of each key."""
+    """Return the line of each key that `ssl-bench keys` prints."""
     assert main(["keys", *words]) == 0
     return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
 
@@ -73,7 +73,7 @@ def test_every_key_has_a_meaning(capsys, group):
         if "data.root" in found:
             assert " a path or null: " in found["data.root"]
         if group == "probe":
-            # The keys of the probe and those of all probes, but none that encoders decide.
+            # The keys of this probe and those of all probes, but none of a dataset.
             composed = set(list_keys(compose_config("probing", [target.replace(".", "=", 1)])))
             files = (config_folder() / "probe").glob(f"{target.removeprefix('probe.')}/*")
             keys = composed | {f"probe.{part.name}" for part in files}

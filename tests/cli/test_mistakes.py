@@ -66,7 +66,7 @@ MISSING_OR_CONFLICTING = [
 
 
 @pytest.mark.parametrize(("words", "code", "recommended"), [*TYPOS, *MISSING_OR_CONFLICTING])
-def test_a_mistake_is_answered_in_one_line(workdir, capsys, words, code, recommended):
+def test_the_error_for_a_mistake_is_one_line(workdir, capsys, words, code, recommended):
     files = set(workdir.iterdir())
 
     line = expect_error(capsys, shlex.split(words), code)
@@ -97,7 +97,7 @@ def mixer(workdir) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_plan_leaves_out_the_tasks_that_a_run_leaves_out(workdir, capsys, mixer):
+def test_a_plan_and_a_run_skip_the_same_tasks(workdir, capsys, mixer):
     for number in (1, 2, 3):
         (workdir / f"photos/{number}.jpg").unlink()
     words = [*mixer, "folder", "--data-root", "photos", "--task"]
@@ -132,7 +132,7 @@ class Model(nn.Module):
 """
 
 
-def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(workdir, capsys):
+def test_missing_numbers_of_a_post_norm_module_are_not_pending(workdir, capsys):
     (workdir / "odd.py").write_text(POST_NORM)
     words = ["probe", "--task", "conditioning", "--checkpoint", "odd.py:Model", "--dataset"]
     words += ["folder", "--data-root", "photos", "probe.num_images=1", "probe.image_size=32"]
@@ -145,7 +145,7 @@ def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(workdir, cap
     assert "15 finished, 0 pending" in capsys.readouterr().out
 
 
-def test_all_skips_tasks_that_do_not_fit_and_names_each(workdir, capsys, mixer):
+def test_task_all_reports_each_task_that_it_skips(workdir, capsys, mixer):
     class_folders(workdir / "classes")
     words = [*mixer, "class_folders", "--data-root", "classes", "--limit", "2", "--task"]
 

@@ -39,27 +39,27 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def shown(capsys, *words: str, code: int = 0) -> str:
+def run_models(capsys, *words: str, code: int = 0) -> str:
     assert main(["models", *words]) == code
     return capsys.readouterr().out
 
 
 def test_the_list_names_every_address_layout_and_published_name(capsys):
-    said = shown(capsys)
+    said = run_models(capsys)
 
     assert all(one.form in said and one.example in said for one in list_addresses())
     for layout in ("DINO, timm", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
         assert f"\n  {layout} " in said
     for names in HUB_WEIGHTS.values():
         assert all(name in said for name in names)
-    listed = json.loads(shown(capsys, "--json"))
+    listed = json.loads(run_models(capsys, "--json"))
     assert [one["form"] for one in listed["addresses"]] == [one.form for one in list_addresses()]
     assert listed["torchhub"].keys() == HUB_WEIGHTS.keys()
     assert all(timm.list_models(pattern) for pattern in TIMM_PATTERNS)
 
 
 def test_a_checkpoint_of_ours_is_described(ours, capsys):
-    said = shown(capsys, str(ours))
+    said = run_models(capsys, str(ours))
 
     size = (ours / "last.safetensors").stat().st_size / 1e6
     for part in (
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_ours_is_described(ours, capsys):
         file_sha256(ours / "last.safetensors"),
     ):  # fmt: skip
         assert part in said
-    # By hand: 12 D^2 weights and 13 D others a block, the patches, positions, tokens and norm.
+    # A block has 12 D^2 + 13 D parameters. The rest are patches, positions, tokens and the norm.
     per_block = 12 * 128**2 + 13 * 128
     rest = 3 * 8 * 8 * 128 + 128 + 17 * 128 + 128 + 3 * 128 + 2 * 128
     assert f"{2 * per_block + rest:,}" in said
@@ -80,21 +80,21 @@ def test_a_file_in_the_layout_of_dinov2_is_described(ours, tmp_path, capsys):
     dinov2 = tmp_path / "dinov2.pth"
     torch.save({**weights, "mask_token": torch.zeros(1, 128)}, dinov2)
 
-    first, second = json.loads(shown(capsys, "--json", str(ours), str(dinov2)))
+    first, second = json.loads(run_models(capsys, "--json", str(ours), str(dinov2)))
 
-    told = {"layout": "ssl-bench", "depth": 2, "width": 128, "registers": 3}
-    assert {name: first[name] for name in told} == told
+    expected = {"layout": "ssl-bench", "depth": 2, "width": 128, "registers": 3}
+    assert {name: first[name] for name in expected} == expected
     assert (second["layout"], second["format"]) == ("DINOv2", "PyTorch zip")
     assert (second["used"], second["total"]) == (31, 32)
     assert second["ignored"].keys() == {"mask_token"}
     assert second["parameters"] == first["parameters"]
     assert second["sha256"] == file_sha256(dinov2)
-    said = shown(capsys, str(dinov2))
+    said = run_models(capsys, str(dinov2))
     assert "mask_token: token of masked patches" in said
     assert "https://github.com/facebookresearch/dinov2" in said
 
 
-def test_each_bad_file_has_a_line_and_the_others_are_described(ours, tmp_path, capsys):
+def test_each_bad_file_has_an_error_and_the_others_are_described(ours, tmp_path, capsys):
     (tmp_path / "empty.pth").touch()
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     bad = [str(tmp_path / name) for name in ("empty.pth", "x.safetensors", "absent.pth")]
@@ -104,19 +104,19 @@ def test_each_bad_file_has_a_line_and_the_others_are_described(ours, tmp_path, c
     out, err = capsys.readouterr()
     assert "2 blocks" in out
     assert all(name in line for name, line in zip(bad, err.splitlines(), strict=True))
-    listed = json.loads(shown(capsys, "--json", *bad, str(ours), code=4))
+    listed = json.loads(run_models(capsys, "--json", *bad, str(ours), code=4))
     assert ["error" in one for one in listed] == [True, True, True, False]
 
 
 def test_unknown_facts_of_a_module_and_of_random_weights_are_stated(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MODULE)
 
-    said = shown(capsys, f"{tmp_path / 'mine.py'}:encoder")
+    said = run_models(capsys, f"{tmp_path / 'mine.py'}:encoder")
 
     assert "2 blocks, width 4, heads not known" in said
     assert "as the module initialised them" in said
     assert "queries, keys and values are unknown" in said
     assert "random" not in said
-    said = shown(capsys, "timm:vit_tiny_patch16_224")
+    said = run_models(capsys, "timm:vit_tiny_patch16_224")
     assert re.search(r"file +none", said)
     assert "random" in said

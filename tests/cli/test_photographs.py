@@ -1,4 +1,4 @@
-"""A user's own photographs: formats, EXIF orientation, fingerprints, and drawn pictures."""
+"""A user's own photographs: formats, EXIF orientation, fingerprints, and figures."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def turned(path: Path, orientation: int) -> None:
+def save_rotated(path: Path, orientation: int) -> None:
     """Save a photograph with an EXIF orientation."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
@@ -46,7 +46,7 @@ def turned(path: Path, orientation: int) -> None:
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the rows of each log of object discovery, by the name of the image."""
+    """Return the rows of each log of object discovery, first by its path and then by image."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}
@@ -87,7 +87,7 @@ def test_unreadable_images_are_found_before_a_model_is_loaded(workdir, capsys, m
 
 
 @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".pgm", ".dib", ".mpo"])
-def test_images_of_rare_suffixes_are_taken(tmp_path, suffix):
+def test_images_with_rare_suffixes_are_used(tmp_path, suffix):
     kind = {".pgm": "PPM", ".dib": "BMP"}.get(suffix, "JPEG")
     picture(0, 24, 40).convert("L").save(tmp_path / f"a{suffix}", kind)
 
@@ -99,7 +99,7 @@ def test_images_of_rare_suffixes_are_taken(tmp_path, suffix):
 def test_a_second_command_decodes_no_image_to_check_it(workdir, capsys, monkeypatch):
     photos = photo_folder(workdir / "photos")
     for path in photos.iterdir():
-        # Files that were written this moment may change and keep their times.
+        # The cache ignores files that were written a moment ago.
         os.utime(path, (time.time() - 3600,) * 2)
     monkeypatch.setattr("ssl_bench.data.files.fingerprints.RACY_NS", -(10**12))
     words = probing("pca", "folder", photos, "--dry-run")
@@ -117,7 +117,7 @@ def test_heic_is_read_where_pillow_heif_is_installed(workdir):
     heif = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
     (workdir / "photos").mkdir()
-    # Smooth, because noise does not survive such a codec, on any number of threads.
+    # The image is smooth, because the codec would distort noise.
     rows, cols = np.mgrid[:64, :96]
     smooth = np.stack([rows * 3, cols * 2, rows + cols], axis=2).astype(np.uint8)
     Image.fromarray(smooth).save(workdir / "photos/a.heic", quality=95)
@@ -127,30 +127,29 @@ def test_heic_is_read_where_pillow_heif_is_installed(workdir):
     assert np.abs(sample.image - smooth.astype(int)).mean() < 4
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_are_turned_as_exif_says(tmp_path, orientation):
-    names = ["a.jpg", "b.png", "c.webp", "d.tif"]
-    names += ["e.avif"] if features.check("avif") else []
+def test_photographs_are_rotated_by_their_exif_orientation(tmp_path):
+    kinds = ["jpg", "png", "webp", "tif", *(["avif"] if features.check("avif") else [])]
+    names = sorted(f"{number}.{kind}" for number in range(1, 9) for kind in kinds)
+    (tmp_path / "photos").mkdir()
     for name in names:
-        turned(tmp_path / name, orientation)
-    images = ImageFolder(tmp_path).images()
+        save_rotated(tmp_path / "photos" / name, int(name[0]))
+    images = ImageFolder(tmp_path / "photos").images()
 
     assert images.ids == tuple(names)
     for index, name in enumerate(names):
-        with Image.open(tmp_path / name) as image:
+        with Image.open(tmp_path / "photos" / name) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
         assert np.array_equal(images[index].image, np.asarray(upright)), name
-    if orientation == 6:
-        for kind in ("cat", "dog"):
-            (tmp_path / "classes/train" / kind).mkdir(parents=True)
-            turned(tmp_path / "classes/train" / kind / "a.jpg", orientation)
-        assert ClassFolders(tmp_path / "classes").train()[0].image.shape == (40, 24, 3)
+    for kind in ("cat", "dog"):
+        (tmp_path / "classes/train" / kind).mkdir(parents=True)
+        save_rotated(tmp_path / "classes/train" / kind / "a.jpg", 6)
+    assert ClassFolders(tmp_path / "classes").train()[0].image.shape == (40, 24, 3)
 
 
 def test_fingerprints_change_only_with_the_pixels(tmp_path):
     photos = photo_folder(tmp_path / "photos")
     plain = ImageFolder(photos).images()
-    turned(photos / "9.jpg", 6)
+    save_rotated(photos / "9.jpg", 6)
     both = ImageFolder(photos).images()
 
     assert replace(both, upright=False).fingerprint() != both.fingerprint()
@@ -177,7 +176,7 @@ def test_only_new_photographs_are_searched(workdir):
     assert taken == {"3.jpg", "4.jpg", "renamed.jpg"}
     masks = {path.name for path in Path(other).parent.glob("masks/*/*.png")}
     assert masks == {f"{name}.png" for name in rows}
-    # The same results as of a search of all.
+    # The results equal those of a search from scratch.
     shutil.rmtree("results")
     assert main(words) == 0
     (alone,) = rows_by_log().values()
@@ -185,16 +184,16 @@ def test_only_new_photographs_are_searched(workdir):
     assert cells == fresh
 
 
-def test_as_many_pictures_as_asked_are_drawn_from_all_over_a_set(workdir, capsys):
+def test_figures_are_drawn_for_images_from_the_whole_dataset(workdir, capsys):
     photos = photo_folder(workdir / "photos", 12)
     words = probing("tokencut", "folder", photos, "--pictures", "3")
 
     assert main(words) == 0
 
     (folder,) = Path("results/pictures").glob("tokencut/folder/*/reference_max_side=640")
-    drawn = {path.name.removesuffix(".png") for path in folder.glob("block01_key/*.png")}
-    assert len(drawn) == 3
-    assert drawn != set(sorted(f"{number}.jpg" for number in range(12))[:3])
+    names = {path.name.removesuffix(".png") for path in folder.glob("block01_key/*.png")}
+    assert len(names) == 3
+    assert names != set(sorted(f"{number}.jpg" for number in range(12))[:3])
     assert "probe.panels=4" in expect_error(capsys, [*words, "probe.panels=4"], 2)
 
 
@@ -228,14 +227,14 @@ def test_a_check_of_photographs_lists_the_unreadable_ones(workdir, capsys):
     assert "1.jpg is damaged or cut short" in why
     assert "1 of 4 images of folder all cannot be read" in said.err
     assert main([*words, "--json"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"dataset": "folder", "images": 3, "left_out": ["1.jpg"]}
+    report = json.loads(capsys.readouterr().out)
+    assert report == {"dataset": "folder", "images": 3, "left_out": ["1.jpg"]}
     Path("photos/1.jpg").unlink()
     assert main(words) == 0
     assert capsys.readouterr().out == "3 images: ok\n"
 
 
-def test_maps_of_two_sizes_are_kept_side_by_side(workdir):
+def test_maps_of_two_sizes_are_in_different_folders(workdir):
     words = probing("pca", "folder", photo_folder(workdir / "photos", 1))
     for size in (32, 48):
         assert main([w.replace("image_size=32", f"image_size={size}") for w in words]) == 0

@@ -45,12 +45,13 @@ LENGTHS = [warmup.key for warmup in INITIAL_PHASES]
 PLACES = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
 
 
-def plan_of(name: str, *overrides: str, **asked) -> Plan:
+def plan_of(name: str, *overrides: str, **options) -> Plan:
     (table,) = find_tables(name)
-    return plan_table(table, PlanOptions(**{**PLACES, "overrides": overrides, **asked}))
+    return plan_table(table, PlanOptions(**{**PLACES, "overrides": overrides, **options}))
 
 
-def words(plan: Plan, *, of_runs: bool) -> list[str]:
+def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
+    """Return the commands of a plan that train, or those that probe."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -62,11 +63,11 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
         for arm in ("skip_adamw", "skipless_adamw", "skip_soap", "skipless_soap")
     ]
     # Figure 2 needs these epochs, so that one run serves all tables.
-    assert words(plan, of_runs=True)[1] == (
+    assert command_lines(plan, of_runs=True)[1] == (
         "pretrain experiment=dino_imagenet_skipless_adamw train.keep_epochs=[50,100,150,200,250] "
         "--out runs/dino_imagenet_skipless_adamw --resume --data-root /in"
     )
-    probes = words(plan, of_runs=False)
+    probes = command_lines(plan, of_runs=False)
     assert len(probes) == 6 * 6
     assert probes[15] == (
         "probe --task segmentation --dataset voc2012 --checkpoint "
@@ -76,45 +77,46 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
     assert plan.images == ("imagenet1k", "voc2012", "coco_stuff", "ade20k")
 
 
-def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_impossible():
+def test_overrides_reach_runs_or_probes_and_exclude_unreachable_rows():
     plan = plan_of(
         "table2", "train.max_steps=20", "probe.training.epochs=2", "data.root=/in", device="cpu"
     )
 
-    assert {re.sub(r"\S*(skip\w*)", "*", line) for line in words(plan, of_runs=True)} == {
+    assert {re.sub(r"\S*(skip\w*)", "*", line) for line in command_lines(plan, of_runs=True)} == {
         "pretrain * objective.freeze_last_layer_epochs=null "
         "objective.teacher_temperature_epochs=null train.warmup_epochs=null "
         "train.max_steps=20 data.root=/in --out * --resume --device cpu"
     }
     assert all(
-        line.endswith("probe.training.epochs=2 --device cpu") for line in words(plan, of_runs=False)
+        line.endswith("probe.training.epochs=2 --device cpu")
+        for line in command_lines(plan, of_runs=False)
     )
     assert plan.unreachable_rows == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
-    assert len(words(plan, of_runs=False)) == 4 * 6
+    assert len(command_lines(plan, of_runs=False)) == 4 * 6
     own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].words
     assert "train.warmup_epochs=null" not in own
-    # No warm-up in this recipe, and nothing to shorten.
+    # This recipe has no warm-up and no other phase.
     assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
     assert plan_of("table2", "train.epochs=100").unreachable_rows == plan.unreachable_rows
     # A warm-up of ten epochs fits into eleven, but would be all of a run of ten.
-    for epochs, is_left_out in ((11, False), (10, True)):
+    for epochs, is_removed in ((11, False), (10, True)):
         short = plan_of("table2", f"train.epochs={epochs}").steps[0].words
-        assert ("train.warmup_epochs=null" in short) == is_left_out
+        assert ("train.warmup_epochs=null" in short) == is_removed
     assert plan_of("table2", "train.epochs=200").unreachable_rows == ()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["train.max_steps=2", "train.epochs=1"])
-def test_recipes_that_count_in_epochs_fit_a_short_run(asked):
+@pytest.mark.parametrize("override", ["train.max_steps=2", "train.epochs=1"])
+def test_phases_of_recipes_fit_a_short_run(override):
     lengths = set()
     for run in {run.recipe: run for run in experiments().values()}.values():
         # An epoch has as many steps as with ImageNet; the run takes two steps or a full epoch.
-        timeline = Timeline(2 if "max_steps" in asked else 1251, 1251)
+        timeline = Timeline(2 if "max_steps" in override else 1251, 1251)
         table = PublishedTable(
             paper="own", name="own", title="", setup="", unknown="", source="", rows=("row",),
             columns=(), values={}, runs={"row": run.name},
         )  # fmt: skip
-        steps = plan_table(table, PlanOptions(**PLACES, overrides=(asked,))).steps
+        steps = plan_table(table, PlanOptions(**PLACES, overrides=(override,))).steps
         (step,) = [step for step in steps if step.trained_run == run.name]
         own = [word for word in step.words if word.endswith("_epochs=null")]
 
@@ -124,14 +126,14 @@ def test_recipes_that_count_in_epochs_fit_a_short_run(asked):
 
         count_phase_steps(short, timeline)
         long = {key for key in LENGTHS if (flatten_config(whole).get(key) or 0) > 0}
-        if "train.max_steps" in asked:
+        if "train.max_steps" in override:
             assert {word.partition("=")[0] for word in own} == long, run.name
         lengths |= long
-    # The recipes have all lengths; periods, such as of the monitor, may exceed the run.
+    # The recipes have every kind of phase. Periods, such as that of the monitor, may exceed a run.
     assert lengths == set(LENGTHS)
 
 
-def test_lines_for_several_gpus_share_trainings_and_spread_probes():
+def test_printed_lines_train_on_all_gpus_and_distribute_probes():
     plan = plan_of("figure3", gpus=3, datasets=("voc2012", "coco20k"))
 
     lines = list(shell_commands(plan))
@@ -147,17 +149,17 @@ def test_lines_for_several_gpus_share_trainings_and_spread_probes():
 
 
 def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
-    def hint(*words) -> list[str]:
+    def hint_for(*words) -> list[str]:
         with pytest.raises(ConfigurationError) as refused:
             run_line(["reproduce", "table1", *words])
         return [word.format(number=2) for word in refused.value.hint[1:]]
 
     single = [["--gpus", "2"], ["--run", "--gpus", "2"]]
     single += [["--print", "--gpus", "2", "--device", "cpu"]]
-    hints = [hint(*words) for words in single]
+    hints = [hint_for(*words) for words in single]
     with monkeypatch.context() as patch:
         one_of(patch, 2, LOCAL_RANK="0")
-        hints.append(hint("--run", "data.root=images"))
+        hints.append(hint_for("--run", "data.root=images"))
 
     for words in hints:
         assert run_line(words) == 0
@@ -168,7 +170,7 @@ def test_gpus_need_print_and_several_processes_are_refused(monkeypatch, capsys):
 
 def test_the_plan_probes_the_block_that_the_paper_shows():
     def layers(name, *overrides):
-        lines = words(plan_of(name, *overrides), of_runs=False)
+        lines = command_lines(plan_of(name, *overrides), of_runs=False)
         return {found for line in lines for found in re.findall(r"--layer (\S+)", line)}
 
     assert layers("figure4") == {"11"}
@@ -188,7 +190,7 @@ def test_a_difference_needs_the_row_that_is_subtracted():
     assert len(plan_of("mnist", rows=("ViT",)).steps) == 1
 
 
-def test_a_fine_tuned_run_comes_after_its_pretraining():
+def test_a_run_is_fine_tuned_after_its_pretraining():
     plan = plan_of("always_skip_attention/mae", out=Path("my results"))
 
     assert [(step.trained_run, step.needed_run) for step in plan.steps] == [
@@ -259,19 +261,12 @@ def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("train", "is_finished"),
-    [
-        ("{epochs: 3, max_steps: null}", False),
-        ("{epochs: 2, max_steps: null}", True),
-        ("{epochs: 3, max_steps: 20}", True),
-        ("{epochs: 3, max_steps: 21}", False),
-    ],
-)
-def test_a_run_is_finished_after_its_epochs_or_its_steps(tmp_path, train, is_finished):
-    folder = run_folder(tmp_path / "run", step=20, epoch=2.0, train=train)
-
-    assert read_run_state(folder) == (20, is_finished)
+def test_a_run_is_finished_after_its_epochs_or_its_steps(tmp_path):
+    cases = {"epochs: 3, max_steps: null": False, "epochs: 2, max_steps: null": True}
+    cases |= {"epochs: 3, max_steps: 20": True, "epochs: 3, max_steps: 21": False}
+    for number, (train, is_finished) in enumerate(cases.items()):
+        folder = run_folder(tmp_path / str(number), step=20, epoch=2.0, train=f"{{{train}}}")
+        assert read_run_state(folder) == (20, is_finished), train
 
 
 @pytest.mark.parametrize("train", ["{}", "[", "{epochs: many, max_steps: 1}"])
@@ -284,8 +279,17 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
     assert read_run_state(tmp_path / "no run") is None
 
 
-def outcomes_of(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Return outcomes by title. Runs raise the error in `endings`, or finish."""
+def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
+    """Run the steps of a plan without real commands.
+
+    Args:
+        plan: The plan.
+        endings: The error that a training run raises, by its name, or None for a run that ends
+            without an error before its last step. All other runs finish.
+
+    Returns:
+        The state and the exit code of each step by its title.
+    """
 
     def execute(line) -> int:
         name = Path(line[line.index("--out") + 1]).name
@@ -307,7 +311,7 @@ def test_a_failed_run_stops_only_the_steps_that_need_it(tmp_path):
     plan = plan_of("figure3", runs=tmp_path, datasets=("voc2012",))
     skip, skipless = "dino_imagenet_skip_adamw", "dino_imagenet_skipless_adamw"
 
-    outcomes = outcomes_of(plan, {skip: DataError("no images"), skipless: None})
+    outcomes = simulate_steps(plan, {skip: DataError("no images"), skipless: None})
 
     assert outcomes[f"pretrain {skip}"] == ("failed", 3)
     assert outcomes[f"tokencut on voc2012, {skip}"] == ("failed", 1)
@@ -350,7 +354,7 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` and returns our scores for each row."""
+    """Return a function that runs `reproduce --run` and returns the new scores of each row."""
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -359,7 +363,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
             assert main(["reproduce", name, *flags, "--run", *words]) == 0
         printed = capsys.readouterr().out.rpartition("published | ours")[2].splitlines()
         cells: dict[str, list[str]] = {}
-        # Columns that find no room stand in a second block below the first.
+        # Columns that do not fit are in a second block below the first.
         for line in printed:
             row, *shown = re.split(r"  +", line)
             if shown and (ours := re.findall(r"\| (\S+)", " ".join(shown))):
@@ -370,7 +374,11 @@ def reproduced(tmp_path, monkeypatch, capsys):
 
 
 def six_classes(name: str) -> str:
-    """Save images of six classes, which top-5 needs; return the setting of their folder."""
+    """Save images of six classes, because top-5 accuracy needs more than five.
+
+    Returns:
+        The setting `data.root` with their folder.
+    """
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,7 +439,7 @@ def test_condition_numbers_are_means_over_all_blocks(reproduced):
 
 
 @pytest.mark.slow
-def test_letters_and_days_come_from_the_log_of_a_run(reproduced):
+def test_letter_accuracy_and_training_days_come_from_the_log(reproduced):
     letters, graying = "Mamba 2, default", "ViT-B, DCT token graying"
 
     copied = reproduced("copying", *TINY_COPYING, rows=[letters])
@@ -445,7 +453,7 @@ def test_letters_and_days_come_from_the_log_of_a_run(reproduced):
 
 
 @pytest.mark.slow
-def test_lost_points_are_those_of_the_same_images(reproduced):
+def test_the_difference_column_subtracts_the_accuracy_of_another_row(reproduced):
     rows = ["both skips", "no skip around attention"]
 
     cells = reproduced("one_skip", six_classes("cifar10"), *TINY, rows=rows)
@@ -475,7 +483,7 @@ def test_figure_4_shows_the_first_images_of_the_validation_set(reproduced):
 
 
 @pytest.mark.slow
-def test_the_table_of_dino_has_neighbours_and_heads_of_the_last_block(reproduced):
+def test_the_table_of_dino_has_knn_and_linear_accuracy_of_the_last_block(reproduced):
     six_classes("imagenet")
     words = ("--data-root", "imagenet1k=imagenet", *TINY, *DINO, "probe.image_size=32")
 

@@ -1,8 +1,8 @@
-"""Every cell of a finished row has a value after `reproduce --run`, in all published tables.
+"""After `reproduce --run`, every cell of a row with a finished run has a value, in all tables.
 
-Training and probing all tables takes GPU-years. Here a stand-in runs the commands of each plan. It
-writes the same files as the real commands: run folders with encoders and logs, and a record for
-each cell that the real probe lists when it is composed from the arguments.
+Training and probing all tables would take GPU-years. A stand-in executes the commands of each plan
+without computing anything. It writes the same files as the real commands: run folders with encoders
+and logs, and a record for each cell of a probe that is composed from the command.
 """
 
 import json
@@ -38,16 +38,16 @@ from ssl_bench.results.per_image import ImageCurve
 from ssl_bench.tables.published import DIFFERENCE, SUPERVISED, PublishedTable, load_published_tables
 from tests.core.test_results import RECORD
 
-PARSER = build_parser()
+PARSER, LAUNCH_PARSER = build_parser(), get_args_parser()
 DEPTH, STEPS = 2, 2
 PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "mean", "std")}
 
 
 @cache
-def composed(
+def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return a command's probe, dataset and shared values."""
+    """Return the probe, the dataset and the shared values of a command."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
@@ -71,20 +71,20 @@ class StandIn:
             self._probe(options, tuple(overrides))
         return 0
 
-    def _train(self, folder: Path, images: str | None, said: dict[str, str]) -> None:
+    def _train(self, folder: Path, images: str | None, settings: dict[str, str]) -> None:
         folder.mkdir(parents=True)
         metadata = {"step": str(STEPS), "epoch": "300.0"}
-        kept = yaml.safe_load(said.get("train.keep_epochs", "[]"))
+        kept = yaml.safe_load(settings.get("train.keep_epochs", "[]"))
         for name in (ENCODER, *(f"epoch{epoch:04}.safetensors" for epoch in kept)):
             checkpoint.save_encoder(folder / name, self.model, metadata)
             with torch.no_grad():
-                # Another encoder for each run and epoch.
+                # Each run and epoch has another encoder.
                 next(self.model.parameters()).add_(1.0)
-        run = experiments()[said["experiment"]]
+        run = experiments()[settings["experiment"]]
         objective = {"length": run.changes.get("objective.length", 16)}
         train = {"epochs": 300, "max_steps": STEPS, "batch_size": 4}
         (folder / CONFIG).write_text(yaml.safe_dump({"train": train, "objective": objective}))
-        # Same rows as in pretrain/logging.py. The copying task has a test at the end of a run.
+        # The fields of pretrain/logging.py. A copying run is tested at its end.
         rows: list[dict[str, Any]] = [
             {"step": n + 1, "loss": 2.5, "images_per_second": 8.0, "val_loss": 3.5}
             for n in range(STEPS)
@@ -92,15 +92,17 @@ class StandIn:
         if run.images == "copying":
             rows[-1] |= {f"letters_{objective['length']}": 4.5, "strings_16": 0.0}
         (folder / LOG).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        if "monitor.results" in said:
+        if "monitor.results" in settings:
             assert images is not None
             cells = [(DEPTH - 1, "head", metric) for metric in ("top1", "top5")]
-            record(Path(said["monitor.results"]), folder, SUPERVISED, Path(images).name, cells)
+            save_records(
+                Path(settings["monitor.results"]), folder, SUPERVISED, Path(images).name, cells
+            )
 
     def _probe(self, options: Any, overrides: tuple[str, ...]) -> None:
-        probe, dataset, values = composed(options.task, options.dataset, overrides)
+        probe, dataset, values = compose(options.task, options.dataset, overrides)
         layers = select_layers(probe.facet_spec, options.layer, DEPTH)
-        record(
+        save_records(
             Path(options.out),
             options.checkpoint[0],
             probe.task,
@@ -111,13 +113,13 @@ class StandIn:
         )
 
 
-def record(
+def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a record for each cell, with values of ten images if the metric has per-image values."""
+    """Save a record for each cell. Metrics with per-image values have those of ten images."""
     store = ResultStore(out)
-    identity = reproduce_identity(str(address)).identity()
+    identity = identify(str(address)).identity()
     for layer, facet, metric in cells:
         per_image = None
         if metric.startswith("miou"):
@@ -141,17 +143,17 @@ def record(
         store.save(one, per_image)
 
 
-def reproduce_identity(address: str) -> Any:
+def identify(address: str) -> Any:
     """Identify an encoder. Published weights are not on disk, so their identity is invented."""
     if is_run(address):
         return identify_encoder(address)
     return SimpleNamespace(identity=lambda: {"checkpoint_sha256": "c" * 64, **PUBLISHED_WEIGHTS})
 
 
-def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Return the cells that `reproduce --run` prints for a table if a stand-in runs its steps."""
+def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
+    """Run `reproduce --run` on a table with the stand-in. Return the cells that it prints."""
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
-    monkeypatch.setattr("ssl_bench.models.identify_encoder", reproduce_identity)
+    monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")
     roots = {run.images for run in reproduce_command.list_runs(table)} - {"copying"}
     roots |= {column.dataset for column in table.columns if column.is_probed}
@@ -162,7 +164,11 @@ def reproduced(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: A
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield each expected cell; supervised scores need the images of the row's run."""
+    """Yield the row and the column of each expected cell.
+
+    A supervised score or a difference is expected only if the row's run trains on the column's
+    images.
+    """
     runs = experiments()
     for row, address in table.runs.items():
         for column in table.columns:
@@ -172,7 +178,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 
 
 def tables_with_slow_marks() -> Iterator[Any]:
-    """Yield all tables. Those whose measures all occur in earlier tables are marked as slow."""
+    """Yield all tables. A table is slow if all of its metrics occur in earlier tables."""
     seen = set[tuple[str, str]]()
     for table in load_published_tables():
         measures = {(column.task, column.metric) for column in table.columns}
@@ -191,17 +197,17 @@ def test_every_row_with_a_run_is_filled_by_commands_that_parse(
         program, *words = shlex.split(line)
         assert (program == "torchrun") == step.is_training
         if step.is_training:
-            typed = get_args_parser().parse_args(words)
-            assert (typed.nproc_per_node, typed.module) == ("8", True)
-            found = (typed.training_script, tuple(typed.training_script_args))
+            options = LAUNCH_PARSER.parse_args(words)
+            assert (options.nproc_per_node, options.module) == ("8", True)
+            found = (options.training_script, tuple(options.training_script_args))
             assert found == ("ssl_bench", step.words)
     assert set(plan.checkpoints) | set(plan.rows_without_run) == set(table.rows)
     if not table.runs:
-        # These train models of language, and ConvMixers of which no recipe is known.
+        # These train language models, and ConvMixers without a known recipe.
         assert table.name in ("mimetic_language", "convmixer_sizes")
         return
 
-    cells = reproduced(table, monkeypatch, capsys)
+    cells = reproduce(table, monkeypatch, capsys)
 
     assert all(column.task for column in table.columns)
     ours = {(cell["row"], cell["column"]): cell["ours"] for cell in cells}

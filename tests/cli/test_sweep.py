@@ -17,7 +17,6 @@ import torch.distributed.run
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.composition.choices import choices
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.request import parse_data_roots
 from ssl_bench.results import ResultStore
@@ -27,7 +26,6 @@ from tests.support.faults import (
     encoder_file,
     exit_code,
     expect_error,
-    fits,
     fork,
     photo_folder,
     records,
@@ -52,6 +50,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def planned(capsys, *arguments: str) -> dict:
+    """Return the plan of a sweep."""
     capsys.readouterr()
     assert main(["sweep", *arguments, "--dry-run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -76,19 +75,6 @@ def test_the_plan_counts_the_results_that_a_probe_left(workdir, capsys):
     shown, said = capsys.readouterr()
     assert f"will be computed again: {path}: " in said
     assert shown.splitlines()[-1] == "2 jobs, 4 scores: 0 finished, 4 pending"
-
-
-@pytest.mark.slow
-def test_a_plan_holds_every_task_that_fits(workdir, capsys):
-    words = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
-    words += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={workdir}/toy"]
-
-    plan = planned(capsys, *words)
-
-    # A task that does not fit is refused if it is the only one.
-    unfit = {task for task in choices("probe") if not fits(task, "toy")}
-    assert "knn" in unfit
-    assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - unfit
 
 
 def test_patterns_and_equal_weights_are_planned_once(workdir, capsys):
@@ -176,47 +162,55 @@ def test_a_failed_job_stops_no_other_and_is_retried(workdir, capsys, monkeypatch
 
 
 @pytest.fixture
-def unchecked() -> Iterator[None]:
+def no_type_checks() -> Iterator[None]:
     with unchecked_types():
         yield
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("no_type_checks")
 def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
     sizes = ["dataset.num_train=4", "dataset.num_val=3"]
-    tasks = "pca,segmentation,retrieval"
-    sweep = ["sweep", "--task", tasks, "--checkpoint", "runs/*", *SMALL, *sizes]
+    sweep = [
+        "sweep",
+        "--task",
+        "pca,segmentation,retrieval",
+        "--checkpoint",
+        "runs/*",
+        *SMALL,
+        *sizes,
+    ]
     assert main([*sweep, "--out", "through"]) == 0
     cells = len(records("through"))
 
     child = fork(lambda: main(sweep), stderr=workdir / "said")
     latest = time.monotonic() + 300
-    while len(found := written()) < cells // 2:
+    while len(found := record_times()) < cells // 2:
         assert time.monotonic() < latest, Path("said").read_text()
         time.sleep(0.002)
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
-    before = written()
+    before = record_times()
 
     assert len(found) <= len(before) < cells
     # Partial files of a killed process are removed once they are old enough.
     for one in Path("results").rglob("*.tmp"):
         os.utime(one, (0, 0))
     assert main(sweep) == 0
-    after = written()
+    after = record_times()
     assert {path: after[path] for path in before} == before
     assert len(after) == cells
     assert values("results") == values("through")
     assert not list(Path("results/records").rglob("*.tmp"))
 
 
-def written() -> dict[Path, int]:
-    """Return when each record was written, in nanoseconds."""
+def record_times() -> dict[Path, int]:
+    """Return the time at which each record was written, in nanoseconds."""
     return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
 
 
 def values(out: str) -> dict:
+    """Return the value of each record by its key. All files must be readable."""
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
     assert store.unreadable == {}
@@ -224,7 +218,7 @@ def values(out: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("no_type_checks")
 def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(workdir, capsys):
     sweep = ["sweep", "--task", "segmentation", "--checkpoint", "runs/one", *SMALL]
     sweep += ["dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
@@ -281,7 +275,9 @@ def test_one_of_several_processes_is_refused(workdir, capsys, monkeypatch, comma
 
 def test_printed_commands_run_in_a_shell(workdir, capsys):
     out = "it's $(touch bad); results"
-    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--out", out, "--layer", "-1"]
+    flags = {"--out": out, "--layer": "-1", "--on-bad-image": "skip", "--device": "cpu"}
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
+    sweep += [word for flag in flags.items() for word in flag]
     assert main([*sweep, "--print"]) == 0
     printed = capsys.readouterr().out
 
@@ -290,6 +286,9 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
 
     lines = [line.split("\0")[:-1] for line in run.stdout.splitlines()]
     assert len(lines) == 2
+    # A job contains its own layers instead of those of the sweep.
+    for flag in flags.keys() - {"--layer"}:
+        assert all(dict(pairwise(line))[flag] == flags[flag] for line in lines)
     assert lines == [shlex.split(line)[1:] for line in printed.splitlines()]
     assert all(main(line) == 0 for line in lines)
     assert sorted(record.model for record in records(out)) == ["one", "two"]
@@ -299,21 +298,7 @@ def test_printed_commands_run_in_a_shell(workdir, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_printed_commands_keep_the_flags(workdir, capsys):
-    flags = {"--on-bad-image": "skip", "--device": "cpu", "--layer": "-1", "--out": "there"}
-    words = [word for flag in flags.items() for word in flag]
-
-    assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", *words, "--print"]) == 0
-
-    for line in capsys.readouterr().out.splitlines():
-        printed = shlex.split(line)
-        values = dict(pairwise(printed))
-        assert values["--on-bad-image"] == "skip"
-        assert values["--device"] == "cpu"
-        assert values["--out"] == "there"
-
-
-# One keeps the script, the other starts what it is given.
+# Stand-ins: sbatch keeps the script, and srun starts the command that it is given.
 SBATCH = """#!/bin/sh
 cp "$1" "$KEPT"
 echo "Submitted batch job 4711"
@@ -327,7 +312,7 @@ esac; done
 """
 
 
-def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
+def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
     """Put scripts with the names of SLURM's commands first on PATH."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
@@ -338,8 +323,8 @@ def stand_in(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a cluster that accepts arrays; return the file that receives the script."""
-    stand_in(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
+    """Simulate a cluster that accepts arrays. Return the file that receives the script."""
+    replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
 
@@ -372,26 +357,25 @@ def test_an_array_with_a_task_for_each_job_is_submitted(workdir, cluster, capsys
 
 
 @pytest.mark.slow
-def test_tasks_of_an_array_leave_the_results_of_the_plan(workdir, cluster):
+def test_a_task_of_an_array_runs_its_job(workdir, cluster):
     sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
     assert main([*sweep, "--slurm"]) == 0
 
-    for task in "01":
-        ids = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": task}
-        ids |= {"SLURM_JOB_ID": f"471{task}", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
-        ids |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "1"}
-        subprocess.run(["sh", cluster], env={**os.environ, **ids}, check=True)
+    ids = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "4712"}
+    ids |= {"SLURM_NTASKS": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    environment = {**os.environ, **ids, "SLURM_NNODES": "1"}
+    subprocess.run(["sh", cluster], env=environment, check=True)
 
-    assert main([*sweep, "--out", "through"]) == 0
-    assert values("results") == values("through")
+    assert main([*sweep[:-1], "runs/two", "--out", "alone"]) == 0
+    assert values("results") == values("alone")
 
 
-# submitit calls a job of one minute timed out on every signal, and a job of an hour preempted.
+# On every signal, submitit calls a job of one minute timed out, and a job of an hour preempted.
 @pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "why"), [(1, "timed-out"), (60, "preempted")])
 def test_a_task_that_slurm_interrupts_runs_again(tmp_path, minutes, why):
     runs = tmp_path / "runs"
-    # The parent is the process that SLURM sends its signal to. The second attempt fails.
+    # SLURM would send its signal to the parent process. The second attempt fails.
     script = (
         "import os, pathlib, sys, time; runs = pathlib.Path(sys.argv[1]);"
         "first = not runs.exists();"
@@ -433,14 +417,14 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Return the current folder, with stand-ins for SLURM's commands and a job's variables."""
+    """Return the current folder, with stand-ins for the commands and variables of a SLURM job."""
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"
     scancel = 'echo "scancel $*" >> said; kill $(cat pid)'
     texts = {"scontrol": scontrol, "srun": srun, "scancel": scancel}
     scripts = {name: f"#!/bin/sh\n{text}\n" for name, text in texts.items()}
-    stand_in(tmp_path, monkeypatch, **scripts)
+    replace_commands(tmp_path, monkeypatch, **scripts)
     for name, value in (SLURM_JOB | {"DATA": "/my photos"}).items():
         monkeypatch.setenv(name, value)
     return tmp_path

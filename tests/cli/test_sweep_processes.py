@@ -1,4 +1,4 @@
-"""Parallel jobs of a sweep: a device for each, the longest first, and a retry alone."""
+"""Parallel jobs of a sweep: each has a device, and a job without memory is retried alone."""
 
 import sys
 import textwrap
@@ -11,7 +11,7 @@ from ssl_bench import sweep
 from ssl_bench.sweep import Job, run_in_processes
 from ssl_bench.system.device import visible_devices
 
-# Replaces a probe: it logs its device and its times, and ends as its argument says.
+# Stands for a probe. It logs its begin, its end and its device, and ends like its argument says.
 SCRIPT = textwrap.dedent(
     """
     import os, signal, sys, time
@@ -53,31 +53,31 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def lines() -> list[list[str]]:
+def log_rows() -> list[list[str]]:
     return [line.split() for line in Path("log").read_text().splitlines()]
 
 
-def test_jobs_that_run_together_have_devices_of_their_own(workdir):
+def test_parallel_jobs_have_different_devices(workdir):
     jobs = [_Job(f"job{number}") for number in range(6)]
 
     outcomes = list(run_in_processes(jobs, 3, ["GPU-a", "GPU-b", "7"]))
 
     assert {outcome.state for _, outcome in outcomes} == {"finished"}
-    at_work: set[str] = set()
-    for what, _, device in lines():
-        assert (device in at_work) == (what == "end")
-        at_work ^= {device}
-    assert {device for _, _, device in lines()} == {"GPU-a", "GPU-b", "7"}
+    busy: set[str] = set()
+    for what, _, device in log_rows():
+        assert (device in busy) == (what == "end")
+        busy ^= {device}
+    assert {device for _, _, device in log_rows()} == {"GPU-a", "GPU-b", "7"}
 
 
 def test_more_jobs_than_devices_share_them_evenly(workdir, monkeypatch):
     list(run_in_processes([_Job(f"job{number}") for number in range(4)], 4, ["0", "1"]))
-    begun = [device for what, _, device in lines() if what == "begin"]
+    begun = [device for what, _, device in log_rows() if what == "begin"]
     assert sorted(begun) == ["0", "0", "1", "1"]
-    # Without devices a job sees what this process sees.
+    # Without a list of devices, a job has those of this process.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     list(run_in_processes([_Job("one")], 2))
-    assert lines()[-1] == ["end", "one", "3"]
+    assert log_rows()[-1] == ["end", "one", "3"]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_a_job_that_ran_out_of_memory_is_retried_alone(workdir, capsys, ends, sa
     outcomes = list(run_in_processes(jobs, 2))
 
     assert [outcome.state for _, outcome in outcomes] == ["finished"] * 3
-    assert lines()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
+    assert log_rows()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hungry {said}")
 
 
-def test_a_job_that_fails_alone_or_for_another_reason_has_failed(workdir):
+def test_a_job_that_fails_again_or_for_another_reason_has_failed(workdir):
     jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
 
     outcomes = {job.title: outcome for job, outcome in run_in_processes(jobs, 2)}
@@ -102,7 +102,7 @@ def test_a_job_that_fails_alone_or_for_another_reason_has_failed(workdir):
     codes = {title: outcome.exit_code for title, outcome in outcomes.items()}
     assert codes == {"hungry": 5, "wrong": 3, "good": 0}
     assert outcomes["hungry"].error.endswith("; use `--layer BLOCKS`")
-    begun = [name for what, name, _ in lines() if what == "begin"]
+    begun = [name for what, name, _ in log_rows() if what == "begin"]
     assert (begun.count("wrong"), begun.count("hungry")) == (1, 2)
 
 

@@ -19,14 +19,20 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.models import build_vit, encoder_from_model
 from ssl_bench.models.encoder import describe_config, describe_library_model
 from ssl_bench.planning import BATCH_SIZES
 from ssl_bench.results import OLD_FORMAT, ResultStore, versions
-from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
+from tests.support.faults import (
+    SMALL,
+    TINY,
+    class_folders,
+    encoder_file,
+    probing,
+    records,
+    voc,
+)  # fmt: skip
 from tests.support.report_cells import cell
-
-TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
 
 @pytest.fixture
@@ -40,17 +46,18 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("task", choices("probe"))
-def test_the_metric_version_but_no_batch_size_is_part_of_the_key(task):
+def test_batch_sizes_are_no_settings_and_tables_know_the_metric_version(task):
     usual = compose_config("probing", [f"probe={task}"])
     sizes = [f"{key}=3" for key in BATCH_SIZES if has_key(usual, key)]
     other = compose_config("probing", [f"probe={task}", *sizes])
     probe = build(usual, "probe")
     assert build(other, "probe").settings() == probe.settings()
-    # Tables know it without building the probe.
+    # Tables look up the version without building the probe.
     assert versions.metric_version(task) == probe.metric_version
 
 
 def swap(one: Path, other: Path) -> None:
+    """Exchange the names of two folders."""
     one.rename(one.with_name("aside"))
     other.rename(one)
     one.with_name("aside").rename(other)
@@ -60,7 +67,7 @@ def values(out: str = "results") -> dict[str, float]:
     return {record.metric: record.value for record in records(out)}
 
 
-def test_swapped_training_classes_are_other_training_images(workdir, capsys):
+def test_results_after_swapping_training_classes_are_not_compared(workdir, capsys):
     encoder_file(Path("other.safetensors"), seed=1)
     probe = probing("knn", "class_folders", workdir / "classes")
     other = [word.replace("encoder.", "other.") for word in probe]
@@ -72,9 +79,9 @@ def test_swapped_training_classes_are_other_training_images(workdir, capsys):
     swap(workdir / "classes/train/cat", workdir / "classes/train/dog")
 
     # Results of different training images are not compared.
-    assert main([*other, "--out", "apart"]) == main([*probe, "--out", "fresh"]) == 0
-    shutil.copytree("results/records", "apart/records", dirs_exist_ok=True)
-    assert main(["compare", "encoder", "other", "--out", "apart"]) == 3
+    assert main([*other, "--out", "swapped"]) == main([*probe, "--out", "fresh"]) == 0
+    shutil.copytree("results/records", "swapped/records", dirs_exist_ok=True)
+    assert main(["compare", "encoder", "other", "--out", "swapped"]) == 3
     assert main(probe) == 0
     after = [record for record in records() if record not in before]
     assert len(after) == len(before)
@@ -83,8 +90,8 @@ def test_swapped_training_classes_are_other_training_images(workdir, capsys):
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A dataset that records which of its sets are opened."""
+class ObservedDataset:
+    """A dataset that records which of its image sets are opened."""
 
     dataset: Dataset
     opened: list[str]
@@ -113,20 +120,21 @@ def test_probes_that_read_training_images_record_them(workdir, task):
     overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
     root = workdir / ("voc" if kind == "voc2012" else "classes")
     config = compose_config("probing", [*overrides, f"data.root={root}"])
-    probe, dataset = build(config, "probe"), cast(Any, Watched(build(config, "dataset"), []))
+    probe = build(config, "probe")
+    dataset = cast(Any, ObservedDataset(build(config, "dataset"), []))
 
-    made = evaluation(dataset, probe).run(ResultStore(Path("here")), say=print)
+    new_records = evaluation(dataset, probe).run(ResultStore(Path("here")), say=print)
 
-    assert {record.trained_on is not None for record in made} == {"train" in dataset.opened}
+    assert {record.trained_on is not None for record in new_records} == {"train" in dataset.opened}
 
 
-def test_training_images_that_change_during_a_run_keep_the_key(workdir):
+def test_records_keep_their_key_if_training_images_change_during_a_run(workdir):
     config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
     folders = ClassFolders("classes")
-    dataset = cast(Any, Watched(folders, []))
+    dataset = cast(Any, ObservedDataset(folders, []))
     before = folders.train().fingerprint()
 
-    def swapped_after_the_first(self, record, per_image=None):
+    def save_and_swap(self, record, per_image=None):
         path = save(self, record, per_image)
         if len(list(Path("here").rglob("*.json"))) == 2:
             swap(workdir / "classes/train/cat", workdir / "classes/train/dog")
@@ -134,12 +142,14 @@ def test_training_images_that_change_during_a_run_keep_the_key(workdir):
 
     save = ResultStore.save
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ResultStore, "save", swapped_after_the_first)
-        made = evaluation(dataset, build(config, "probe")).run(ResultStore(Path("here")), say=print)
+        patch.setattr(ResultStore, "save", save_and_swap)
+        new_records = evaluation(dataset, build(config, "probe")).run(
+            ResultStore(Path("here")), say=print
+        )
 
-    assert len(made) == 4
-    assert {cast(Any, record.trained_on).fingerprint for record in made} == {before}
-    # Once for the key and to be read, however many cells there are.
+    assert len(new_records) == 4
+    assert {cast(Any, record.trained_on).fingerprint for record in new_records} == {before}
+    # Each set is opened once, however many cells there are.
     assert sorted(dataset.opened) == ["train", "val"]
 
 
@@ -149,7 +159,7 @@ def test_equal_weights_of_another_architecture_are_another_encoder():
     shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2}
     shape |= {"num_heads": 2}
 
-    def described(**change: Any) -> object:
+    def describe(**change: Any) -> object:
         return describe_library_model(VisionTransformer(**{**shape, **change}), "timm", "x")
 
     changes: list[dict[str, Any]] = [
@@ -158,24 +168,19 @@ def test_equal_weights_of_another_architecture_are_another_encoder():
         {"num_heads": 3},
         {"global_pool": "avg"},
     ]
-    assert described() == described()
-    assert all(described(**change) != described() for change in changes)
+    assert describe() == describe()
+    assert all(describe(**change) != describe() for change in changes)
     changes = [{"num_heads": 3}, {"skip_mlp": False}, {"graying": "dct"}, {"attention": "linear"}]
     for change in changes:
         assert describe_config(replace(TINY, **change)) != describe_config(TINY)
-    # The initialisation is not part of it.
+    # The initialisation is not part of the description.
     assert describe_config(replace(TINY, init="mimetic", drop_path=0.1)) == describe_config(TINY)
 
 
 def test_a_replaced_checkpoint_is_compared_again(workdir):
     encoder_file(Path("other.safetensors"), seed=1)
     words = ["probe", "--task", "conditioning", "--dataset", "folder", "--layer", "1"]
-    words += [
-        "--data-root",
-        str(workdir / "classes/val/cat"),
-        "--checkpoint",
-        "encoder.safetensors",
-    ]
+    words += ["--data-root", "classes/val/cat", "--checkpoint", "encoder.safetensors"]
     words += ["probe.protocol=checkpoints", "probe.compare_to=other.safetensors"]
     words += ["probe.image_size=32", "probe.num_images=2"]
     assert main(words) == 0
@@ -197,7 +202,7 @@ def test_dtype_is_part_of_the_key(workdir):
     assert kinds.count("bfloat16") == kinds.count("float32") == len(kinds) // 2 > 0
 
 
-def test_a_record_in_the_old_format_is_ignored_and_named(workdir, capsys):
+def test_records_in_the_old_format_are_ignored_and_reported(workdir, capsys):
     probe = probing("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     paths = sorted(Path("results/records").rglob("*.json"))
@@ -226,14 +231,14 @@ def outdated_lines(capsys) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if "outdated" in line]
 
 
-@pytest.mark.parametrize("raised", ["metric", "pipeline"])
-def test_outdated_results_are_left_out_and_computed_again(workdir, capsys, monkeypatch, raised):
+@pytest.mark.parametrize("version", ["metric", "pipeline"])
+def test_outdated_results_are_ignored_and_computed_again(workdir, capsys, monkeypatch, version):
     probe = probing("knn", "class_folders", workdir / "classes")
     assert main(probe) == 0
     before = records()
     assert main(["table", "--pack"]) == 0
     capsys.readouterr()
-    if raised == "metric":
+    if version == "metric":
         monkeypatch.setattr(KNN, "metric_version", 2)
         monkeypatch.setattr(versions, "metric_version", lambda task: 1 + (task == "knn"))
     else:
@@ -245,12 +250,12 @@ def test_outdated_results_are_left_out_and_computed_again(workdir, capsys, monke
     with pytest.raises(DataError) as caught:
         records()
     typed = [word.replace("{checkpoint}", "encoder.safetensors") for word in caught.value.hint]
-    asked = ["--dataset", "class_folders", "--data-root", "classes", "--layer", "1"]
-    assert main([*typed[1:], *asked, *SMALL["knn"]]) == 0
+    flags = ["--dataset", "class_folders", "--data-root", "classes", "--layer", "1"]
+    assert main([*typed[1:], *flags, *SMALL["knn"]]) == 0
     after = records()
     assert [record.value for record in after] == [record.value for record in before]
     assert {(r.metric_version, r.pipeline_version) for r in after} == {
-        (2, 1) if raised == "metric" else (1, 2)
+        (2, 1) if version == "metric" else (1, 2)
     }
     # Finished results name the release that computed them.
     capsys.readouterr()

@@ -1,3 +1,5 @@
+"""Configurations: overrides, defaults and the classes that they build."""
+
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -33,25 +35,17 @@ NO_HINT = "no hint"
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("probe.panel=3", "probe.panels={value}"),
-        ("probe.panels=many", NO_HINT),
-        ("probe.facet=3", "probe.facet='3'"),
-        ("probe.limit=3", "data.limit={value}"),
-        ("dataset=VOC", "dataset=voc2007"),
-        ("dataset=zzz", NO_HINT),
-        ("probe.panels", "ssl-bench keys"),
-        ("probe.panels=[1", NO_HINT),
-        ("dataset.root=[1]", NO_HINT),
-        ("dataset.root='~nosuchuser/x'", NO_HINT),
-        ("dataset.root=${oc.env:HOME}", NO_HINT),
-        ("data=3", "ssl-bench keys"),
-        ("data.root=???", NO_HINT),
-        (f"probe.panels={'[' * 2000}", NO_HINT),
-        ("probe.panels=choice(1,2)", NO_HINT),
-        ("probe.panels=0", NO_HINT),
+        ("probe.panel=3", "probe.panels={value}"), ("probe.panels=many", NO_HINT),
+        ("probe.facet=3", "probe.facet='3'"), ("probe.limit=3", "data.limit={value}"),
+        ("dataset=VOC", "dataset=voc2007"), ("dataset=zzz", NO_HINT),
+        ("probe.panels", "ssl-bench keys"), ("probe.panels=[1", NO_HINT),
+        ("dataset.root=[1]", NO_HINT), ("dataset.root='~nosuchuser/x'", NO_HINT),
+        ("dataset.root=${oc.env:HOME}", NO_HINT), ("data=3", "ssl-bench keys"),
+        ("data.root=???", NO_HINT), (f"probe.panels={'[' * 2000}", NO_HINT),
+        ("probe.panels=choice(1,2)", NO_HINT), ("probe.panels=0", NO_HINT),
         ("probe.panels={a: 1}", NO_HINT),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_override_is_refused_with_a_hint(override, hint):
     with pytest.raises(ConfigurationError) as refused:
         build_both(compose_config("probing", ["probe=pca", "dataset=voc2012", override]))
@@ -63,7 +57,7 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the key and the class of everything that a configuration builds."""
+    """Yield the key and the class of each component of a configuration."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, component_class(value["_target_"], key)
@@ -85,7 +79,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
             assert set(names) <= set(known)
 
 
-def test_what_files_leave_out_is_the_default_of_the_class():
+def test_keys_missing_in_a_file_have_the_default_of_the_class():
     config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
 
     assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
@@ -94,7 +88,7 @@ def test_what_files_leave_out_is_the_default_of_the_class():
         build(compose_config("pretraining", ["optimizer.eps=x"]), "optimizer")
 
 
-def test_no_file_repeats_a_default():
+def test_no_configuration_file_repeats_a_default():
     for path in sorted(config_folder().rglob("*.yaml")):
         for call in calls(yaml.safe_load(path.read_text())):
             defaults = fill_defaults({"_target_": call["_target_"]}, "")
@@ -110,13 +104,13 @@ def calls(content: object) -> Iterator[dict[str, object]]:
             yield from calls(item)
 
 
-def test_a_class_alone_is_completed_by_nested_defaults():
+def test_a_class_without_keys_is_completed_with_nested_defaults():
     call = fill_defaults({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
 
     assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
     assert call["crops"]["global_scale"] == [0.4, 1.0]
     assert describe(instantiate(call, "objective")) == describe(Dino(out_dim=9))
-    # The address that older configurations have of a class that was moved.
+    # Older configurations contain the former address of a class.
     older = {"_target_": "pretrain.copying.objective.Copying", "letters": 3}
     assert instantiate(older, "objective") == Copying(letters=3)
 

@@ -1,4 +1,4 @@
-"""Parallel and killed processes lose no result and write none twice."""
+"""Parallel and killed processes lose no result and write no result twice."""
 
 import os
 import random
@@ -26,7 +26,7 @@ def assert_complete(root: Path, cells: int) -> None:
     assert not list(root.rglob("*.tmp"))
 
 
-def test_writers_of_the_same_and_other_results_lose_nothing(workdir):
+def test_parallel_writers_lose_no_result(workdir):
     def write_thirty(writer: int) -> None:
         for layer in range(30):
             record = replace(RECORD, layer=layer, depth=30, seed=writer % 2)
@@ -43,7 +43,7 @@ def test_writers_of_the_same_and_other_results_lose_nothing(workdir):
         assert (kept == record.layer).all()
 
 
-def test_commands_that_run_together_finish_the_same_table(workdir):
+def test_parallel_commands_write_every_result_once(workdir):
     def sweep(layers: str) -> int:
         return main(probing("pca", "folder", workdir / "photos", "--layer", layers))
 
@@ -56,7 +56,7 @@ def test_commands_that_run_together_finish_the_same_table(workdir):
 
 
 @pytest.mark.slow
-def test_killed_writers_leave_no_half_of_a_cell(workdir):
+def test_killed_writers_leave_no_incomplete_record(workdir):
     def write_for_ever(writer: int) -> None:
         for number in range(10**9):
             record = replace(RECORD, layer=number % 40, depth=40, seed=writer % 2)

@@ -1,3 +1,5 @@
+"""Pixel counts and the scores computed from them, compared with hand counts and libraries."""
+
 import itertools
 
 import numpy as np
@@ -17,11 +19,11 @@ from ssl_bench.scores import (
 from ssl_bench.system.device import scatter_value_counts
 
 
-def _masks(*rows):
+def masks(*rows):
     return torch.tensor(rows, dtype=torch.uint8)
 
 
-def _dataset(images, classes, seed=0):
+def random_masks(images, classes, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape = (images, 7, 9)
     target = torch.randint(0, classes, shape, generator=generator).to(torch.uint8)
@@ -32,8 +34,8 @@ def _dataset(images, classes, seed=0):
 
 
 def test_class_counts_equal_cases_counted_by_hand():
-    target = _masks([0, 0, 1], [1, 255, 2])
-    heads = torch.stack([_masks([0, 1, 1], [1, 2, 0]), target.clamp(max=2)])
+    target = masks([0, 0, 1], [1, 255, 2])
+    heads = torch.stack([masks([0, 1, 1], [1, 2, 0]), target.clamp(max=2)])
     one, other = class_counts(heads, target, 3)
     assert one.tolist() == [[1, 2, 0], [2, 3, 0], [2, 2, 1]]
     assert other.tolist() == [[2, 2, 1]] * 3
@@ -41,19 +43,19 @@ def test_class_counts_equal_cases_counted_by_hand():
     assert float(mean_iou(one.numpy())) == pytest.approx(100 / 3)
     assert float(pixel_accuracy(one.numpy())) == pytest.approx(60)
     # The last class below the ignored label.
-    counts = class_counts(_masks([254, 0])[None], _masks([254, 255]), 255)[0]
+    counts = class_counts(masks([254, 0])[None], masks([254, 255]), 255)[0]
     assert counts[:, 254].tolist() == [1, 1, 1]
 
 
-def test_a_class_counts_where_it_is_true_or_predicted():
-    counts = class_counts(_masks([2, 0])[None], _masks([0, 0]), 4)[0].numpy()
+def test_iou_is_undefined_for_absent_classes():
+    counts = class_counts(masks([2, 0])[None], masks([0, 0]), 4)[0].numpy()
     nan = float("nan")
     assert iou_per_class(counts).tolist() == pytest.approx([50, nan, 0, nan], nan_ok=True)
     assert float(mean_iou(counts)) == pytest.approx(25)
 
 
 def test_mean_iou_of_a_dataset_equals_torchmetrics():
-    predicted, target = _dataset(8, 5)
+    predicted, target = random_masks(8, 5)
     reference = MulticlassJaccardIndex(5, average="macro", ignore_index=255)
     reference.update(predicted.long(), target.long())
     pairs = zip(predicted, target, strict=True)
@@ -63,7 +65,7 @@ def test_mean_iou_of_a_dataset_equals_torchmetrics():
 
 
 @pytest.mark.parametrize(("width", "hit"), [(2, True), (1.99, False)])
-def test_a_box_hits_from_exactly_half_overlap_on(width, hit):
+def test_a_box_with_an_iou_of_one_half_is_a_hit(width, hit):
     ground_truth = np.array([[20.0, 20, 24, 24], [0, 0, 4, 4]])
     assert is_hit(np.array([0.0, 0, width, 4]), ground_truth) == hit
     # Intersection over union 4 / 12 and 0 / 9.
@@ -71,9 +73,9 @@ def test_a_box_hits_from_exactly_half_overlap_on(width, hit):
     assert not is_hit(np.array([0.0, 0, width, 4]), np.zeros((0, 4)))
 
 
-def test_counts_added_on_the_spot_are_those_of_bincount():
+def test_scattered_counts_equal_bincount():
     values = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(0))
-    # Sums of these are exact in any order.
+    # Sums of these weights are exact in any order.
     weights = torch.arange(200) / 8
 
     assert torch.equal(scatter_value_counts(values, 11), torch.bincount(values, minlength=11))
@@ -97,7 +99,7 @@ def restated_matched_iou(confusion):
     return 100 * best
 
 
-def test_classes_are_matched_by_their_iou_and_not_by_their_pixels():
+def test_classes_are_matched_by_iou_and_not_by_pixels():
     confusion = np.array([[19, 53, 15], [13, 42, 37], [2, 5, 22]])
     assert matched_mean_iou(confusion)[0] == pytest.approx(restated_matched_iou(confusion))
 
@@ -105,14 +107,14 @@ def test_classes_are_matched_by_their_iou_and_not_by_their_pixels():
 @pytest.mark.parametrize(
     ("confusion", "by_hand"),
     [
-        # Two classes are taken for each other; the third is in neither and counts as 0.
+        # Two classes are exchanged. The third is absent and counts as 0.
         ([[1, 7, 0], [6, 2, 0], [0, 0, 0]], 100 * (7 / 10 + 6 / 9) / 3),
         ([[5, 0], [0, 5]], 100),
         # Predicting 0 for every pixel is correct for the larger class.
         ([[2, 0, 0], [8, 0, 0], [0, 0, 0]], 100 * 0.8 / 3),
     ],
 )
-def test_classes_are_renamed_one_to_one_before_they_are_scored(confusion, by_hand):
+def test_predicted_classes_are_matched_one_to_one_with_true_classes(confusion, by_hand):
     value, names = matched_mean_iou(np.array(confusion))
 
     assert value == pytest.approx(by_hand)
@@ -122,7 +124,7 @@ def test_classes_are_renamed_one_to_one_before_they_are_scored(confusion, by_han
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_confusion_of_all_pixels_gives_the_best_matched_iou(seed):
-    predicted, target = _dataset(4, 5, seed)
+    predicted, target = random_masks(4, 5, seed)
     heads = torch.stack([predicted, (predicted + 2) % 5])
     counts = confusion_counts(heads, target, 6).numpy()
     known = (target != 255).numpy()
@@ -133,6 +135,6 @@ def test_the_confusion_of_all_pixels_gives_the_best_matched_iou(seed):
         assert np.array_equal(found, expected)
         value, _ = matched_mean_iou(found)
         assert value == pytest.approx(restated_matched_iou(expected.tolist()))
-    # A cyclic renaming changes mIoU, but not the matched one.
+    # The second head is a cyclic permutation of the first, so its matched mIoU is the same.
     one, other = (matched_mean_iou(found)[0] for found in counts)
     assert one == pytest.approx(other)

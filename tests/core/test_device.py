@@ -1,4 +1,4 @@
-"""The chosen device, and bfloat16 products with their emulation on older CPUs."""
+"""The choice of a device, and bfloat16 products with their emulation on older CPUs."""
 
 import os
 import subprocess
@@ -30,14 +30,14 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate a machine with two GPUs; return a list of the indices that are made current."""
+    """Simulate a machine with two GPUs. Return a list of the indices that are made current."""
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    # The check of a device needs a real one.
+    # This check computes on the device.
     monkeypatch.setattr(module, "_require_usable", torch.device)
     return current
 
@@ -120,12 +120,12 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Simulate torch's name of the CPU. The products are always computed by the real CPU."""
+    """Simulate the kind of CPU that torch reports. The real CPU computes all products."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
 
-def numbers(*shape):
+def noise(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
@@ -136,13 +136,13 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
     right = torch.tensor([[1.0], [1 + 2**-7]])
     with autocast(CPU, BFLOAT16):
         product = left @ right
-    # 1 + (1 + 2^-7)^2 = 2 + 2^-6 + 2^-14, of which the last does not fit.
+    # 1 + (1 + 2^-7)^2 = 2 + 2^-6 + 2^-14. The last term is rounded away.
     assert product.dtype == BFLOAT16
     assert product.item() == 2 + 2**-6
 
 
-class Multiplied(TorchDispatchMode):
-    """Collect the dtypes in which matrices are multiplied."""
+class ProductDtypes(TorchDispatchMode):
+    """A mode that collects the dtypes in which matrices are multiplied."""
 
     def __init__(self):
         super().__init__()
@@ -155,17 +155,17 @@ class Multiplied(TorchDispatchMode):
 
 
 PRODUCTS = {
-    "linear": lambda: F.linear(numbers(5, 64), numbers(3, 64), numbers(3)),
-    "conv2d": lambda: F.conv2d(numbers(2, 3, 8, 8), numbers(4, 3, 2, 2), numbers(4)),
-    "matmul": lambda: numbers(4, 64) @ numbers(64, 5),
-    "bmm": lambda: torch.bmm(numbers(2, 4, 64), numbers(2, 64, 5)),
-    "addmm": lambda: torch.addmm(numbers(5), numbers(4, 64), numbers(64, 5)),
-    "baddbmm": lambda: torch.baddbmm(numbers(5), numbers(2, 4, 64), numbers(2, 64, 5)),
-    "einsum": lambda: torch.einsum("ij,kj->ik", numbers(4, 64), numbers(5, 64)),
-    "attention": lambda: F.scaled_dot_product_attention(*[numbers(2, 2, 9, 32)] * 3),
-    "float64": lambda: numbers(4, 64).double() @ numbers(64, 5).double(),
+    "linear": lambda: F.linear(noise(5, 64), noise(3, 64), noise(3)),
+    "conv2d": lambda: F.conv2d(noise(2, 3, 8, 8), noise(4, 3, 2, 2), noise(4)),
+    "matmul": lambda: noise(4, 64) @ noise(64, 5),
+    "bmm": lambda: torch.bmm(noise(2, 4, 64), noise(2, 64, 5)),
+    "addmm": lambda: torch.addmm(noise(5), noise(4, 64), noise(64, 5)),
+    "baddbmm": lambda: torch.baddbmm(noise(5), noise(2, 4, 64), noise(2, 64, 5)),
+    "einsum": lambda: torch.einsum("ij,kj->ik", noise(4, 64), noise(5, 64)),
+    "attention": lambda: F.scaled_dot_product_attention(*[noise(2, 2, 9, 32)] * 3),
+    "float64": lambda: noise(4, 64).double() @ noise(64, 5).double(),
     "whole numbers": lambda: torch.arange(4)[None] @ torch.arange(4)[:, None],
-    "sum": lambda: numbers(4, 64) + numbers(4, 64),
+    "sum": lambda: noise(4, 64) + noise(4, 64),
 }
 OTHERS = ("float64", "whole numbers", "sum")
 """Operations that autocast does not change."""
@@ -181,15 +181,15 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
     # Half a step of bfloat16 at the largest entry, where a sum falls between two numbers.
     assert (ours - plain).abs().max() <= 2**-7 * plain.abs().max()
     if product not in OTHERS:
-        with autocast(CPU, BFLOAT16), Multiplied() as multiplied:
+        with autocast(CPU, BFLOAT16), ProductDtypes() as mode:
             PRODUCTS[product]()
-        assert multiplied.found == {autocast_dtype(CPU, BFLOAT16)}
+        assert mode.found == {autocast_dtype(CPU, BFLOAT16)}
 
 
 def gradients(*contexts):
     """Return the gradients of a small encoder whose forward pass runs in these contexts."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
-    module, images = build_vit(config, seed=0), numbers(4, 3, 16, 16)
+    module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:
         for context in contexts:
             entered.enter_context(context)
@@ -198,21 +198,21 @@ def gradients(*contexts):
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
-def test_gradients_of_an_encoder_are_those_of_torch():
+def test_gradients_of_an_encoder_equal_those_of_torch():
     plain = gradients(torch.autocast("cpu", BFLOAT16))
     ours = gradients(torch.autocast("cpu", BFLOAT16), RoundedProducts())
     assert ours.isfinite().all()
-    # Nearer than what is not rounded: the order of sums alone is left.
+    # The gradients differ only in the order of sums, which is less than the effect of rounding.
     assert (ours - plain).norm() < 0.5 * (gradients() - plain).norm()
     assert (ours - plain).norm() < 0.02 * plain.norm()
 
 
-def test_nothing_is_rounded_where_autocast_is_switched_off(processor):
-    expected = numbers(4, 64) @ numbers(64, 5)
+def test_nothing_is_rounded_if_autocast_is_disabled(processor):
+    expected = noise(4, 64) @ noise(64, 5)
     with autocast(CPU, BFLOAT16), torch.autocast("cpu", enabled=False):
-        assert torch.equal(numbers(4, 64) @ numbers(64, 5), expected)
+        assert torch.equal(noise(4, 64) @ noise(64, 5), expected)
     with torch.autocast("cpu", BFLOAT16), autocast(CPU, torch.float32):
-        assert torch.equal(numbers(4, 64) @ numbers(64, 5), expected)
+        assert torch.equal(noise(4, 64) @ noise(64, 5), expected)
 
 
 def test_bfloat16_is_computed_in_float32_on_older_cpus(processor):
@@ -222,7 +222,7 @@ def test_bfloat16_is_computed_in_float32_on_older_cpus(processor):
     assert autocast_dtype(torch.device("cuda"), BFLOAT16) == BFLOAT16
 
 
-def test_cached_blocks_of_torch_count_as_free(monkeypatch):
+def test_memory_that_torch_caches_counts_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)

@@ -21,7 +21,7 @@ from tests.benchmarks.cost import read_measurements
 from tests.support.faults import unchecked_types
 from tests.support.page_commands import ROOT
 
-# Attributes whose files a browser loads at once, other than links that a reader follows.
+# Attributes whose files a browser loads with the page, unlike links.
 LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"'
 )
@@ -41,30 +41,21 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_the_network(site):
-    for page in site.rglob("*.html"):
-        loaded = ["".join(found) for found in LOADED.findall(page.read_text())]
-        outside = [address for address in loaded if re.match(r"(?:https?:)?//", address)]
-        assert not outside, page.name
-    assert not re.search(r"url\((?:https?:)?//", (site / "assets/site.css").read_text())
-
-
-@pytest.mark.slow
-def test_the_site_has_its_generated_parts_and_a_search_from_disk(site):
+def test_the_site_is_complete_and_loads_nothing_from_the_network(site):
     pages = {page: page.read_text() for page in site.rglob("*.html")}
 
-    assert not [page for page, text in pages.items() if "<!-- generated:" in text]
-    assert not [page for page, text in pages.items() if "<!-- cost:" in text]
+    for page, text in pages.items():
+        addresses = ["".join(found) for found in LOADED.findall(text)]
+        assert not [one for one in addresses if re.match(r"(?:https?:)?//", one)], page.name
+        # Pictures without a size would move the text while they load.
+        images = re.findall(r"<img[^>]*>", text)
+        assert not [one for one in images if "height=" not in one], page.name
+        assert "<!-- generated:" not in text
+        assert "<!-- cost:" not in text
+    assert not re.search(r"url\((?:https?:)?//", (site / "assets/site.css").read_text())
     assert "<code>probe.tau</code>" in pages[site / "reference/keys.html"]
     assert "<code>--data-root DIR</code>" in pages[site / "reference/commands.html"]
     assert (site / "search/search_index.js").is_file()
-
-
-@pytest.mark.slow
-def test_the_pictures_of_the_site_have_a_size(site):
-    for page in site.rglob("*.html"):
-        pictures = re.findall(r"<img[^>]*>", page.read_text())
-        assert not [one for one in pictures if "height=" not in one], page.name
 
 
 def test_the_cost_of_each_probe_is_measured():
@@ -93,9 +84,9 @@ def test_the_pages_have_short_commands_and_few_words():
     ],
 )
 def test_a_generated_page_is_up_to_date(page, script, make):
-    made = runpy.run_path(str(ROOT / "docs" / script))[make]()
+    expected = runpy.run_path(str(ROOT / "docs" / script))[make]()
 
-    assert (ROOT / "docs" / page).read_text() == made, f"run: python docs/{script}"
+    assert (ROOT / "docs" / page).read_text() == expected, f"run: python docs/{script}"
 
 
 def notebook() -> list[dict[str, Any]]:
@@ -103,9 +94,9 @@ def notebook() -> list[dict[str, Any]]:
 
 
 def test_the_notebook_has_the_cells_of_its_page():
-    made = runpy.run_path(str(ROOT / "docs/_notebook.py"))["cells"]()
+    expected = runpy.run_path(str(ROOT / "docs/_notebook.py"))["cells"]()
 
-    assert [(c["cell_type"], "".join(c["source"])) for c in notebook()] == made
+    assert [(c["cell_type"], "".join(c["source"])) for c in notebook()] == expected
     kinds = [output["output_type"] for cell in notebook() for output in cell.get("outputs", [])]
     assert set(kinds) == {"stream", "display_data"}
 
@@ -117,11 +108,11 @@ def test_the_notebook_prints_what_its_code_prints(tmp_path, monkeypatch):
     with unchecked_types():
         again = runpy.run_path(str(ROOT / "docs/_notebook.py"))["notebook"]()["cells"]
 
-    assert printed(notebook()) == printed(again), "run: python docs/_notebook.py"
+    assert printed_texts(notebook()) == printed_texts(again), "run: python docs/_notebook.py"
 
 
-def printed(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the printed text of notebook cells, without commit, versions, machine and date."""
+def printed_texts(cells: list[dict[str, Any]]) -> list[str]:
+    """Return the printed texts of notebook cells without commits, versions, machines and dates."""
     texts = ["".join(o["text"]) for c in cells for o in c.get("outputs", []) if "text" in o]
     return [re.sub(r"; ssl-bench [^\n]*?\d{4}-\d\d-\d\d", "", text) for text in texts]
 

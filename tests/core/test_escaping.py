@@ -38,7 +38,7 @@ from tests.support.hostile import HOSTILE
         (escape_markdown, "[a](b) ![a][b]", "[a&#93;(b) ![a&#93;[b]"),
         (escape_markdown, "https://e www.e a@e", "https&#58;//e www&#46;e a&#64;e"),
         (escape_markdown, "<b>&lt;`*~$", "&lt;b&gt;&amp;lt;&#96;&#42;&#126;&#36;"),
-        # Numbers stay, and formulas get an apostrophe.
+        # Numbers are unchanged, and formulas get an apostrophe.
         *((escape_csv, n, n) for n in (-1.5, 3, None, "-1.5", "+2", "-1e-05", "0 1", "40.0")),
         (escape_csv, "=1+1", "'=1+1"),
         (escape_csv, "-1+1", "'-1+1"),
@@ -74,5 +74,5 @@ def test_a_quoted_command_is_printable_and_keeps_its_words():
 
     assert line.isprintable()
     assert line.startswith("probe ")
-    came = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
-    assert came.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words
+    run = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    assert run.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words

@@ -1,15 +1,23 @@
-"""Recipes and the runs of papers can be built, and differ as their names say."""
+"""The recipes and runs of papers: they can be built and differ in what their names state.
+
+The page docs/recipes.md states the hyperparameters that they use.
+"""
 
 import json
+import re
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from pretrain.description import describe, find_differences
 from pretrain.plan import Pretraining
 from ssl_bench.cli.reproduce import is_run
 from ssl_bench.composition.choices import choices, config_folder, experiments
 from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.models.initialisers import fill_options
 from ssl_bench.tables.published import load_published_tables
 from tests.support.faults import unchecked_types
 
@@ -20,7 +28,7 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Build a run from its recipe and its overrides, which is faster than from its name."""
+    """Build a run from its recipe and its changes, which is faster than from its name."""
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
     words = [f"experiment={run.recipe}", *changes, *overrides]
@@ -30,7 +38,7 @@ def experiment(name, *overrides) -> Pretraining:
     return plan
 
 
-# In the fast tests a recipe of each kind of model and objective.
+# The fast tests build a recipe of each kind of model and objective.
 FIRST = [name for name in RECIPES if not name.startswith("convmixer")]
 
 
@@ -44,7 +52,7 @@ def test_every_experiment_builds(names):
 
 @pytest.mark.slow
 def test_the_name_of_a_run_composes_its_recipe_with_its_changes():
-    # One that takes another file of a group, and one of each kind of value.
+    # Some runs choose another file of a group, the others only change values.
     grouped = [n for n, run in RUNS.items() if any("." not in key for key in run.changes)]
     plain = [n for n, run in RUNS.items() if run.changes and n not in grouped]
     for name in (*grouped[::20], *plain[::40]):
@@ -52,12 +60,12 @@ def test_the_name_of_a_run_composes_its_recipe_with_its_changes():
         assert describe(plan) == describe(experiment(name)), name
 
 
-def test_every_run_takes_a_recipe():
+def test_every_run_has_a_recipe():
     assert {run.recipe for run in RUNS.values()} == set(RECIPES)
     assert set(EXPERIMENTS) == set(RUNS)
 
 
-def test_a_row_stands_for_a_run_of_its_own_and_trains_on_the_images_of_the_table():
+def test_each_row_has_its_own_run_on_the_images_of_the_table():
     for table in load_published_tables():
         for row, address in table.runs.items():
             if not is_run(address):
@@ -103,13 +111,13 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_of_a_published_table_names_what_its_run_is(name):
+def test_the_name_of_a_published_row_describes_its_run(name):
     (table,) = [one for one in load_published_tables() if one.name == name]
     for row, run in table.runs.items():
         assert row == ROWS[name](experiment(run.partition("@")[0]))
 
 
-# Stems of experiments, by what their arms may differ in.
+# Stems of experiments, by the parts of the configuration in which their arms may differ.
 COMPARISONS = {
     "model": """convmixer_skip_cifar10 deit_imagenet dino_100_imagenet dino_300_imagenet
     graying_imagenet graying_tiny_imagenet initialisation_readings mae_imagenet_finetune
@@ -127,7 +135,7 @@ COMPARISONS = {
 @pytest.mark.parametrize(
     "parts", [pytest.param(n, marks=[pytest.mark.slow] * ("train" in n)) for n in COMPARISONS]
 )
-def test_the_arms_of_a_comparison_differ_in_what_they_name(parts):
+def test_the_arms_of_a_comparison_differ_in_their_named_parts(parts):
     for stem in COMPARISONS[parts].split():
         arms = [name for name in EXPERIMENTS if name.startswith(f"{stem}_")]
         described = [describe(experiment(name)) for name in arms]
@@ -139,7 +147,7 @@ def test_the_arms_of_a_comparison_differ_in_what_they_name(parts):
         assert len(set(map(str, described))) == len(described), stem
 
 
-def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
+def test_a_fine_tuned_encoder_has_the_settings_of_its_pretraining():
     """Pretraining and fine-tuning may differ only in trained positions and drop path."""
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
@@ -148,3 +156,31 @@ def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
             "drop_path: 0.0 -> 0.1",
             "position_embedding: sinusoidal -> learned",
         ]
+
+
+PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+# The table below each experiment. Its fourth and fifth columns are a key and our value.
+TABLES = {
+    name: re.findall(r"^\|(?:[^|]*\|){3} `([\w.]+)` \| `([^`]*)`", section, re.MULTILINE)
+    for name, section in re.findall(r"`experiment=(\w+)`(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+}
+
+
+def compose_experiment(name: str) -> dict[str, Any]:
+    found = compose_config("pretraining", [f"experiment={name}"])
+    model = found["model"]
+    return found | {
+        "model": model | {"init_options": fill_options(model["init"], model["init_options"])}
+    }
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_states_the_values_that_its_experiment_uses(name):
+    config = compose_experiment(name)
+    assert name in choices("experiment")
+    assert len(TABLES[name]) >= 5
+    for key, stated in TABLES[name]:
+        value = config
+        for part in key.split("."):
+            value = value[part]
+        assert repr(yaml.safe_load(stated)) == repr(value), key

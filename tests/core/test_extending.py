@@ -15,11 +15,17 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w/.]+)`:\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-CONTRACT = "tests/data/test_configs.py"
+# Run the commands in the current folder and then the contract of datasets in the copy of the suite.
 RUN = """
-import json, sys
+import json, os, sys
+suite, commands = sys.argv[1:]
+sys.path.insert(0, suite)
+import pytest
 from ssl_bench.cli.__main__ import main
-sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+codes = [main(words) for words in json.loads(commands)]
+os.chdir(suite)
+contract = ["-q", "-p", "no:cacheprovider", "tests/data/test_configs.py", "-k", "listed"]
+sys.exit(max(*codes, pytest.main(contract)))
 """
 
 
@@ -31,7 +37,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in shown]
 
 
-def pictures(folder: Path) -> None:
+def save_images(folder: Path) -> None:
     """Save eight images of two classes and two lists of them."""
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -43,7 +49,8 @@ def pictures(folder: Path) -> None:
     (folder / "val.txt").write_text("".join(rows[6:]))
 
 
-def done(folder: Path, *command: str) -> str:
+def run_python(folder: Path, *command: str) -> str:
+    """Run Python with these arguments in a folder. Return its output."""
     ran = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300
     )
@@ -52,7 +59,7 @@ def done(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
-def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
+def test_the_files_of_the_page_pass_the_linter_and_run(tmp_path):
     suite, place = tmp_path / "suite", tmp_path / "place"
     folders = ("ssl_bench", "probes", "pretrain", "configs", "tests", "docs", "results/demo")
     for name in folders:
@@ -63,14 +70,12 @@ def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
         assert not (suite / path).exists()
         (suite / path).parent.mkdir(exist_ok=True)
         (suite / path).write_text(text)
-    pictures(place / "photos")
+    save_images(place / "photos")
     python = sorted(path for path in FILES if path.endswith(".py"))
 
-    done(suite, "-m", "ruff", "format", "--check", "--no-cache", *python)
-    done(suite, "-m", "ruff", "check", "--no-cache", *python)
-    run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
-    printed = done(place, "-c", run, json.dumps(commands()))
-    done(suite, "-m", "pytest", "-q", "-p", "no:cacheprovider", CONTRACT, "-k", "listed")
+    run_python(suite, "-m", "ruff", "format", "--check", "--no-cache", *python)
+    run_python(suite, "-m", "ruff", "check", "--no-cache", *python)
+    printed = run_python(place, "-c", RUN, str(suite), json.dumps(commands()))
 
     assert "class_means: accuracy (%) on toy_objects val" in printed
     records = list((place / "out/records").rglob("*.json"))

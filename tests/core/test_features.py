@@ -1,3 +1,5 @@
+"""Features of blocks compared with timm, hooks of torch and a padded image."""
+
 import re
 from typing import Any
 
@@ -51,7 +53,7 @@ def largest_difference(one: dict, other: dict) -> float:
     )
 
 
-def hooks(module: nn.Module) -> int:
+def count_hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) for part in module.modules())
 
 
@@ -65,8 +67,8 @@ def test_every_facet_of_every_block_equals_timm_with_the_same_weights(size):
     assert one[2]["token"].shape == (2, size[0] // 8, size[1] // 8, 48)
 
 
-def test_tokens_are_those_of_timm_itself():
-    # timm's own accessor, at its native size, where its resampler does nothing.
+def test_tokens_equal_those_of_timm():
+    # At the native size, timm does not resample its positions.
     encoder = timm_twin(ours())
     images = torch.rand(2, 3, 32, 32)
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
@@ -79,7 +81,7 @@ def test_tokens_are_those_of_timm_itself():
         assert difference.abs().max() < 1e-5
 
 
-def test_positions_of_timm_are_resized_as_ours_and_put_back():
+def test_positions_of_timm_are_resized_like_ours_and_restored():
     encoder = timm_twin(ours())
     module = encoder.module
     assert isinstance(module, TimmBackbone)
@@ -123,7 +125,7 @@ def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model
     torch.testing.assert_close(found[2]["cls_normed"], output)
 
 
-def test_rows_are_rows_and_columns_are_columns():
+def test_a_changed_patch_changes_the_feature_at_its_row_and_column():
     encoder = ours()
     extractor = FeatureExtractor(encoder, layers=[0], facets=["value"])
     image = torch.full((1, 3, 24, 40), 0.5)
@@ -170,18 +172,18 @@ def test_one_pass_computes_the_blocks_up_to_the_deepest_layer():
     assert largest_difference(shallow, everything) == 0
 
 
-def test_no_hook_stays_also_after_an_error():
+def test_no_hook_stays_after_a_pass_or_an_error():
     encoder = ours()
     extractor = FeatureExtractor(encoder, layers=[2], facets=FACETS)
     extractor(torch.rand(1, 3, 16, 16))
-    assert hooks(encoder.module) == 0
+    assert count_hooks(encoder.module) == 0
     extractor._module = encoder.module.double()
     with pytest.raises(RuntimeError):
         extractor(torch.rand(1, 3, 16, 16))
-    assert hooks(encoder.module) == 0
+    assert count_hooks(encoder.module) == 0
 
 
-def test_features_carry_no_graph_but_may_be_trained_on():
+def test_features_have_no_graph_and_heads_can_be_trained_on_them():
     encoder = ours()
     encoder.module.requires_grad_(True)
     features = FeatureExtractor(encoder, layers=[0])(torch.rand(1, 3, 16, 16))[0]["token"]
@@ -192,20 +194,20 @@ def test_features_carry_no_graph_but_may_be_trained_on():
     assert head.weight.grad is not None
 
 
-def test_images_are_padded_with_zero_after_normalisation_right_and_bottom():
+def test_normalised_images_are_padded_with_zeros_right_and_bottom():
     encoder = ours()
     images = torch.rand(1, 3, 13, 20)
     with pytest.raises(ConfigurationError, match=r"13 x 20 .*16 x 16"):
         FeatureExtractor(encoder, layers=[2])(images)
     padded = FeatureExtractor(encoder, layers=[2], pad=True)(images)[2]["token"]
-    # Zero after normalisation is the mean before it.
+    # The mean becomes zero by normalisation.
     by_hand = torch.tensor(encoder.mean).view(1, 3, 1, 1).repeat(1, 1, 16, 24)
     by_hand[..., :13, :20] = images
     expected = FeatureExtractor(encoder, layers=[2])(by_hand)[2]["token"]
     torch.testing.assert_close(padded, expected, rtol=0, atol=1e-6)
 
 
-def test_half_precision_is_close_and_comes_back_as_float32():
+def test_bfloat16_features_are_close_and_returned_as_float32():
     images = torch.rand(1, 3, 16, 24)
     exact, lower = (
         FeatureExtractor(ours(), layers=[2], facets=FACETS, dtype=dtype)(images)[2]
@@ -219,7 +221,7 @@ def test_half_precision_is_close_and_comes_back_as_float32():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_gpu_computes_what_the_cpu_does():
+def test_features_on_a_gpu_equal_those_on_a_cpu():
     images = torch.rand(2, 3, 32, 48)
     cpu = FeatureExtractor(ours(), layers=ALL, facets=FACETS)(images)
     gpu = FeatureExtractor(ours(), layers=ALL, facets=FACETS, device="cuda")(images)
@@ -227,7 +229,7 @@ def test_the_gpu_computes_what_the_cpu_does():
     assert largest_difference(cpu, moved) < 5e-3
 
 
-def test_a_model_without_a_qkv_layer_gives_tokens_alone():
+def test_a_model_without_a_qkv_layer_has_only_tokens():
     encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
@@ -245,12 +247,12 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
         ("3-5", (3, 4, 5)), ("9..-1", (9, 10, 11)), ("-3..-2,0-0", (9, 10, 0)),
     ],
 )  # fmt: skip
-def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
+def test_layers_are_resolved_in_their_order_without_duplicates(layers, expected):
     assert resolve_layers(layers, 12) == expected
 
 
 @pytest.mark.parametrize("layers", ["12", "0,-13", [], "last", "1,,2", "1.5", "3-1"])
-def test_layers_that_mean_nothing_are_refused(layers):
+def test_invalid_layers_are_refused(layers):
     with pytest.raises(ConfigurationError):
         resolve_layers(layers, 12)
     with pytest.raises(ConfigurationError):
@@ -258,39 +260,39 @@ def test_layers_that_mean_nothing_are_refused(layers):
 
 
 @pytest.fixture
-def crowded():
-    """Yield an encoder that runs out of memory for three images, and its batch sizes so far."""
-    encoder, given = ours(), []
+def limited_encoder():
+    """Yield an encoder that runs out of memory for three images, and a list of its batch sizes."""
+    encoder, batch_sizes = ours(), []
 
     def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        given.append(len(arguments[0]))
-        if given[-1] > 2:
+        batch_sizes.append(len(arguments[0]))
+        if batch_sizes[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with encoder.module.register_forward_pre_hook(refuse):
-        yield encoder, given
+        yield encoder, batch_sizes
 
 
-def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(crowded, capsys):
-    encoder, given = crowded
+def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(limited_encoder, capsys):
+    encoder, batch_sizes = limited_encoder
     images = torch.rand(7, 3, 32, 32)
     whole = FeatureExtractor(ours(), layers=ALL, facets=["token", "cls"])(images)
     extractor = FeatureExtractor(encoder, layers=ALL, facets=["token", "cls"])
 
     parts = extractor(images)
 
-    assert given == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert batch_sizes == [7, 3, 1, 1, 1, 1, 1, 1, 1]
     assert largest_difference(parts, whole) < 1e-6
     lines = capsys.readouterr().err.splitlines()
     assert [re.findall(r"\d+", line) for line in lines] == [["7", "3"], ["3", "1"]]
-    given.clear()
+    batch_sizes.clear()
     extractor(images[:3])
-    assert given == [1, 1, 1]
+    assert batch_sizes == [1, 1, 1]
     assert not capsys.readouterr().err
 
 
-def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
-    encoder, _ = crowded
+def test_values_that_are_not_finite_are_found_in_any_part_of_a_batch(limited_encoder):
+    encoder, _ = limited_encoder
     images = torch.rand(5, 3, 32, 32)
     images[3] = torch.nan
 
@@ -300,7 +302,7 @@ def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
         FeatureExtractor(encoder, layers=[1, 2])(images)
 
 
-def test_the_first_block_that_is_not_finite_is_named_for_several_facets():
+def test_the_first_block_with_non_finite_values_is_named():
     encoder = ours()
     last = list(encoder.module.get_submodule("blocks").children())[2]
     with last.register_forward_hook(lambda _module, _inputs, output: output * torch.nan):
@@ -309,7 +311,7 @@ def test_the_first_block_that_is_not_finite_is_named_for_several_facets():
             extractor(torch.rand(2, 3, 32, 32))
 
 
-def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
+def test_a_single_image_that_is_too_large_raises_the_error_of_the_device():
     encoder = ours()
 
     def refuse(*_: object) -> None:

@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=KINDS)
 def make(request) -> Iterator[Callable[[Path], object]]:
-    """Return a function that creates something other than a file; a read that blocks is killed."""
+    """Return a function that creates something other than a file, and kill a blocked read."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)
     try:
@@ -68,7 +68,7 @@ def make(request) -> Iterator[Callable[[Path], object]]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_every_reader_refuses_what_is_not_a_regular_file(tmp_path, make):
+def test_every_reader_refuses_anything_but_a_regular_file(tmp_path, make):
     for name in ("x.txt", "x.json", "x.jpg", "x.safetensors", "x.pth"):
         make(tmp_path / name)
 
@@ -93,7 +93,7 @@ def test_commands_name_a_pipe_or_device_without_waiting(workdir, capsys, make):
     photos = photo_folder(workdir / "more", 1)
     make(photos / "x.jpg")
     if make is Path.mkdir:
-        pytest.skip("folders are looked into")
+        pytest.skip("folders are searched for images")
 
     assert "more/x.jpg" in expect_error(capsys, probing("pca", "folder", photos), 3)
     with pytest.raises(DataError, match=r"x\.jpg"):
@@ -121,7 +121,7 @@ def test_a_cache_file_that_others_could_have_written_is_refused(tmp_path, kind):
         open_trusted(path)
 
 
-def test_a_file_of_a_folder_that_fails_while_it_is_read_is_empty(tmp_path, monkeypatch):
+def test_a_file_with_a_read_error_in_an_untrusted_folder_is_empty(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_bytes(b"{}")
 
     def fail(*_: object) -> bytes:
@@ -155,17 +155,17 @@ def test_written_files_follow_the_umask_and_are_trusted(tmp_path, umask, mode):
 def test_the_content_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     events, sync, rename = [], os.fsync, Path.replace
 
-    def synced(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         status = os.fstat(descriptor)
         events.append("folder" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} bytes")
         sync(descriptor)
 
-    def renamed(self: Path, target: Path) -> Path:
+    def record_rename(self: Path, target: Path) -> Path:
         events.append("name")
         return rename(self, target)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "replace", record_rename)
 
     write_text_atomically(tmp_path / "a.txt", "whole")
 
@@ -186,7 +186,8 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
-# Hide modules, signals and flags that only Unix has, after the import of libraries that need them.
+# Import the libraries that need Unix. Hide the modules, signals and flags that only Unix has. Then
+# import every module of the suite.
 HIDDEN = """
 import importlib, os, pkgutil, signal, sys
 import hydra, matplotlib.pyplot, sklearn.linear_model, timm, torch.distributed, torch.utils.data
@@ -214,6 +215,7 @@ def test_every_module_can_be_imported_without_features_of_unix():
 
 
 OURS = f".ssl-bench-{7:032x}.tmp"
+"""Name of a temporary file of the suite."""
 
 
 def test_files_of_the_user_are_never_removed(workdir):

@@ -72,24 +72,24 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
     whole = [record.as_json() for record in store.records()]
     key = replace(RECORD, layer=1).key()
 
-    def printed():
+    def print_tables():
         assert main(["compare", "skip", *out, "--format", "json"]) == 0
         assert main(["table", "--pivot", *out, "--format", "json"]) == 0
         return capsys.readouterr().out
 
-    before = printed()
+    before = print_tables()
     assert main(["table", "--pack", *out]) == 0
     assert f"{len(whole)} records" in capsys.readouterr().err
 
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["records.parquet"]
     packed = ResultStore(tmp_path)
     assert [record.as_json() for record in packed.records()] == whole
-    assert printed() == before
+    assert print_tables() == before
     assert packed.load(key) is not None
     assert packed.has_per_image(key)
     assert packed.unreadable == {}
     assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("abcde")
-    # A later file counts, and joins the others.
+    # Later files replace packed ones, and are packed next time.
     packed.save_image_ids(RECORD.dataset_fingerprint, "fghij")
     assert packed.image_ids(RECORD.dataset_fingerprint) == tuple("fghij")
     packed.save(replace(RECORD, layer=1, value=60.0, ci95=None, num_images=5), np.arange(5) < 3)
@@ -99,7 +99,7 @@ def test_packed_records_are_read_like_files(tmp_path, capsys):
     assert not list((tmp_path / "records").rglob("*.*"))
 
 
-def test_what_is_written_while_records_are_packed_stays(tmp_path, monkeypatch):
+def test_records_that_are_saved_during_packing_are_kept(tmp_path, monkeypatch):
     hits = np.arange(5) < 2
     first = replace(RECORD, layer=0, num_images=5, ci95=None)
     ResultStore(tmp_path).save(first, hits)
@@ -112,12 +112,12 @@ def test_what_is_written_while_records_are_packed_stays(tmp_path, monkeypatch):
     assert [record.layer for record in stale.records()] == [0, 1, 2]
     whole = writing.write_atomically
 
-    def slowly(*arguments):
+    def save_and_write(*arguments):
         ResultStore(tmp_path).save(replace(first, layer=2, value=60.0), np.arange(5) < 3)
         whole(*arguments)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(writing, "write_atomically", lambda *a: (patched.undo(), slowly(*a)))
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_atomically", lambda *a: (patch.undo(), save_and_write(*a)))
         assert stale.pack() == 3
 
     found = ResultStore(tmp_path)
@@ -127,7 +127,7 @@ def test_what_is_written_while_records_are_packed_stays(tmp_path, monkeypatch):
     assert [record.value for record in ResultStore(tmp_path).records()] == [40.0, 40.0, 60.0]
 
 
-def test_a_file_counts_with_what_lies_beside_it(tmp_path):
+def test_a_newer_file_replaces_the_packed_per_image_values(tmp_path):
     hits = np.arange(5) < 2
     first = replace(RECORD, num_images=5, ci95=None, seed=2**64 - 1, model="a\udc80")
     ResultStore(tmp_path).save(first, hits)

@@ -1,6 +1,5 @@
 """Image sizes from any source are checked against the encoder before anything runs."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import fit_size
 from ssl_bench.features import Resize
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from tests.cli.test_sweep import planned
 from tests.support import own_module
 from tests.support.faults import encoder_file, expect_error, records
 
@@ -33,26 +33,24 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def probed(task: str, *more: str, checkpoint: str = "a.safetensors") -> list[str]:
+def probe_words(task: str, *more: str, checkpoint: str = "a.safetensors") -> list[str]:
     return ["probe", "--task", task, "--checkpoint", checkpoint, *TOY, *more]
 
 
-def planned(capsys, words: list[str]) -> list[dict]:
-    capsys.readouterr()
-    assert main(["sweep", *words[1:], "--dry-run", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["jobs"]
+def planned_jobs(capsys, words: list[str]) -> list[dict]:
+    return planned(capsys, *words[1:])["jobs"]
 
 
 def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
-    words = probed(",".join(SQUARES), *QUICK)
-    assert all(job["pending"] for job in planned(capsys, words))
+    words = probe_words(",".join(SQUARES), *QUICK)
+    assert all(job["pending"] for job in planned_jobs(capsys, words))
 
     assert main(words) == 0
 
     assert capsys.readouterr().err.count(" uses image_size=504 to fit") == 3
     assert {r.task: r.settings["image_size"] for r in records()} == SQUARES
     assert all("image_size" not in record.changed for record in records())
-    assert not any(job["pending"] for job in planned(capsys, words))
+    assert not any(job["pending"] for job in planned_jobs(capsys, words))
 
 
 def test_the_nearest_multiple_of_the_patch_is_used():
@@ -65,14 +63,14 @@ def test_the_nearest_multiple_of_the_patch_is_used():
     ("task", "more"),
     [
         ("pca,retrieval", ["probe.image_size=100"]),
-        # A second encoder does not fit what the first one fits.
+        # The size fits the second encoder, but not the first one.
         ("pca,conditioning", ["probe.image_size=32", "--checkpoint", "b.safetensors"]),
     ],
 )
-def test_typed_sizes_that_do_not_fit_run_nothing(workdir, capsys, task, more):
+def test_sizes_of_the_user_that_do_not_fit_are_refused(workdir, capsys, task, more):
     encoder_file(workdir / "b.safetensors")
 
-    for words in (probed(task, *more), ["sweep", *probed(task, *more)[1:], "--dry-run"]):
+    for words in (probe_words(task, *more), ["sweep", *probe_words(task, *more)[1:], "--dry-run"]):
         assert "`probe.image_size=72`" in expect_error(capsys, words, 2)
     assert not list(Path("results").rglob("*.json"))
 
@@ -80,18 +78,18 @@ def test_typed_sizes_that_do_not_fit_run_nothing(workdir, capsys, task, more):
 def test_maps_have_the_size_of_the_encoder_and_at_least_224(workdir, capsys):
     encoder_file(workdir / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
     for name in ("a", "b"):
-        assert main(probed("pca", "probe.panels=1", checkpoint=f"{name}.safetensors")) == 0
+        assert main(probe_words("pca", "probe.panels=1", checkpoint=f"{name}.safetensors")) == 0
 
     assert {r.model: r.settings["image_size"] for r in records()} == {"a": 224, "b": 288}
     assert all(list(record.changed) == ["panels"] for record in records())
     assert not any("squash" in record.settings for record in records())
-    jobs = planned(capsys, probed("pca", "probe.panels=1", checkpoint="b.safetensors"))
+    jobs = planned_jobs(capsys, probe_words("pca", "probe.panels=1", checkpoint="b.safetensors"))
     assert [job["pending"] for job in jobs] == [0]
 
 
 def test_an_encoder_of_one_size_is_probed_at_that_size(workdir, capsys):
     tasks = "tokencut,discovery,pca,retrieval"
-    words = probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own")
+    words = probe_words(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own")
 
     assert main(words) == 0
 
@@ -102,7 +100,7 @@ def test_an_encoder_of_one_size_is_probed_at_that_size(workdir, capsys):
     assert [found[t].settings["image_size"] for t in ("retrieval", "pca")] == [32, 32]
     # The reference sees images at their own size.
     assert found["tokencut"].protocol_label == "reference, squash=32"
-    jobs = planned(capsys, words)
+    jobs = planned_jobs(capsys, words)
     assert not any(job["pending"] for job in jobs if job["task"] != "discovery")
 
 
@@ -141,7 +139,7 @@ def test_records_state_the_size_that_an_encoder_was_given(workdir):
     tasks = "geometry,correspondence"
     few = ["probe.views=2", "probe.num_points=4", "probe.panels=0"]
 
-    assert main(probed(tasks, *few, checkpoint=f"{FILE}:own")) == 0
+    assert main(probe_words(tasks, *few, checkpoint=f"{FILE}:own")) == 0
 
     assert {(r.task, r.settings["image_size"], r.details["image_size"]) for r in records()} == {
         ("geometry", None, 32),
@@ -155,16 +153,16 @@ def test_boxes_on_the_padding_of_a_thumbnail_are_no_objects(workdir, capsys):
     pixels[28:] = 0
     Path("thumbs").mkdir()
     Image.fromarray(pixels).save("thumbs/small.png")
-    asked = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "thumbs"]
-    asked += ["--checkpoint", "colours:14", "--layer", "0", "--device", "cpu", "probe.facet=token"]
+    words = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "thumbs"]
+    words += ["--checkpoint", "colours:14", "--layer", "0", "--device", "cpu", "probe.facet=token"]
 
-    assert main([*asked, "--out", "results", "probe.protocol=adaptive"]) == 0
+    assert main([*words, "--out", "results", "probe.protocol=adaptive"]) == 0
 
     assert "small.png lies in the padding" in capsys.readouterr().err
     assert [record.value for record in records()] == [100.0]
 
 
-def test_squares_of_another_side_leave_the_default_size_alone():
+def test_squash_does_not_change_the_default_image_size():
     encoder = encoder_from_model(build_vit(ViTConfig(144, 72, 12, 2, 2), seed=0), name="a")
 
     fitted = fit_size(PCA(squash=144), encoder, {"squash"})

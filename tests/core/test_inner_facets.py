@@ -16,14 +16,13 @@ from ssl_bench.layers import INNER_FACETS, parse_facets, select_layers
 from ssl_bench.models import (
     ConvMixerConfig,
     Encoder,
-    ViTConfig,
     build_encoder,
     build_vit,
     encoder_from_model,
 )
 from tests.core import test_features
+from tests.support.faults import TINY
 
-TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 NEUTRAL: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 IMAGES = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 
@@ -38,11 +37,11 @@ def of_timm(**changes: Any) -> Encoder:
     return replace(test_features.of_timm(12, 2, 2, init_values=0.5, **changes), **NEUTRAL)
 
 
-def found(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tensor]:
+def extract(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tensor]:
     return FeatureExtractor(encoder, layers=[layer], facets=facets)(IMAGES)[layer]
 
 
-def entering(encoder: Encoder, layer: int) -> Tensor:
+def block_input(encoder: Encoder, layer: int) -> Tensor:
     """Return the input tokens of a block."""
     seen: list[Tensor] = []
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
@@ -61,7 +60,7 @@ def patches(tokens: Tensor) -> Tensor:
 def test_inner_facets_are_the_steps_of_our_block(skip_attention, skip_mlp):
     encoder = ours(skip_attention=skip_attention, skip_mlp=skip_mlp)
     block: Any = encoder.module.get_submodule("blocks.1")
-    x = entering(encoder, 1)
+    x = block_input(encoder, 1)
     attn_out = block.attn(block.norm1(x))
     attn_skip = x + attn_out if skip_attention else attn_out
     hidden = F.gelu(block.mlp.fc1(block.norm2(attn_skip)))
@@ -73,7 +72,7 @@ def test_inner_facets_are_the_steps_of_our_block(skip_attention, skip_mlp):
         "token": attn_skip + mlp_out if skip_mlp else mlp_out,
     }  # fmt: skip
 
-    features = found(encoder, *expected)
+    features = extract(encoder, *expected)
 
     for facet, tokens in expected.items():
         assert torch.equal(features[facet], patches(tokens)), facet
@@ -81,18 +80,18 @@ def test_inner_facets_are_the_steps_of_our_block(skip_attention, skip_mlp):
 
 @pytest.mark.parametrize("kind", ["Block", "ResPostBlock"])
 @torch.no_grad()
-def test_inner_facets_of_timm_are_what_the_skips_add_up(kind):
+def test_the_skips_of_timm_add_up_the_inner_facets(kind):
     encoder = of_timm(block_fn=getattr(timm.models.vision_transformer, kind))
     if kind == "Block":
         block: Any = encoder.module.get_submodule("blocks").get_submodule("1")
-        before = block.attn(block.norm1(entering(encoder, 1)))
-        features = found(encoder, "attn_out", "blocks.*.attn")
+        before = block.attn(block.norm1(block_input(encoder, 1)))
+        features = extract(encoder, "attn_out", "blocks.*.attn")
         assert torch.equal(features["attn_out"], patches(before * block.ls1.gamma))
         assert torch.equal(features["blocks.*.attn"], patches(before))
 
-    features = found(encoder, "token", *INNER_FACETS)
+    features = extract(encoder, "token", *INNER_FACETS)
 
-    x = patches(entering(encoder, 1))
+    x = patches(block_input(encoder, 1))
     assert torch.equal(features["attn_skip"], x + features["attn_out"])
     assert torch.equal(features["token"], features["attn_skip"] + features["mlp_out"])
     assert features["attn_out"].abs().max() > 1e-3
@@ -113,14 +112,15 @@ class Wrapped(nn.Module):
         return x
 
 
-def with_shown(shown: nn.Module, times: int = 1) -> Encoder:
+def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
+    """Return an encoder whose last block also calls a module with its output."""
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = Wrapped(blocks[1], shown, times)
     return encoder
 
 
-class Reshaped(nn.Module):
+class Apply(nn.Module):
     """A module that applies a function to the tokens."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
@@ -138,12 +138,12 @@ class AddsInPlace(Wrapped):
         return super().forward(x).add_(1)
 
 
-def test_a_facet_is_kept_as_it_was_before_a_change_in_place():
+def test_a_facet_is_copied_before_a_change_in_place():
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = AddsInPlace(blocks[1], nn.Identity(), 1)
 
-    features = found(encoder, "token", "blocks.*.shown")
+    features = extract(encoder, "token", "blocks.*.shown")
 
     assert torch.equal(features["blocks.*.shown"] + 1, features["token"])
 
@@ -151,18 +151,18 @@ def test_a_facet_is_kept_as_it_was_before_a_change_in_place():
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
 def test_maps_have_rows_and_columns_of_their_patches(layout):
     order = (0, 3, 1, 2) if layout == "channels first" else (0, 1, 2, 3)
-    shown = Reshaped(lambda x: patches(x).permute(order))
+    shown = Apply(lambda x: patches(x).permute(order))
 
-    features = found(with_shown(shown), "token", "blocks.*.shown")
+    features = extract(encoder_calling(shown), "token", "blocks.*.shown")
 
     assert torch.equal(features["blocks.*.shown"], features["token"])
 
 
-def test_a_map_as_wide_as_its_patches_are_many_is_not_turned():
-    # 12 channels on 12 x 12 patches: the shape alone does not tell.
-    shown = Reshaped(lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12)))
+def test_a_map_with_as_many_channels_as_rows_is_not_transposed():
+    # With 12 channels and 12 x 12 patches, the shape does not show which dimension is which.
+    shown = Apply(lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12)))
     facets = ["token", "blocks.*.shown"]
-    extractor = FeatureExtractor(with_shown(shown), layers=[1], facets=facets)
+    extractor = FeatureExtractor(encoder_calling(shown), layers=[1], facets=facets)
     features = extractor(torch.rand(1, 3, 96, 96))[1]
 
     assert torch.equal(features["blocks.*.shown"], features["token"])
@@ -173,10 +173,10 @@ def test_a_map_as_wide_as_its_patches_are_many_is_not_turned():
     [
         (ours, "blocks.*.mlp.fc3", "use `'probe.facet=blocks.*.mlp.fc2'`"),
         (ours, "blocks.*.zzz", "blocks.1.zzz .*blocks.1: graying, norm1, attn, norm2"),
-        (lambda: with_shown(Reshaped(lambda x: (x, x))), "blocks.*.shown", "tuple"),
-        (lambda: with_shown(Reshaped(lambda x: x.mean(1))), "blocks.*.shown", r"\(2, 12\) for 2"),
-        (lambda: with_shown(nn.Identity(), 2), "blocks.*.shown", "more than once"),
-        (lambda: with_shown(nn.Identity(), 0), "blocks.*.shown", "never calls"),
+        (lambda: encoder_calling(Apply(lambda x: (x, x))), "blocks.*.shown", "tuple"),
+        (lambda: encoder_calling(Apply(lambda x: x.mean(1))), "blocks.*.shown", r"\(2, 12\) for 2"),
+        (lambda: encoder_calling(nn.Identity(), 2), "blocks.*.shown", "more than once"),
+        (lambda: encoder_calling(nn.Identity(), 0), "blocks.*.shown", "never calls"),
         (of_timm, "blocks.*.attn.q_norm", r"has the shape \(2, 2, 7, 6\) for 2 images"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_submodule_that_cannot_be_probed_is_refused(make, facet, named):
 
 
 @pytest.mark.parametrize("facet", INNER_FACETS)
-def test_a_block_without_that_part_names_the_parts_that_it_has(facet):
+def test_the_error_for_a_missing_part_of_a_block_lists_its_parts(facet):
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     encoder = encoder_from_model(build_encoder(config, seed=0), name="mixer")
 
@@ -207,15 +207,15 @@ def test_blocks_of_different_widths_are_refused():
     assert FeatureExtractor(encoder, layers=[1], facets=["mlp_hidden"]).width("mlp_hidden") == 20
 
 
-def test_a_name_says_the_block_and_records_say_it_by_their_layer():
+def test_a_facet_name_is_parsed_into_a_general_name_and_a_block():
     known = ("key", "token")
     for facet, names, block in [
         ("blocks.7.mlp.fc1", ("blocks.*.mlp.fc1",), 7),
         ("blocks.*.mlp.fc1", ("blocks.*.mlp.fc1",), None),
         (["blocks.0.attn", "token", "key"], ("key", "token", "blocks.*.attn"), 0),
     ]:
-        asked = parse_facets(facet, known)
-        assert (asked.names, asked.block) == (names, block)
+        parsed = parse_facets(facet, known)
+        assert (parsed.names, parsed.block) == (names, block)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_a_name_says_the_block_and_records_say_it_by_their_layer():
         ["blocks.1.attn", "blocks.2.attn"], ["blocks.1.attn", "blocks.*.attn"],
     ],
 )  # fmt: skip
-def test_other_names_are_refused(facet):
+def test_invalid_facet_names_are_refused(facet):
     with pytest.raises(ConfigurationError, match=r"^probe\.facet"):
         parse_facets(facet, ["key"])
 
 
-def test_the_block_of_a_name_is_the_layer_that_is_probed():
+def test_the_block_of_a_facet_name_is_the_probed_layer():
     named = parse_facets("blocks.2.attn", ["key"])
 
     assert [select_layers(named, layers, 4) for layers in ("all", "2", "-2")] == [(2,)] * 3

@@ -1,4 +1,4 @@
-"""Intervals compared with hand counts and an independent numpy loop, and their coverage."""
+"""Confidence intervals: hand counts, an independent numpy loop, and their coverage."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return pixel counts, shape [images, 3, classes]; two classes are rare."""
+    """Return pixel counts of shape [images, 3, classes]. Two classes are rare."""
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     true[1:, -2:] = 0
     right = (true * RANDOM.random(true.shape)).astype(int)
@@ -34,7 +34,7 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Return the mean IoU in percent by its definition."""
+    """Return the mean IoU in percent, computed by its definition."""
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -42,16 +42,16 @@ def miou(counts, classes=slice(None)):
     return float(np.mean(found))
 
 
-def test_ten_of_ten_hits_do_not_prove_a_hundred_percent():
-    # 0.025^(1 / 10): the share at which ten of ten are seen once in forty cases.
+def test_intervals_of_shares_are_those_of_clopper_and_pearson():
+    # If the true share is 0.025^(1 / 10), ten of ten hits have a probability of 0.025.
     assert Share(hits(10, 0)).ci95() == pytest.approx((69.1503, 100))
     assert Share(hits(0, 3)).ci95() == pytest.approx((0, 70.7598))
     exact = scipy.stats.binomtest(7, 26).proportion_ci()
     assert Share(hits(7, 19)).ci95() == pytest.approx((100 * exact.low, 100 * exact.high))
 
 
-def test_one_class_of_two_images_equals_the_case_counted_by_hand():
-    # 1 of 2 pixels and 3 of 4: 4 of 6 together, 3 of 4 and 1 of 2 without one of them.
+def test_the_mean_iou_of_two_images_equals_the_hand_count():
+    # The IoUs are 1 / 2 and 3 / 4. That of both images is 4 / 6.
     found = mean_iou_estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
 
     assert found.value == pytest.approx(200 / 3)
@@ -80,7 +80,7 @@ def test_the_interval_equals_a_loop_over_images_in_numpy():
     assert pixel_accuracy_estimate(counts).ci95() == pytest.approx(ends)
 
 
-def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
+def test_the_interval_includes_the_mean_iou_without_a_falsely_predicted_class():
     counts = some_counts(80)
     wrong = counts.copy()
     wrong[0] += np.array([[0], [5], [0]]) * (np.arange(5) == 4)
@@ -96,7 +96,7 @@ def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
+def test_single_or_identical_images_have_no_interval():
     counts = some_counts()
 
     assert mean_iou_estimate(counts[:1]).ci95() is None
@@ -108,7 +108,7 @@ def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return pixel counts of images with few, mostly rare classes; in some images all is wrong."""
+    """Return pixel counts of images with few classes, most of which are rare."""
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -121,9 +121,9 @@ def population(classes, images=1500):
     return np.stack([right, predicted, area], 1).astype(np.int32)
 
 
-# Percentile bootstrap intervals contain the true value in 47 and 8 of these 60 cases.
+# Percentile bootstrap intervals would contain the true value in 47 and 8 of these 60 cases.
 @pytest.mark.parametrize("classes", [21, pytest.param(150, marks=pytest.mark.slow)])
-def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
+def test_nine_of_ten_intervals_contain_the_mean_iou_of_the_population(classes):
     whole = population(classes)
     random = np.random.default_rng(0)
 
@@ -133,24 +133,24 @@ def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
     assert sum(low <= miou(whole) <= high for low, high in ends) >= 54
 
 
-def test_a_bootstrap_is_symmetric_in_the_odds_and_students():
-    drawn = np.array([10.0, 20.0, 30.0])
-    margin = scipy.stats.t.ppf(0.975, 8) * drawn.std() * np.sqrt(9 / 8)
+def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
+    sample_scores = np.array([10.0, 20.0, 30.0])
+    margin = scipy.stats.t.ppf(0.975, 8) * sample_scores.std() * np.sqrt(9 / 8)
     odds, around = np.log(0.2 / 0.8), margin / 100 / (0.2 * 0.8)
     ends = [100 / (1 + np.exp(-(odds + sign * around))) for sign in (-1, 1)]
 
-    found = Bootstrap(20.0, drawn, 9)
+    found = Bootstrap(20.0, sample_scores, 9)
 
     assert found.ci95() == pytest.approx(ends)
     other = Bootstrap(15.0, np.zeros(3), 9)
     assert found.difference_ci95(other) == pytest.approx((5 - margin, 5 + margin))
     assert Bootstrap(20.0, np.full(3, 20.0), 9).ci95() is None
-    assert Bootstrap(0.0, drawn, 9).ci95() is None
-    assert Bootstrap(20.0, drawn, 1).ci95() is None
+    assert Bootstrap(0.0, sample_scores, 9).ci95() is None
+    assert Bootstrap(20.0, sample_scores, 1).ci95() is None
 
 
 def boxes(images=2000):
-    """Return, for each image, counts of true boxes and of found and correct boxes of 3 ranks."""
+    """Return counts of true boxes, and of predicted and correct boxes of three ranks, per image."""
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
     counts[:, 0, 0] = left = 1 + random.poisson(1.4, images)
@@ -162,7 +162,7 @@ def boxes(images=2000):
     return counts
 
 
-def test_bootstraps_of_as_many_images_draw_the_same_ones():
+def test_bootstraps_of_equally_many_images_draw_the_same_samples():
     counts = RANDOM.integers(0, 50, (9, 1))
 
     one, other = (
@@ -170,12 +170,12 @@ def test_bootstraps_of_as_many_images_draw_the_same_ones():
         for some in (counts, counts + 3)
     )
 
-    assert (other.drawn - one.drawn).tolist() == [27.0] * len(one.drawn)
-    assert np.ptp(one.drawn) > 0
+    assert (other.sample_scores - one.sample_scores).tolist() == [27.0] * len(one.sample_scores)
+    assert np.ptp(one.sample_scores) > 0
 
 
-# Percentile intervals of the same draws contain it 37 times.
-def test_intervals_of_average_precision_hold_it_of_few_images():
+# Percentile intervals of the same samples would contain the true value 37 times.
+def test_intervals_of_average_precision_contain_the_true_value():
     whole = boxes()
     truth, random = float(average_precision(whole.sum(0))), np.random.default_rng(0)
 
@@ -185,7 +185,7 @@ def test_intervals_of_average_precision_hold_it_of_few_images():
     assert sum(low <= truth <= high for low, high in ends) >= 39
 
 
-def test_interval_and_p_of_a_mean_are_students():
+def test_the_interval_and_p_value_of_a_mean_use_students_t():
     one, other = RANDOM.normal(50, 9, (2, 25))
     ends = scipy.stats.t.interval(0.95, 24, one.mean(), one.std(ddof=1) / 5)
     assert mean_estimate(one).ci95() == pytest.approx(ends)
@@ -199,7 +199,7 @@ def test_interval_and_p_of_a_mean_are_students():
     assert len(few_images_warning(FEW_IMAGES - 1)) == 1
 
 
-def test_p_is_below_5_percent_exactly_where_the_interval_leaves_out_0():
+def test_p_is_below_0_05_if_and_only_if_the_interval_excludes_0():
     sides = set()
     for shift in np.linspace(0, 0.6, 20):
         hits = RANDOM.random((2, 30)) < np.array([[0.2 + shift], [0.2]])

@@ -1,4 +1,4 @@
-"""Planted faults: the list fits the code, and the program recognises caught faults."""
+"""Planted faults: the list matches the code, and the program recognises caught faults."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests import mutants
 FAULTS = mutants.load_faults(mutants.ROOT / "tests/mutants.yaml")
 
 
-def test_planted_faults_fit_the_code():
+def test_planted_faults_match_the_code():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
         assert fault.old in (mutants.ROOT / fault.file).read_text(), fault.name
@@ -51,7 +51,7 @@ def test_only_caught_faults_are_called_caught(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
 
     def run(*words: str) -> tuple[int, dict[str, str]]:
-        # Nothing here needs torch and its kind.
+        # These tests need none of the large packages.
         program = "from tests import mutants; mutants.HEAVY = (); mutants.main()"
         ended = subprocess.run(
             [sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True

@@ -1,14 +1,28 @@
-"""Parts of a probe that are chosen by name, such as `probe.loss=histogram`."""
+"""Protocols and parts of a probe that are chosen by name, such as `probe.loss=histogram`."""
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 
+from probes.discovery import ObjectDiscovery
+from probes.knn import KNN
+from probes.pca import PCA
+from probes.segmentation import Segmentation
+from probes.tokencut.probe import TokenCut
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.compose import changed_settings
+from ssl_bench.composition.compose import (
+    TARGET,
+    build,
+    changed_settings,
+    component_class,
+    compose_config,
+    list_protocols,
+    protocol_group,
+)
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.planning import plan_probes
 
@@ -22,17 +36,17 @@ PARTS = [
 ]
 
 
-def built(task: str, *overrides: str) -> Any:
+def build_probe(task: str, *overrides: str) -> Any:
     (planned,) = plan_probes([task], [DATA.get(task, "toy")], overrides)
     return planned.probe
 
 
 @pytest.mark.parametrize(("task", "field", "name"), PARTS)
 def test_every_part_is_built_by_its_name_alone(task, field, name):
-    probe = built(task, f"probe.{field}={name}", *(["probe.holdout=0.0"] * (name == "slide")))
+    probe = build_probe(task, f"probe.{field}={name}", *(["probe.holdout=0.0"] * (name == "slide")))
 
-    part, usual = getattr(probe, field), getattr(built(task), field)
-    # A component without settings has no text.
+    part, usual = getattr(probe, field), getattr(build_probe(task), field)
+    # A component without settings does not have this method.
     assert getattr(part, "settings", dict)().items() <= probe.settings().items()
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
     assert (part == usual) == (name == _default(task, field))
@@ -43,9 +57,9 @@ def _default(task: str, field: str) -> str:
     return usual.get(field, "adamw" if task == "segmentation" else "lbfgs")
 
 
-def test_values_of_a_part_are_keys_of_their_own_wherever_they_stand():
-    first = built("segmentation", "probe.training.c_values=[1.0]", "probe.training=lbfgs")
-    last = built("segmentation", "probe.training=lbfgs", "probe.training.c_values=[1.0]")
+def test_the_order_of_the_overrides_of_a_part_does_not_matter():
+    first = build_probe("segmentation", "probe.training.c_values=[1.0]", "probe.training=lbfgs")
+    last = build_probe("segmentation", "probe.training=lbfgs", "probe.training.c_values=[1.0]")
 
     assert first.settings()["c_values"] == [1.0]
     assert first == last
@@ -65,27 +79,27 @@ def test_values_of_a_part_are_keys_of_their_own_wherever_they_stand():
         ("segmentation", ["probe.loss._target_=os.system"], "_target_"),
     ],
 )
-def test_a_wrong_choice_or_value_names_the_right_one(task, overrides, hint):
+def test_the_error_for_a_wrong_part_or_key_names_the_right_one(task, overrides, hint):
     with pytest.raises(ConfigurationError, match=re.escape(hint)):
-        built(task, *overrides)
+        build_probe(task, *overrides)
 
 
-def test_a_name_replaces_all_that_the_protocol_says_of_the_part():
-    probe = built("segmentation", "probe.protocol=capi", "probe.training=sgd")
+def test_a_named_part_replaces_that_of_the_protocol():
+    probe = build_probe("segmentation", "probe.protocol=capi", "probe.training=sgd")
 
-    assert probe.training == built("segmentation", "probe.training=sgd").training
+    assert probe.training == build_probe("segmentation", "probe.training=sgd").training
     assert changed_settings(probe) == {"optimizer": "sgd"}
-    assert probe.loss == built("segmentation", "probe.protocol=capi").loss
+    assert probe.loss == build_probe("segmentation", "probe.protocol=capi").loss
 
 
-def test_a_part_reaches_the_tasks_that_have_one_of_that_name():
+def test_an_override_reaches_the_tasks_that_have_such_a_part():
     plan = plan_probes(list(DATA), list(DATA.values()), ["probe.training=adamw"])
 
     overrides = {planned.probe.task: planned.overrides for planned in plan}
     assert overrides == {"segmentation": ("probe.training=adamw",), "classification": ()}
 
 
-def test_keys_print_the_names_that_a_part_can_have(capsys):
+def test_the_keys_command_prints_the_names_of_parts(capsys):
     task, field, name = PARTS[0]
     assert main(["keys", f"probe.{task}", f"probe.{field}={name}"]) == 0
 
@@ -93,3 +107,53 @@ def test_keys_print_the_names_that_a_part_can_have(capsys):
     shown = {typed: legal[0] for typed, *legal in lines if typed.startswith(f"probe.{field}=")}
     found = {typed: legal.partition(":")[0].strip() for typed, legal in shown.items()}
     assert found == {f"probe.{field}={name}": " or ".join(choices(f"probe/{task}/{field}"))}
+
+
+def probe_class(task: str) -> type:
+    return component_class(compose_config("probing", [f"probe={task}"])["probe"][TARGET], "probe")
+
+
+PRESETS = [
+    (task, name) for task in choices("probe") for name in list_protocols(task, probe_class(task))
+]
+
+
+def preset(task: str, protocol: str, *overrides: str) -> Any:
+    """Return the probe that the command line builds."""
+    key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
+    words = [f"probe={task}", f"{key}={protocol}", *overrides]
+    return build(compose_config("probing", words), "probe")
+
+
+@pytest.mark.parametrize(("task", "protocol"), [p for p in PRESETS if p[1] != "checkpoints"])
+def test_an_unchanged_protocol_has_no_changed_setting(task, protocol):
+    assert changed_settings(preset(task, protocol)) == {}
+
+
+@pytest.mark.parametrize(
+    ("probe", "changed"),
+    [
+        # 512 pixels are the default of the class, but not of the protocol.
+        (partial(preset, "segmentation", "capi", "probe.image_size=512"), {"image_size": 512}),
+        (partial(TokenCut, tau=0.3), {"tau": 0.3}),
+        (partial(ObjectDiscovery, tau=0.2), {"tau": 0.2}),
+        (partial(KNN, neighbours=[20]), {"neighbours": [20]}),
+        # A list from a file equals a tuple.
+        (partial(KNN, neighbours=[10, 20, 100, 200]), {}),
+        # These settings change no score.
+        (partial(Segmentation, panels=0, num_workers=1, memory_gib=1.0), {}),
+        (partial(PCA, facet="key", grid="svg"), {}),
+        # A setting that only another method uses counts if it differs.
+        (partial(TokenCut, method="maskcut"), {"method": "maskcut"}),
+        (
+            partial(TokenCut, method="maskcut", max_objects=5),
+            {"method": "maskcut", "max_objects": 5},
+        ),
+    ],
+)
+def test_settings_that_differ_from_the_protocol_are_changed(probe, changed):
+    assert changed_settings(probe()) == changed
+
+
+def test_a_protocol_name_without_its_values_has_changed_settings():
+    assert changed_settings(Segmentation(protocol="cutting_the_skip"))["train_images"] is None

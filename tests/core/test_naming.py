@@ -1,4 +1,4 @@
-"""File names for models, datasets and images with names of any length."""
+"""File names of models, datasets and images whose names may be very long."""
 
 import random
 import shutil
@@ -71,15 +71,15 @@ def test_images_with_the_longest_names_are_probed_and_drawn(workdir, stem, task)
 
     assert main(probing(task, "folder", photos)) == 0
 
-    drawn = [path for path in Path("results/pictures").rglob("*.png") if stem[:60] in path.name]
-    assert drawn
+    figures = [path for path in Path("results/pictures").rglob("*.png") if stem[:60] in path.name]
+    assert figures
 
 
 def test_models_and_datasets_with_long_names_are_recorded(workdir, capsys):
     model, dataset = "m" * 244, "画" * 81
     run = encoder_file(workdir / model / "last.safetensors")
-    stored = encoded("PNG", Image.fromarray(mask() // 8 % 2))
-    paired_folders(workdir, {"train": "012", "val": "34"}, content=stored)
+    mask_png = encoded("PNG", Image.fromarray(mask() // 8 % 2))
+    paired_folders(workdir, {"train": "012", "val": "34"}, content=mask_png)
     words = probing("segmentation", "paired_folders", workdir, f"dataset.name='{dataset * 2}'")
     words[words.index("encoder.safetensors")] = str(run.parent)
 
@@ -88,7 +88,7 @@ def test_models_and_datasets_with_long_names_are_recorded(workdir, capsys):
     assert {(record.model, record.dataset) for record in records()} == {(model, dataset * 2)}
     assert main(["report", "--into", "r" * 244]) == 0
     assert list(Path("r" * 244).rglob("*.png"))
-    # Weights whose name leaves no room for a file with their digest.
+    # The name of the file with the digest would be too long.
     weights = Path(f"{'w' * 243}.safetensors")
     shutil.copy("encoder.safetensors", weights)
     assert main(["models", str(weights)]) == 4

@@ -27,7 +27,8 @@ STANDS_FOR = {
     "probe.protocol=NAME": "seed=0",
     "PAPER/TABLE": "cutting_the_skip/table2",
 }
-# Commands in the blocks of this page need its files: test_extending.py runs them there.
+# Commands in the code blocks of docs/extending.md need the files of that page. test_extending.py
+# runs them.
 OURS = {
     one.text: one
     for one in COMMANDS
@@ -40,7 +41,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command; `overrides` is a request for `probe` and `sweep`."""
+    """A parsed command. Its `overrides` are a request for `probe` and `sweep`."""
 
     command: str
     options: argparse.Namespace
@@ -63,7 +64,7 @@ def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
 
 def check_probe(parsed: Parsed) -> None:
     with pytest.MonkeyPatch.context() as changed:
-        # The roles of a dataset of Hugging Face are only known when it is opened.
+        # The roles of a Hugging Face dataset are only known when it is opened.
         changed.setattr(HuggingFace, "supports", HuggingFace().supports)
         assert plan_request(parsed.overrides)
 

@@ -17,7 +17,7 @@ from tests.support.faults import encoder_file, exit_code, fork, photo_folder, pr
 from tests.support.places import one_of
 
 
-def on_a_terminal(work: Callable[[], object]) -> str:
+def run_on_a_terminal(work: Callable[[], object]) -> str:
     """Return what a function prints when stderr is a terminal."""
     child, terminal = pty.fork()
     if not child:
@@ -64,7 +64,7 @@ def test_a_log_gets_lines_with_the_time_left(capsys, monkeypatch):
     # At least every ten minutes, also if the number of items is unknown.
     lines = crawl(40, lambda _: 100.0, None)
     assert [line.split()[0] for line in lines][-4:] == ["20", "26", "32", "38"]
-    # Batches that arrive as a whole.
+    # The images of a batch arrive together.
     lines = crawl(48, lambda number: 80.0 if number % 16 == 15 else 0.01, 48)
     assert lines[:2] == ["16 of 48, about 3 min left", "32 of 48, about 1 min left"]
     durations = (0.4, 59.0, 61.0, 3599.0, 11100.0)
@@ -77,7 +77,7 @@ def test_the_time_left_on_a_terminal_ignores_the_first_slow_item():
         for number in show_progress(range(60), "loading"):
             time.sleep(0.005 if number else 0.5)
 
-    shown = on_a_terminal(load_then_crawl)
+    shown = run_on_a_terminal(load_then_crawl)
 
     left = re.findall(r" (\d+)/60 \[\d+:\d+<(\d+):(\d+),", shown)
     late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
@@ -92,7 +92,7 @@ def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
 
     assert main(words) == 0
     out, err = capfd.readouterr()
-    shown = on_a_terminal(lambda: main(words))
+    shown = run_on_a_terminal(lambda: main(words))
 
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert re.search(r"pca: +0%\|.*\| 0/3 \[", shown)
@@ -110,11 +110,11 @@ def exit_code_of_say(seconds: int) -> int:
 
 def test_a_process_killed_while_it_prints_blocks_no_other():
     output.say("before")
-    ready, held = os.pipe()
+    ready, is_locked = os.pipe()
 
     def hold_the_lock() -> None:
         with output.bar_class().external_write_mode(file=sys.stderr):
-            os.write(held, b"1")
+            os.write(is_locked, b"1")
             time.sleep(60)
 
     child = fork(hold_the_lock)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,12 +35,6 @@ FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 4, "dataset.num_va
 FILE = str(ROOT / "tests/support/own_module.py")
 
 
-def test_importing_the_suite_loads_no_torch():
-    code = "import ssl_bench, sys; print('torch' in sys.modules, *ssl_bench.__all__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["False", *ssl_bench.__all__]
-
-
 def test_the_properties_of_a_module_are_found():
     module = own_module.own()
 
@@ -60,7 +53,7 @@ def test_the_properties_of_a_module_are_found():
     assert ssl_bench.Encoder.from_module(module).native_size == (72, 72)
 
 
-def test_blocks_with_names_are_counted_like_blocks_with_numbers():
+def test_blocks_with_names_have_numbers():
     module = torchvision.models.VisionTransformer(32, 8, 3, 2, 16, 32).eval()
     encoder = ssl_bench.Encoder.from_module(module, mean=0, std=1)
     images, outputs = torch.rand(2, 3, 32, 32), list[Tensor]()
@@ -75,37 +68,21 @@ def test_blocks_with_names_are_counted_like_blocks_with_numbers():
     torch.testing.assert_close(found[1]["token"].flatten(1, 2), outputs[0][:, 1:])
 
 
-def resnet() -> nn.Module:
-    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 3, 2])
+def test_the_patch_size_of_a_hierarchical_module_is_the_stride_of_its_blocks():
+    resnet = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 3, 2])
+    swin = torchvision.models.SwinTransformer([4, 4], 12, [1, 1, 3, 1], [1, 1, 1, 1], [7, 7])
+    for module, blocks, expected in (
+        (resnet, None, (16, 3, 256)), (resnet, "layer4", (32, 2, 512)), (swin, None, (16, 3, 48)),
+    ):  # fmt: skip
+        encoder = ssl_bench.Encoder.from_module(module, blocks=blocks)
+        assert (encoder.patch_size, encoder.depth, encoder.dim) == expected
+    with pytest.raises(CheckpointError, match=r"blocks='NAME'"):
+        ssl_bench.Encoder.from_module(torchvision.models.mobilenet_v3_small(), blocks="features")
 
 
-def swin() -> nn.Module:
-    return torchvision.models.SwinTransformer([4, 4], 12, [1, 1, 3, 1], [1, 1, 1, 1], [7, 7])
-
-
-@pytest.mark.parametrize(
-    ("module", "blocks", "expected"),
-    [
-        (resnet, None, (16, 3, 256)),
-        (resnet, "layer4", (32, 2, 512)),
-        (swin, None, (16, 3, 48)),
-        (torchvision.models.mobilenet_v3_small, "features", None),
-    ],
-)
-def test_the_patch_of_maps_is_their_stride(module, blocks, expected):
-    if expected is None:
-        with pytest.raises(CheckpointError, match=r"blocks='NAME'"):
-            ssl_bench.Encoder.from_module(module(), blocks=blocks)
-        return
-
-    encoder = ssl_bench.Encoder.from_module(module(), blocks=blocks)
-
-    assert (encoder.patch_size, encoder.depth, encoder.dim) == expected
-
-
-# A batch that is not full, and full ones alone.
+# With 3, the last batch of the four images is smaller than the others.
 @pytest.mark.parametrize("batch_size", [3, 2])
-def test_features_of_a_module_are_what_its_blocks_give(batch_size):
+def test_features_of_a_module_equal_the_outputs_of_its_blocks(batch_size):
     module, images = own_module.own().eval(), torch.rand(4, 3, 32, 32)
     mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in ([0.5] * 3, [0.25] * 3))
 
@@ -155,13 +132,13 @@ def test_python_and_the_command_line_build_the_same_request(tmp_path, monkeypatc
     words = ["--task", "pca,knn", "--dataset", "folder,toy", "--data-root", f"folder={tmp_path}"]
     words += ["--layer", "0,-1", "--out", "there", "--device", "cpu", "--on-bad-image", "skip"]
     words += ["--overwrite", "--limit", "3", "--pictures", "2", "probe.tau=0.5", "seed=4"]
-    asked: dict[str, Any] = {"task": "pca,knn", "dataset": "folder,toy", "layer": "0,-1"}
-    asked |= {"data_root": f"folder={tmp_path}", "out": "there", "device": "cpu"}
-    asked |= {"on_bad_image": "skip", "overwrite": True, "limit": 3, "pictures": 2}
+    given: dict[str, Any] = {"task": "pca,knn", "dataset": "folder,toy", "layer": "0,-1"}
+    given |= {"data_root": f"folder={tmp_path}", "out": "there", "device": "cpu"}
+    given |= {"on_bad_image": "skip", "overwrite": True, "limit": 3, "pictures": 2}
 
     assert main(["probe", *words, "--checkpoint", "demo:skip"]) == 3
     with pytest.raises(DataError):
-        ssl_bench.probe("demo:skip", **asked, tau=0.5, seed=4)
+        ssl_bench.probe("demo:skip", **given, tau=0.5, seed=4)
 
     typed, called = (
         replace(request, checkpoints=(), overrides=sorted(request.overrides))
@@ -178,27 +155,27 @@ def test_all_tasks_that_fit_a_folder_run_in_one_call(tmp_path, capsys):
     for number in range(2):
         picture(number, 48, 64).save(photos / f"{number}.png")
 
-    asked: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
+    given: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
     with pytest.raises(ConfigurationError, match=r"^no task fits Own: .*layers"):
-        ssl_bench.probe(own_module.own(), layer="9", out=tmp_path / "none", **asked)
+        ssl_bench.probe(own_module.own(), layer="9", out=tmp_path / "none", **given)
 
-    found = ssl_bench.probe(own_module.own(), layer="1", out=tmp_path / "results", **asked)
+    found = ssl_bench.probe(own_module.own(), layer="1", out=tmp_path / "results", **given)
 
     tasks = {"attention", "pca", "tokencut", "geometry", "conditioning", "correspondence"}
     assert {record.task for record in found} == tasks
     (tile,) = (tmp_path / "results/pictures/pca").glob("*/*/*/block01/0.png.png")
     with Image.open(tile) as file:
-        # The photograph and its map, each 144 pixels high and as wide as 64 x 48 is then.
+        # The photograph and its map, each resized from 64 x 48 to 192 x 144 pixels.
         assert file.width == 2 * 192 + 3 * 4
     assert "no class labels for classification and clustering and knn" in capsys.readouterr().err
 
 
-def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
-    asked: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
-    asked |= {"pictures": 1, "limit": 3}
+def test_messages_and_hints_name_the_keywords_of_python(tmp_path, capsys):
+    given: dict[str, Any] = {"task": "pca", "layer": "1", "out": tmp_path / "r", **FEW}
+    given |= {"pictures": 1, "limit": 3}
     say_once.cache_clear()
-    ssl_bench.probe(own_module.own(), **asked)
-    found = ssl_bench.probe(own_module.own(), **asked)
+    ssl_bench.probe(own_module.own(), **given)
+    found = ssl_bench.probe(own_module.own(), **given)
     err = capsys.readouterr().err
     assert "`pictures=3`" in err
     assert err.count("mean and standard deviation of ImageNet") == 1
@@ -209,23 +186,23 @@ def test_lines_and_errors_name_what_is_typed_in_python(tmp_path, capsys):
         ssl_bench.probe("demo:skip", task="pca", dataset="folder", out=tmp_path / "r")
     assert raised.value.hint == ("--data-root", "{folder}")
     with pytest.raises(ConfigurationError, match=r"use `layer=1`$"):
-        ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**asked, "layer": 0})
+        ssl_bench.probe("demo:skip", facet="blocks.1.mlp.act", **{**given, "layer": 0})
     with pytest.raises(ConfigurationError, match=r'use `style="text"`$'):
         found.table("word")
     for words in ({"task": "geometri"}, {"nothing": 3}, {"layers": [3]}):
         with pytest.raises(ConfigurationError):
-            ssl_bench.probe(own_module.own(), **{**asked, **words})
+            ssl_bench.probe(own_module.own(), **{**given, **words})
 
 
-def test_images_that_cannot_be_read_are_left_out_on_request(tmp_path):
+def test_unreadable_images_are_left_out_with_on_bad_image(tmp_path):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "b.png").touch()
-    asked: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
-    asked |= {"layer": "1", "out": tmp_path / "r"}
+    given: dict[str, Any] = {"task": "pca", "dataset": "folder", "data_root": tmp_path}
+    given |= {"layer": "1", "out": tmp_path / "r"}
 
     with pytest.raises(DataError):
-        ssl_bench.probe(own_module.own(), on_bad_image="fail", **asked)
-    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **asked)
+        ssl_bench.probe(own_module.own(), on_bad_image="fail", **given)
+    found = ssl_bench.probe(own_module.own(), on_bad_image="skip", **given)
     assert {record.num_images for record in found} == {1}
 
 
@@ -238,20 +215,22 @@ def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     assert [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].lines] == [[0, 2]]
     assert ssl_bench.read_results(tmp_path).table() == found.table()
     other = ssl_bench.probe(own_module.own(), task="pca", out=tmp_path, layer="0,-1", **FEW)
-    both, asked = ssl_bench.read_results(tmp_path), {"task": "pca", "dataset": "toy"}
+    both, given = ssl_bench.read_results(tmp_path), {"task": "pca", "dataset": "toy"}
     assert both.table(task="geometry") == found.table()
-    assert both.table("markdown", **asked) == other.table("markdown")
+    assert both.table("markdown", **given) == other.table("markdown")
     chosen = found.table(metric="rankme,lidar", facet="cls").splitlines()
     titles = [line.split()[1] for line in chosen if line.startswith("geometry: ")]
     assert titles == ["lidar", "rankme"]
-    drawn = [axis.get_title().split()[1] for axis in found.plot("rankme,lidar").axes if axis.lines]
-    assert drawn == ["lidar", "lidar", "rankme", "rankme"]
+    titles_drawn = [
+        axis.get_title().split()[1] for axis in found.plot("rankme,lidar").axes if axis.lines
+    ]
+    assert titles_drawn == ["lidar", "lidar", "rankme", "rankme"]
     for call in (lambda: found.table(metric="rank"), lambda: found.plot("rank")):
         with pytest.raises(ConfigurationError, match='use `metric="rankme"`'):
             call()
 
 
-def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
+def test_the_identity_of_a_module_ignores_the_import_name_of_its_file():
     makers = [runpy.run_path(FILE, run_name=name)["own"] for name in ("__main__", "mine")]
 
     one, other = (ssl_bench.Encoder.from_module(make()) for make in makers)
@@ -261,7 +240,7 @@ def test_who_imports_the_file_of_a_module_does_not_make_another_encoder():
 
 
 class _Reordered(own_module.Own):
-    """A module whose tokens are in another order."""
+    """A module that reorders its tokens with a function."""
 
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -276,6 +255,7 @@ class _Reordered(own_module.Own):
 
 
 def _by_columns(tokens: Tensor) -> Tensor:
+    """Reorder the patches column by column."""
     grid = tokens[:, 1:].unflatten(1, (4, 4)).transpose(1, 2)
     return torch.cat([tokens[:, :1], grid.flatten(1, 2)], 1)
 
@@ -298,12 +278,12 @@ def _by_columns(tokens: Tensor) -> Tensor:
         (own_module.Own(), {"std": 0.0}, "expected std above 0"),
     ],
 )
-def test_what_is_no_encoder_is_refused(module, settings, named):
+def test_a_module_that_is_no_encoder_is_refused(module, settings, named):
     with pytest.raises(CheckpointError, match=named):
         ssl_bench.Encoder.from_module(module, **settings)
 
 
-def test_tokens_in_order_are_accepted_where_patches_overlap():
+def test_overlapping_patches_in_order_are_accepted():
     module = _Reordered(lambda tokens: tokens)
     module.embed = nn.Conv2d(3, 16, 12, 8, padding=2)
 
@@ -327,7 +307,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
 
 
 class Renamed(own_module.Own):
-    """A module whose final norm has an unusual name. `forward` still uses the usual name."""
+    """A module whose final norm has an unusual name. Its `forward` uses the usual name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +319,7 @@ class Renamed(own_module.Own):
         return self.out_norm
 
 
-def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_named():
+def test_the_only_norm_after_the_blocks_is_the_final_norm():
     module, images = Renamed().eval(), torch.rand(2, 3, 32, 32)
 
     found = ssl_bench.extract_features(module, images, layers=[2], facets=("cls", "cls_normed"))
@@ -347,13 +327,13 @@ def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_name
     expected = module.out_norm(found[2]["cls"])
     torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
     module.other_norm = nn.LayerNorm(16)
-    with pytest.raises(UnfitEncoder, match=r"Pass its name: ssl_bench\.Encoder\.from_module"):
+    with pytest.raises(UnfitEncoder, match=r"ssl_bench\.Encoder\.from_module\(module, norm="):
         ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
     with pytest.raises(CheckpointError, match="final_layer"):
         ssl_bench.Encoder.from_module(module, norm="final_layer")
 
 
-def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
+def test_a_module_without_cls_is_probed_with_its_mean_patch(tmp_path, capsys):
     encoder = ssl_bench.Encoder.from_module(own_module.own(), num_registers=1)
 
     found = ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, **FEW)
@@ -372,6 +352,7 @@ def photographs(folder: Path, count: int) -> None:
 
 
 def features(folder: Path, *words: str) -> list[str]:
+    """Return the arguments that write features of `photos` to a folder."""
     return [
         *("features", "--checkpoint", f"{FILE}:own", "--data-root", "photos"),
         *("--layer", "0,2", "--facet", "cls,token", "--out", str(folder), *words),
@@ -395,13 +376,13 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [*names[:2], r"\udcff\udcfe.png"]
     file = tmp_path / "out" / index["file"][0]
-    held = safetensors.numpy.load_file(file) if form == "safetensors" else np.load(file)
+    stored = safetensors.numpy.load_file(file) if form == "safetensors" else np.load(file)
     files = [tmp_path / "photos" / name for name in names]
     expected = ssl_bench.extract_features(f"{FILE}:own", files, facets=("cls", "token"))
     for layer in (0, 2):
         for facet in ("cls", "token"):
             value = expected[layer][facet].numpy()
-            np.testing.assert_allclose(held[f"block{layer:02}.{facet}"], value, atol=1e-5)
+            np.testing.assert_allclose(stored[f"block{layer:02}.{facet}"], value, atol=1e-5)
 
     # Damaged files are written again.
     whole = file.read_bytes()
@@ -413,7 +394,7 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, for
     assert main(words) == 2
 
 
-def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
+def test_a_photograph_is_rotated_by_its_exif_orientation(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 3
@@ -428,19 +409,19 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
 def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 6)
-    monkeypatch.setattr("ssl_bench.cli.features._MOST_IMAGES", 2)
-    # Files of npz are the same to the bit; the order of a safetensors header is random.
+    monkeypatch.setattr("ssl_bench.cli.features._MAX_IMAGES", 2)
+    # Two npz files are bitwise identical. The order in a safetensors header is random.
     npz = ("--format", "npz")
     assert main(features(tmp_path / "whole", *npz)) == 0
     call, files = FeatureExtractor.__call__, tmp_path / "stopped"
 
-    def interrupted(*given: Any) -> Any:
+    def interrupt(*given: Any) -> Any:
         if len(list(files.glob("all-*"))) == 2:
             raise KeyboardInterrupt
         return call(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FeatureExtractor, "__call__", interrupted)
+        patch.setattr(FeatureExtractor, "__call__", interrupt)
         assert main(features(files, *npz)) == 130
     kept = {path: path.stat().st_mtime_ns for path in files.glob("all-*")}
     assert len(kept) == 2
@@ -454,7 +435,7 @@ def test_features_continue_after_an_interruption(tmp_path, monkeypatch):
     assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
 
 
-def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch):
+def test_features_accept_the_keys_of_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     Image.fromarray(np.full((32, 32), 4095, np.uint16)).save("photos/0.png")
@@ -471,7 +452,7 @@ def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("power", [-26, 20])
-def test_features_that_float16_does_not_hold_are_refused(tmp_path, monkeypatch, capsys, power):
+def test_features_outside_the_range_of_float16_are_refused(tmp_path, monkeypatch, capsys, power):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 2)
     model = build_vit(ViTConfig(image_size=32, patch_size=8, dim=12, depth=1, num_heads=2), seed=0)
@@ -484,22 +465,18 @@ def test_features_that_float16_does_not_hold_are_refused(tmp_path, monkeypatch, 
     assert main(words) == 0
 
 
-def test_features_of_another_image_size_are_never_mixed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    photographs(tmp_path / "photos", 1)
-    words = ["features", "--checkpoint", "demo:skip", "--layer", "0", "--data-root", "photos"]
-    assert main([*words, "--out", "out", "--image-size", "48"]) == 0
-    line = expect_error(capsys, [*words, "--out", "out", "--image-size", "32"], 2)
-    assert "different image_size; use `--out FOLDER`" in line
-
-
-def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):
+def test_features_with_other_settings_are_never_mixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 3)
     assert main(features(tmp_path / "out")) == 0
     assert main([*features(tmp_path / "out"), "--dtype", "float16"]) == 2
     line = expect_error(capsys, features(tmp_path / "out", "--layer", "0"), 2)
     assert "different layers; use `--out FOLDER`" in line
+    sized = features(tmp_path / "sized")
+    sized[sized.index("--checkpoint") + 1] = "demo:skip"
+    assert main([*sized, "--layer", "0", "--image-size", "48"]) == 0
+    line = expect_error(capsys, [*sized, "--layer", "0", "--image-size", "32"], 2)
+    assert "different image_size; use `--out FOLDER`" in line
     photographs(tmp_path / "more", 1)
     (tmp_path / "more/000.png").rename(tmp_path / "photos/new.png")
     assert main(features(tmp_path / "out")) == 2
@@ -514,7 +491,7 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     ("name", "function", "options"),
     [("skipless", skipless_, {"alpha": 2.0}), ("mimetic", mimetic_, {})],
 )
-def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, options):
+def test_initialisers_draw_the_same_weights_for_a_model_of_the_user(name, function, options):
     config = TimmConfig("vit_tiny_patch16_224", depths=[2], init=name, init_options=options)
     ours = build_encoder(config, seed=5)
     own = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2)
@@ -523,12 +500,12 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
     assert function(own, seed=5, **options) is own
 
     assert torch.equal(torch.get_rng_state(), state)
-    drawn, theirs = (
+    actual, expected = (
         {n: v for n, v in one.state_dict().items() if n.startswith("blocks.")}
         for one in (own, ours.get_submodule("model"))
     )
-    assert drawn.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[key]) for key, value in drawn.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in actual.items())
     with pytest.raises(ConfigurationError, match="expected a ViT"):
         function(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="nothing"):
@@ -554,7 +531,7 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
         ("notes.pth", "milk, bread and a longer line\n", "begins with text"),
     ],
 )
-def test_a_file_that_holds_no_encoder_is_refused(tmp_path, monkeypatch, name, content, named):
+def test_a_file_without_an_encoder_is_refused(tmp_path, monkeypatch, name, content, named):
     monkeypatch.chdir(tmp_path)
     Path(name.partition(":")[0]).write_text(content)
 
@@ -562,7 +539,7 @@ def test_a_file_that_holds_no_encoder_is_refused(tmp_path, monkeypatch, name, co
         ssl_bench.load_encoder(name)
 
 
-def test_a_module_of_a_file_takes_the_mean_and_deviation_of_its_address(tmp_path, monkeypatch):
+def test_a_module_in_a_file_uses_the_mean_and_deviation_of_its_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     Path("mine.py").write_text("from tests.support.own_module import own\n")
@@ -648,34 +625,27 @@ def unused():
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "is_other"),
-    [
-        ("UNUSED = 1", "UNUSED = 2", False),
-        ("    return 0", "    return 1", False),
-        ("size = 1", "size = 2", False),
-        ("[2.0, 3.0]", "[5.0, 3.0]", True),
-        ("zeros(1)", "ones(1)", True),
-        ("by * tokens", "by * tokens * 2", True),
-        ("power = 1", "power = 2", True),
-        ("with_offset(0.5)", "with_offset(0.25)", True),
-        ("tokens / 2", "tokens / 3", True),
-        ("VALUE = 4", "VALUE = 5", True),
-        ("* 7", "* 8", True),
-        ("* 11", "* 12", True),
-        ("slope=13.0", "slope=14.0", True),
-        ("by=2.5", "by=2.25", True),
-        ("ones(2", "zeros(2", True),
-        ("Own, 17", "Own, 18", True),
-        ("return 19.0", "return 20.0", True),
-        ("* 23", "* 24", True),
-        ("more = 29", "more = 30", True),
+CHANGES = {
+    "unused": [
+        ("UNUSED = 1", "UNUSED = 2"), ("    return 0", "    return 1"), ("size = 1", "size = 2"),
     ],
-)
-def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, new, is_other):
+    "used": [
+        ("[2.0, 3.0]", "[5.0, 3.0]"), ("zeros(1)", "ones(1)"), ("by * tokens", "by * tokens * 2"),
+        ("power = 1", "power = 2"), ("with_offset(0.5)", "with_offset(0.25)"),
+        ("tokens / 2", "tokens / 3"), ("VALUE = 4", "VALUE = 5"), ("* 7", "* 8"), ("* 11", "* 12"),
+        ("slope=13.0", "slope=14.0"), ("by=2.5", "by=2.25"), ("ones(2", "zeros(2"),
+        ("Own, 17", "Own, 18"), ("return 19.0", "return 20.0"), ("* 23", "* 24"),
+        ("more = 29", "more = 30"),
+    ],
+}  # fmt: skip
+"""Replacements in SCALED or HELPER, in code that the module does not use or uses."""
+
+
+def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
 
-    def load(folder: Path, old: str, new: str) -> ssl_bench.Encoder:
+    def load(name: str, old: str = "", new: str = "") -> ssl_bench.Encoder:
+        folder = tmp_path / name
         folder.mkdir()
         (folder / "mine.py").write_text(SCALED.replace(old, new))
         (folder / "helper.py").write_text(HELPER.replace(old, new))
@@ -684,9 +654,12 @@ def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch, old, 
             patch.delitem(sys.modules, "helper", raising=False)
             return ssl_bench.load_encoder(f"{folder}/mine.py:own")
 
-    one, other = load(tmp_path / "one", "", ""), load(tmp_path / "other", old, new)
-    assert one.sha256 == other.sha256
-    assert (one.identity() != other.identity()) == is_other
+    original = load("original")
+    for kind, changes in CHANGES.items():
+        for number, (old, new) in enumerate(changes):
+            changed = load(f"{kind}{number}", old, new)
+            assert changed.sha256 == original.sha256, new
+            assert (changed.identity() != original.identity()) == (kind == "used"), new
 
 
 @pytest.mark.slow
@@ -695,11 +668,13 @@ def test_settings_of_a_module_are_in_its_identity():
     settings: list[dict[str, Any]] = [
         {}, {}, {"image_size": 96}, {"norm": "blocks.0.norm1"}, {"num_registers": 1}
     ]  # fmt: skip
-    made = [ssl_bench.Encoder.from_module(module, **{"image_size": 64} | one) for one in settings]
-    assert len({str(encoder.identity()) for encoder in made}) == 4
+    encoders = [
+        ssl_bench.Encoder.from_module(module, **{"image_size": 64} | one) for one in settings
+    ]
+    assert len({str(encoder.identity()) for encoder in encoders}) == 4
 
 
-PICTURE = np.zeros((8, 8, 3), np.uint8)
+PIXELS = np.zeros((8, 8, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -713,18 +688,18 @@ PICTURE = np.zeros((8, 8, 3), np.uint8)
         (torch.rand(1, 8, 8, 3), "got 1 x 8 x 8 x 3"),
         ([torch.rand(3, 8, 8) * 255], "divide by 255"),
         ([torch.rand(1, 3, 8, 8)], "got 1 x 3 x 8 x 8"),
-        (PICTURE, "list of images"),
+        (PIXELS, "list of images"),
         ("photograph.jpg", "list of images"),
-        ([PICTURE / 255], "got 8 x 8 x 3 of float64"),
-        ([PICTURE[..., 0]], "got 8 x 8 of uint8"),
+        ([PIXELS / 255], "got 8 x 8 x 3 of float64"),
+        ([PIXELS[..., 0]], "got 8 x 8 of uint8"),
     ],
 )
-def test_images_that_are_no_batch_in_their_range_are_refused(images, named):
+def test_images_of_a_wrong_shape_type_or_range_are_refused(images, named):
     with unchecked_types(), pytest.raises(ConfigurationError, match=named):
         ssl_bench.extract_features(own_module.own(), images)
 
 
-def test_images_that_bicubic_resizing_left_slightly_outside_are_accepted():
+def test_images_slightly_outside_the_range_after_bicubic_resizing_are_accepted():
     images = torch.linspace(-0.1, 1.1, 3072).view(1, 3, 32, 32)
     found = ssl_bench.extract_features(own_module.own(), images, layers=[0])
     assert found[0]["token"].isfinite().all()

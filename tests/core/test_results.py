@@ -1,3 +1,5 @@
+"""Records: their digests, files, packed files and damage."""
+
 import hashlib
 import json
 import math
@@ -15,33 +17,14 @@ from ssl_bench.results.per_image import load_curve
 from ssl_bench.results.record import RecordReader
 
 RECORD = Record(
-    task="tokencut",
-    dataset="toy",
-    split="val",
-    layer=3,
-    depth=12,
-    facet="key",
-    protocol="reference",
-    metric="corloc",
-    value=40.0,
-    ci95=(35.0, 45.5),
-    num_images=60,
-    model="skip",
-    checkpoint_sha256="a" * 64,
-    architecture={"kind": "vit", "dim": 12},
-    mean=(0.5, 0.4, 0.3),
-    std=(0.2, 0.2, 0.2),
-    dataset_fingerprint="b" * 64,
-    seed=0,
-    settings={"tau": 0.2},
-    version="0.1.0",
-    git_commit=None,
-    torch="2.15.0",
-    device="cpu: x86_64, 2 threads",
-    seconds=1.5,
-    created="2026-01-02T03:04:05+00:00",
+    task="tokencut", dataset="toy", split="val", layer=3, depth=12, facet="key",
+    protocol="reference", metric="corloc", value=40.0, ci95=(35.0, 45.5), num_images=60,
+    model="skip", checkpoint_sha256="a" * 64, architecture={"kind": "vit", "dim": 12},
+    mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.2), dataset_fingerprint="b" * 64, seed=0,
+    settings={"tau": 0.2}, version="0.1.0", git_commit=None, torch="2.15.0",
+    device="cpu: x86_64, 2 threads", seconds=1.5, created="2026-01-02T03:04:05+00:00",
     details={"share": (0.5, math.nan)},
-)
+)  # fmt: skip
 
 # Fields that affect a value. Hardware, time and versions do not.
 KEYS = """architecture checkpoint_sha256 dataset dataset_fingerprint facet layer mean metric
@@ -86,7 +69,7 @@ def test_error_for_a_run_folder_recommends_to_probe_its_encoder(tmp_path):
 
 
 @pytest.mark.parametrize("log", ["[]\n", "not JSON\n"])
-def test_a_folder_with_other_files_of_these_names_is_no_run(tmp_path, log):
+def test_a_folder_with_unrelated_config_and_log_files_is_no_run(tmp_path, log):
     (tmp_path / "config.yaml").write_text("objective: x\nmodel: y\n")
     (tmp_path / "log.jsonl").write_text(log)
 
@@ -106,8 +89,8 @@ def test_encoder_id_depends_on_weights_architecture_mean_and_std():
 
 
 @pytest.mark.parametrize(("hits", "layers"), [(81, set()), (80, {RECORD.layer})])
-def test_per_image_values_half_a_point_off_are_damaged(tmp_path, hits, layers):
-    # 81 of 200 images are 40.5 %, 80 are the 40 % of the record.
+def test_per_image_values_that_differ_from_the_record_are_damaged(tmp_path, hits, layers):
+    # 81 of 200 images are 40.5 %, and 80 are the 40 % of the record.
     store, record = ResultStore(tmp_path), replace(RECORD, num_images=200)
     store.save(record, np.arange(200) < hits)
 
@@ -123,16 +106,16 @@ def test_digest_is_the_sha256_of_the_key_as_sorted_json():
     expected = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     assert RECORD.digest == RECORD.key().digest == expected
-    # Stands in the names of files, so that another one would orphan all records.
+    # The digest is part of file names, so another digest would orphan all records.
     assert expected == "ebb0052e2a1f2f9c"
     assert replace(RECORD, facet='ä"').digest == replace(RECORD, facet='ä"').key().digest
-    # Versions are in no digest until code of another version computes other numbers.
+    # Version 1 is not part of the digest.
     others = [replace(RECORD, **{name: 2}) for name in VERSIONS]
     assert len({RECORD.digest, *(other.digest for other in others)}) == 3
     assert all(other.digest == other.key().digest for other in others)
 
 
-def test_records_share_settings_typed_as_1_and_as_1_point_0(tmp_path):
+def test_records_share_equal_settings_of_int_and_float(tmp_path):
     store = ResultStore(tmp_path)
     kinds = [{"n": 7, "tau": 1}, {"n": 7, "tau": 1.0}, {"n": 7, "tau": True}]
     for layer, settings in enumerate(kinds):
@@ -153,7 +136,7 @@ def test_records_share_settings_typed_as_1_and_as_1_point_0(tmp_path):
     ("old", "new"),
     [(1.0, 1), ((1, 2.5), [1.0, 2.5]), ({"a": [0]}, {"a": [0.0]}), (1e20, 10**20)],
 )
-def test_load_finds_settings_typed_as_1_and_as_1_point_0(tmp_path, pack, old, new):
+def test_load_finds_equal_settings_of_int_and_float(tmp_path, pack, old, new):
     hits = np.array([True, False])
     record = replace(RECORD, num_images=2, value=50.0, ci95=None, settings={"tau": old})
     ResultStore(tmp_path).save(record, hits)
@@ -171,7 +154,7 @@ def test_load_finds_settings_typed_as_1_and_as_1_point_0(tmp_path, pack, old, ne
     assert store.load(replace(key, settings={"tau": True})) is None
 
 
-def test_the_later_of_two_records_typed_as_1_and_1_point_0_is_shown(tmp_path):
+def test_the_later_of_two_records_with_equal_settings_is_returned(tmp_path):
     store = ResultStore(tmp_path)
     for hour, (tau, value) in enumerate([(2, 40.0), (1.0, 41.0), (1, 42.0), (2.0, 43.0)]):
         created = f"2026-01-02T0{hour}:00:00+00:00"
@@ -185,9 +168,9 @@ def test_a_flipped_bit_of_a_record_is_never_read_as_another_record(tmp_path):
     path = store.save(RECORD)
     (before,), content = store.records(), path.read_bytes()
 
-    for place in range(0, 8 * len(content), 149):
+    for bit in range(0, 8 * len(content), 149):
         flipped = bytearray(content)
-        flipped[place // 8] ^= 1 << place % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         assert store.load(RECORD.key()) in (None, before)
 
@@ -207,7 +190,7 @@ def test_reformatted_and_older_records_without_digests_are_read(tmp_path):
     assert store.records() == [before]
 
 
-def packed(folder: Path) -> ResultStore:
+def pack_records(folder: Path) -> ResultStore:
     """Return a store with three records, their per-image values and image names in one file."""
     store, hits = ResultStore(folder), np.arange(8) < 4
     for layer in range(3):
@@ -219,6 +202,7 @@ def packed(folder: Path) -> ResultStore:
 
 
 def contents(store: ResultStore) -> list:
+    """Return the records, their per-image values and the names of the images."""
     records = store.records()
     images = [store.per_image(record) for record in records]
     assert store.damaged == []
@@ -226,7 +210,7 @@ def contents(store: ResultStore) -> list:
 
 
 def test_a_record_saved_after_packing_replaces_the_packed_one(tmp_path):
-    record, hits = packed(tmp_path).records()[0], np.arange(8) < 6
+    record, hits = pack_records(tmp_path).records()[0], np.arange(8) < 6
 
     ResultStore(tmp_path).save(replace(record, value=75.0), hits)
 
@@ -236,13 +220,13 @@ def test_a_record_saved_after_packing_replaces_the_packed_one(tmp_path):
 
 
 def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
-    expected = contents(packed(tmp_path))
+    expected = contents(pack_records(tmp_path))
     path = tmp_path / "records.parquet"
     whole, noticed = path.read_bytes(), 0
 
-    for place in range(0, 8 * len(whole), 499):
+    for bit in range(0, 8 * len(whole), 499):
         flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
+        flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         store = ResultStore(tmp_path)
         try:
@@ -258,7 +242,7 @@ def test_every_flipped_bit_of_packed_records_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("column", ["file", "record", "images", "sha256"])
 def test_a_changed_row_is_reported_and_stays_damaged(tmp_path, column):
-    packed(tmp_path)
+    pack_records(tmp_path)
     path = tmp_path / "records.parquet"
     table = parquet.read_table(path)
     at = next(n for n, file in enumerate(table["file"].to_pylist()) if file.startswith(b"records"))
@@ -272,15 +256,15 @@ def test_a_changed_row_is_reported_and_stays_damaged(tmp_path, column):
     assert len(store.unreadable) == 1
     store.pack()
     assert len(ResultStore(tmp_path).records()) == 2
-    # Once it is computed again it counts, unless its damaged name says nothing.
+    # A damaged row is replaced by a new record, unless the name of its file is damaged.
     for layer in range(3):
         store.save(replace(RECORD, layer=layer))
     assert len(store.records()) == 3
     assert (store.unreadable == {}) == (column != "file")
 
 
-def test_packed_records_without_a_row_are_refused_and_without_digests_read(tmp_path):
-    expected = contents(packed(tmp_path))
+def test_packed_records_need_all_rows_but_no_digests(tmp_path):
+    expected = contents(pack_records(tmp_path))
     path = tmp_path / "records.parquet"
     table = parquet.read_table(path)
     parquet.write_table(table.slice(1), path)
@@ -306,7 +290,7 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
     assert store.damaged == [path]
 
 
-def encoders_of(count: int) -> list[Record]:
+def encoder_records(count: int) -> list[Record]:
     """Return two records for each of `count` encoders."""
     models = [f"encoder {number}" for number in range(count)]
     return [
@@ -318,7 +302,7 @@ def encoders_of(count: int) -> list[Record]:
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_encoders_are_found_without_parsing_their_records(tmp_path, monkeypatch, pack):
-    records = encoders_of(3)
+    records = encoder_records(3)
     for record in records:
         ResultStore(tmp_path).save(record)
     if pack:
@@ -330,7 +314,7 @@ def test_encoders_are_found_without_parsing_their_records(tmp_path, monkeypatch,
     paths = store.encoders()
 
     assert read == []
-    assert {one: len(places) for one, places in paths.items()} == {
+    assert {one: len(files) for one, files in paths.items()} == {
         record.encoder(): 2 for record in records
     }
     assert store.records(paths[records[2].encoder()]) == records[2:4]
@@ -338,18 +322,18 @@ def test_encoders_are_found_without_parsing_their_records(tmp_path, monkeypatch,
 
 
 def test_encoders_reports_invalid_files_and_reads_reformatted_ones(tmp_path):
-    store, records = ResultStore(tmp_path), encoders_of(4)
+    store, records = ResultStore(tmp_path), encoder_records(4)
     paths = [store.save(record) for record in records]
     paths[0].write_text(json.dumps(json.loads(paths[0].read_text())))
     paths[2].write_text("{")
-    # A wrong digit in the weights of an encoder.
+    # One digit of the digest of the weights is wrong.
     paths[4].write_text(paths[4].read_text().replace("2" * 64, "3" + "2" * 63))
     paths[6].rename(tmp_path / "elsewhere")
     paths[6].symlink_to(tmp_path / "elsewhere")
 
     found = store.encoders()
 
-    counts = {one.model: len(places) for one, places in found.items()}
+    counts = {one.model: len(files) for one, files in found.items()}
     assert counts == {"encoder 0": 2, "encoder 1": 1, "encoder 2": 1, "encoder 3": 1}
     assert store.unreadable.keys() == {paths[2], paths[4], paths[6]}
     assert store.num_records == 8

@@ -1,20 +1,29 @@
-import json
+"""Wheels contain configurations, demo encoders and the commit of their source."""
+
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ssl_bench.system.process import source_commit
-
 ROOT = Path(__file__).parents[2]
+COMMIT = """
+from ssl_bench.system.process import provenance_fields
+print(provenance_fields("cpu", 1.0)["git_commit"])
+"""
+CONFIGURATIONS = """
+from ssl_bench.composition.compose import build, compose_config, config_folder
+from ssl_bench.tables.published import load_published_tables
+build(compose_config('probing', ['probe=pca']), 'probe')
+assert load_published_tables()
+print(config_folder())
+"""
 
 
-def built(source: Path, folder: Path, *options: str) -> Path:
-    """Build and unpack a wheel; return its folder."""
+def build_wheel(source: Path, folder: Path, *options: str) -> Path:
+    """Build and unpack a wheel. Return its folder."""
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -22,50 +31,18 @@ def built(source: Path, folder: Path, *options: str) -> Path:
     return folder / "site"
 
 
-def printed(code: str, site: Path, folder: Path) -> str:
-    """Return the output of code that imports the packages of an unpacked wheel."""
+def run_installed(code: str, site: Path, folder: Path) -> list[str]:
+    """Return the words that code prints if it imports the packages of an unpacked wheel."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout
+    ).stdout.split()
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_its_configurations_and_encoders_and_finds_them(tmp_path):
-    unpacked = built(ROOT, tmp_path / "wheel", "--wheel")
-    for name, source in (("configs", ROOT / "configs"), ("demo", ROOT / "results/demo")):
-        inside, outside = (
-            {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.*") if p.is_file()}
-            for folder in (unpacked / "ssl_bench" / name, source)
-        )
-        assert inside == outside
-        assert inside
-    packages = {p.name for p in unpacked.iterdir() if not p.name.endswith(".dist-info")}
-    assert packages == {"ssl_bench", "pretrain", "probes"}
-
-    code = (
-        "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
-        "from ssl_bench.tables.published import load_published_tables\n"
-        "from ssl_bench.system.process import source_commit\n"
-        "build(compose_config('probing', ['probe=pca']), 'probe')\n"
-        "assert load_published_tables()\n"
-        "print(config_folder(), source_commit())"
-    )
-    found = printed(code, unpacked, tmp_path).split()
-    assert found == [str(unpacked / "ssl_bench" / "configs"), str(source_commit())]
-
-
-PROVENANCE = """
-import json
-from ssl_bench.system.process import provenance_fields
-print(json.dumps(provenance_fields("cpu", 1.0)))
-"""
-
-
-@pytest.mark.slow
-def test_records_of_an_installed_copy_say_the_commit_and_changes(tmp_path):
+def test_a_wheel_contains_configurations_encoders_and_its_commit(tmp_path):
     source = tmp_path / "source"
-    for name in ("ssl_bench", "pretrain", "probes", "configs", "results/demo"):
+    for name in ("ssl_bench", "pretrain", "probes", "configs", "results/demo", "tests/cli"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -75,15 +52,26 @@ def test_records_of_an_installed_copy_say_the_commit_and_changes(tmp_path):
         command = ["git", "-C", str(source), *author, *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    def recorded(site: Path) -> Any:
-        return json.loads(printed(PROVENANCE, site, tmp_path))["git_commit"]
-
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "a")
     commit = git("rev-parse", "HEAD")
 
     # `python -m build` builds wheels from a source archive, which contains no git folder.
-    assert recorded(built(source, tmp_path / "clean")) == commit
+    unpacked = build_wheel(source, tmp_path / "clean")
+
+    for name, original in (("configs", source / "configs"), ("demo", source / "results/demo")):
+        inside, outside = (
+            {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.*") if p.is_file()}
+            for folder in (unpacked / "ssl_bench" / name, original)
+        )
+        assert inside == outside
+        assert inside
+    packages = {p.name for p in unpacked.iterdir() if not p.name.endswith(".dist-info")}
+    assert packages == {"ssl_bench", "pretrain", "probes"}
+    printed = run_installed(COMMIT + CONFIGURATIONS, unpacked, tmp_path)
+    assert printed == [commit, str(unpacked / "ssl_bench" / "configs")]
+
     (source / "README.md").write_text("changed")
-    assert recorded(built(source, tmp_path / "dirty", "--wheel")) == f"{commit}-dirty"
+    changed = build_wheel(source, tmp_path / "changed", "--wheel")
+    assert run_installed(COMMIT, changed, tmp_path) == [f"{commit}-dirty"]

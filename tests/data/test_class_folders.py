@@ -15,7 +15,7 @@ from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import ConfigurationError, DataError
 
 
-def put(root: Path, *names: str) -> Path:
+def save_images(root: Path, *names: str) -> Path:
     for number, name in enumerate(names):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,8 +29,8 @@ def labels_of(images: LabelledImages) -> dict[str, str]:
 
 
 def test_labels_of_validation_images_number_the_training_folders(tmp_path):
-    put(tmp_path, "train/a/images/1.JPEG", "train/b/2.png", "train/c/3.png", "test/c/4.png")
-    put(tmp_path, "other/a/3.png")
+    save_images(tmp_path, "train/a/images/1.JPEG", "train/b/2.png", "train/c/3.png", "test/c/4.png")
+    save_images(tmp_path, "other/a/3.png")
     (tmp_path / "train/a/a_boxes.txt").touch()
     dataset = ClassFolders(tmp_path)
 
@@ -47,8 +47,8 @@ def test_labels_of_validation_images_number_the_training_folders(tmp_path):
 
 
 def test_tiny_imagenet_lists_the_classes_of_a_flat_folder(tmp_path):
-    put(tmp_path, "train/n1/images/n1_0.png", "train/n2/images/n2_0.png")
-    put(tmp_path / "val/images", "val_0.png", "val_1.png")
+    save_images(tmp_path, "train/n1/images/n1_0.png", "train/n2/images/n2_0.png")
+    save_images(tmp_path / "val/images", "val_0.png", "val_1.png")
     listing = tmp_path / "val/val_annotations.txt"
     listing.write_text("val_0.png\tn2\t0\t32\t44\t62\nval_1.png\tn1\t5\t5\t9\t9\n")
 
@@ -61,7 +61,7 @@ def test_tiny_imagenet_lists_the_classes_of_a_flat_folder(tmp_path):
 
 
 def test_a_class_without_training_images_is_refused_or_left_out(tmp_path):
-    put(tmp_path, "train/a/1.png", "train/b/1.png", "val/zebra/1.png", "val/b/1.png")
+    save_images(tmp_path, "train/a/1.png", "train/b/1.png", "val/zebra/1.png", "val/b/1.png")
 
     with pytest.raises(DataError, match="zebra") as caught:
         ClassFolders(tmp_path).val()
@@ -70,22 +70,24 @@ def test_a_class_without_training_images_is_refused_or_left_out(tmp_path):
 
 
 def test_a_share_is_taken_of_every_class(tmp_path):
-    put(tmp_path, *(f"train/{name}/{number}.png" for name in "ab" for number in range(4)))
+    save_images(tmp_path, *(f"train/{name}/{number}.png" for name in "ab" for number in range(4)))
     halves = ClassFolders(tmp_path, train_split="train:0-50%", val_split="train:50-100%")
 
     assert halves.train().ids == ("a/0.png", "a/1.png", "b/0.png", "b/1.png")
     assert halves.val().ids == ("a/2.png", "a/3.png", "b/2.png", "b/3.png")
     with pytest.raises(ConfigurationError):
         ClassFolders(tmp_path, val_split="train:50-100%").val()
-    # Class folders directly below the root, one of which is called train.
-    put(tmp_path / "flat", *(f"{name}/{n}.png" for name in ("train", "bus") for n in range(5)))
+    # The root directly contains class folders, one of which is called train.
+    save_images(
+        tmp_path / "flat", *(f"{name}/{n}.png" for name in ("train", "bus") for n in range(5))
+    )
     flat = ClassFolders(tmp_path / "flat")
     assert (len(flat.train()), flat.val().ids) == (8, ("bus/4.png", "train/4.png"))
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
 def test_a_copy_is_found_among_files_of_equal_size_and_time(tmp_path, fingerprint):
-    put(tmp_path, "train/a/1.bmp", "train/b/2.bmp", "train/b/3.bmp", "val/b/4.bmp")
+    save_images(tmp_path, "train/a/1.bmp", "train/b/2.bmp", "train/b/3.bmp", "val/b/4.bmp")
     (tmp_path / "val/b/4.bmp").write_bytes((tmp_path / "train/b/2.bmp").read_bytes())
     for path in tmp_path.rglob("*.bmp"):
         os.utime(path, (1e9, 1e9))
@@ -99,7 +101,7 @@ def test_a_copy_is_found_among_files_of_equal_size_and_time(tmp_path, fingerprin
 
 
 def test_a_root_without_class_folders_or_images_is_refused(tmp_path):
-    put(tmp_path, "train/1.png")
+    save_images(tmp_path, "train/1.png")
 
     with pytest.raises(DataError, match=r"1\.png is in no class folder"):
         ClassFolders(tmp_path).train()
@@ -111,7 +113,7 @@ def test_a_root_without_class_folders_or_images_is_refused(tmp_path):
 
 
 def test_a_user_may_name_the_images_but_not_as_published_ones(tmp_path):
-    put(tmp_path, "train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png")
+    save_images(tmp_path, "train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png")
     named = ClassFolders(tmp_path, name="pets")
 
     assert named.name == named.train().name == named.val().name == "pets"
@@ -125,9 +127,9 @@ def test_a_user_may_name_the_images_but_not_as_published_ones(tmp_path):
 
 
 def test_pictures_are_found_at_any_depth_and_through_links(tmp_path):
-    root = put(tmp_path / "root", "b/2.png", "b/1.JPEG", "a.bmp", "c/d/e/3.webp")
-    put(root, ".hidden/4.png", "b/._1.png")
-    put(tmp_path / "elsewhere", "0.png", "1.png")
+    root = save_images(tmp_path / "root", "b/2.png", "b/1.JPEG", "a.bmp", "c/d/e/3.webp")
+    save_images(root, ".hidden/4.png", "b/._1.png")
+    save_images(tmp_path / "elsewhere", "0.png", "1.png")
     (root / "readme.txt").touch()
     (root / "link").symlink_to(tmp_path / "elsewhere")
     (root / "circle").symlink_to(root)

@@ -1,8 +1,9 @@
-"""The contract of every dataset of `configs/dataset`.
+"""The contract that every dataset in `configs/dataset` must fulfil.
 
 A new dataset needs no entry here.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,24 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from ssl_bench.data import samples
 from ssl_bench.data.layouts.ade20k import Ade20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import ROLE_ANNOTATIONS, SPLITS_OF_ROLES, Layout, datasets_with
+from ssl_bench.data.samples import ROLE_ANNOTATIONS, SPLITS_OF_ROLES, Layout
 from ssl_bench.data.sources import SOURCES
 from ssl_bench.errors import ConfigurationError, DataError, MachineError
 
 CONFIGS = Path(__file__).parents[2] / "configs/dataset"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+# The function builds all datasets, which takes most of the time of these tests.
+datasets_with = cache(samples.datasets_with)
+
+
+@pytest.fixture(autouse=True)
+def roles_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "datasets_with", datasets_with)
 
 
 def dataset_of_config(name: str, root: str | None = "/data") -> Any:

@@ -1,4 +1,4 @@
-"""Corruptions of images: reproducible pixels and draws, and no state."""
+"""Corruptions of images: reproducible pixels, and random draws that leave no state."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +27,14 @@ from tests.support.spair import spair
 
 pytest.importorskip("imagecorruptions")
 
-# Sha256 of `picture` in all severities of all corruptions but motion_blur, whose last bit depends
-# on the processor. If a newer package gives another one, `_VERSION` of corruptions.py counts up.
+# SHA-256 of `picture` with all corruptions and severities. Motion blur is left out, because its
+# last bit depends on the processor. If a newer package changes the digest, increase `_VERSION` in
+# corruptions.py.
 PIXELS = "3534a8238b8ee5adb31bd19a18834c4a452f6f0b54c3a47d7bfbca2f4bff7dad"
 
 
 def picture() -> np.ndarray:
-    """Return grey blocks with coloured noise, shape [40, 48, 3]."""
+    """Return an image of grey blocks with coloured noise, of shape [40, 48, 3]."""
     draws = np.random.RandomState(0)
     blocks = np.kron(draws.randint(0, 256, (5, 6, 1)), np.ones((8, 8, 3)))
     return np.clip(blocks + draws.randint(-30, 31, (40, 48, 3)), 0, 255).astype(np.uint8)

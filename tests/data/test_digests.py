@@ -1,4 +1,6 @@
-"""Find the line of a sha256 file that belongs to a given file."""
+"""The file with the digest of a checkpoint: which of its lines belongs to the checkpoint."""
+
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,23 +23,16 @@ def test_weights_load_whichever_line_is_theirs(tmp_path):
         assert load_encoder(str(path)).sha256 == identify_encoder(str(path)).sha256 == digest
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        f"{OTHER}  other.safetensors\n",
-        f"{OTHER}\n",
-        "",
-        "\udcff\udcfe",
-        *(f"{text}  last.safetensors\n" for text in (OTHER[1:], OTHER + "0", f"g{OTHER[1:]}")),
-    ],
-)
-def test_a_sidecar_without_the_digest_of_the_weights_is_refused(tmp_path, content):
+def test_a_sidecar_without_the_digest_of_the_weights_is_refused(tmp_path):
     path = encoder_file(tmp_path / "last.safetensors")
-    path.with_name(SIDECAR).write_bytes(content.encode(errors="surrogateescape"))
-
-    for read in (identify_encoder, load_encoder):
-        with pytest.raises(CheckpointError):
-            read(str(path))
+    for content in (
+        *(f"{OTHER}  other.safetensors\n", f"{OTHER}\n", "", "\udcff\udcfe"),
+        *(f"{text}  last.safetensors\n" for text in (OTHER[1:], OTHER + "0", f"g{OTHER[1:]}")),
+    ):
+        path.with_name(SIDECAR).write_bytes(content.encode(errors="surrogateescape"))
+        for read in (identify_encoder, load_encoder):
+            with pytest.raises(CheckpointError):
+                read(str(path))
 
 
 def test_while_weights_are_replaced_both_digests_are_listed(tmp_path, monkeypatch):
@@ -45,10 +40,8 @@ def test_while_weights_are_replaced_both_digests_are_listed(tmp_path, monkeypatc
     before = file_sha256(path)
     path.with_name(SIDECAR).write_bytes(b"\xff\n" + f"{before}  x".encode())
 
-    def interrupt(path, write):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ssl_bench.models.loading.checkpoint.write_atomically", interrupt)
+    writer = "ssl_bench.models.loading.checkpoint.write_atomically"
+    monkeypatch.setattr(writer, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_encoder(path, build_vit(TINY, seed=1), {})
 

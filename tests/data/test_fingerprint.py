@@ -1,13 +1,15 @@
-"""Row 54 of the catalogue of faults: fingerprints depend on file contents, which are read once.
+"""Fingerprints depend on the contents of files, which are read once, and on the meaning of labels.
 
-With data.fingerprint=stat they depend on sizes and times, and a message says so.
+With data.fingerprint=stat they depend on sizes and modification times, and a message says so.
 """
 
 import os
+import pickle
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files import fingerprints
+from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap, Masks
 from ssl_bench.data.files.fingerprints import (
     ReadOptions,
     dataset_with_read_options,
@@ -72,7 +75,7 @@ def tiny_imagenet(root: Path) -> Path:
 
 
 def named_folders(root: Path) -> Path:
-    """Create a training image, a validation image, masks and a list of classes."""
+    """Create a training image, a validation image, their masks and a list of classes."""
     paired_folders(root, {"train": "1", "val": "1"})
     (root / "classes.txt").write_text("sky\nsea\na\nb\nc\nd\ne\nf\ng")
     return root
@@ -107,14 +110,14 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_changed_bytes_of_equal_size_and_time_are_noticed(tmp_path, case):
-    make, opened, file, old, new = CASES[case]
+    make, open_images, file, old, new = CASES[case]
     root = make(tmp_path / "data")
     settle()
-    before = [opened(root).fingerprint() for _ in range(2)]
+    before = [open_images(root).fingerprint() for _ in range(2)]
 
     repaint(root / file, old, new)
 
-    assert before[0] == before[1] != opened(root).fingerprint()
+    assert before[0] == before[1] != open_images(root).fingerprint()
 
 
 def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read):
@@ -193,7 +196,6 @@ def test_results_by_sizes_and_times_are_kept_apart(workdir, capsys):
     assert sorted(kinds) == [False, True]
     assert main(["table"]) == 0
     assert "data stat-" in capsys.readouterr().out
-    expect_error(capsys, [*words, "data.fingerprint=times"], 2)
 
 
 def test_a_run_does_not_resume_with_changed_images(workdir, capsys):
@@ -202,18 +204,18 @@ def test_a_run_does_not_resume_with_changed_images(workdir, capsys):
     )
     by_stat = [*run, "data.fingerprint=stat"]
     assert main(by_stat) == main([*by_stat, "--resume"]) == 0
-    said = expect_error(capsys, [*run, "--resume"], 2)
-    assert "data.fingerprint: stat -> content" in said
-    # This difference follows from the other one.
-    assert "image_files: " not in said
+    message = expect_error(capsys, [*run, "--resume"], 2)
+    assert "data.fingerprint: stat -> content" in message
+    # This difference is a consequence of the other one.
+    assert "image_files: " not in message
     settle()
     assert main([*run, "--overwrite"]) == 0
 
     repaint(workdir / "photos/0.jpg")
 
-    said = expect_error(capsys, [*run, "--resume"], 2)
-    assert "image_files: " in said
-    assert "images: " not in said
+    message = expect_error(capsys, [*run, "--resume"], 2)
+    assert "image_files: " in message
+    assert "images: " not in message
 
 
 # The cache of digests.
@@ -230,7 +232,7 @@ def test_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fingerprints, "file_state", coarse)
     root = photo_folder(tmp_path / "photos", 1)
-    # Both within one second of the clock.
+    # Make both changes within the same second.
     if time.time() % 1 > 0.7:
         time.sleep(1 - time.time() % 1 + 0.02)
     repaint(root / "0.jpg")
@@ -285,7 +287,7 @@ def test_a_cache_that_cannot_be_written_is_reported_once(
 
 @pytest.mark.parametrize(
     ("command", "number", "code", "least"),
-    # A probe has also stored that all 40 photographs can be decoded.
+    # A probe also stores for each of the 40 photographs that it can be decoded.
     [("probe", signal.SIGINT, 130, 70), ("pretrain", signal.SIGTERM, 75, 30)],
 )
 def test_an_interrupt_keeps_the_computed_digests(
@@ -303,13 +305,13 @@ def test_an_interrupt_keeps_the_computed_digests(
 
     monkeypatch.setattr(fingerprints, "_read", read_slowly)
     words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
-    child = fork(lambda: main(words), stderr=workdir / "said")
+    child = fork(lambda: main(words), stderr=workdir / "stderr")
     deadline = time.monotonic() + 30
     while not (workdir / "slow").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(child, number)
 
-    assert exit_code(child) == code, (workdir / "said").read_text()
+    assert exit_code(child) == code, (workdir / "stderr").read_text()
     kept = sum(len(fingerprints._load_entries(path)) for path in cache.iterdir())
     assert least <= kept < least + 45
 
@@ -336,3 +338,56 @@ def test_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
     os.mkfifo(root / "1.jpg")
     with pytest.raises(DataError, match=r"1\.jpg is not a regular file"):
         fingerprint(root)
+
+
+# Image sets that read files.
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> FileImageSet:
+    """Return an image set of images a, b and c."""
+    paired_folders(tmp_path, {"train": "abc", "val": "d"})
+    return ImageMaskFolders(tmp_path, class_names=[str(n) for n in range(9)]).train()
+
+
+def test_an_image_that_is_named_twice_is_refused(images):
+    with pytest.raises(DataError):
+        replace(images, ids=("a", "b", "a")).validate()
+
+
+def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images):
+    assert images.masks is not None
+    # The images are not decoded.
+    for path in images.images.folder.glob("*"):
+        path.write_bytes(b"no picture")
+    first, masks = images.fingerprint(), images.masks.files
+    changed = [
+        replace(images, ids=("a", "b")),
+        replace(images, masks=None),
+        replace(images, class_names=images.class_names[::-1]),
+        replace(images, masks=Masks(masks, LabelMap({0: 0, 8: 1}, hint="-"))),
+    ]
+    assert len({first, *(other.fingerprint() for other in changed)}) == 5
+    assert replace(images, name="other", split="part").fingerprint() == first
+    copy = pickle.loads(pickle.dumps(images))
+    assert (copy.fingerprint(), copy.ids) == (first, images.ids)
+
+    with masks.path("a").open("ab") as file:
+        file.write(b"x")
+    assert images.fingerprint() == first, "computed once"
+    assert replace(images).fingerprint() != first
+
+
+def test_missing_files_are_found_by_listing_their_folders(images, monkeypatch):
+    files, folder = Files(images.images.folder, ".jpg"), images.images.folder
+    (folder / "deeper").mkdir()
+    (folder / "deeper/d.jpg").symlink_to(folder / "a.jpg")
+    (folder / "gone.jpg").symlink_to(folder / "nowhere.jpg")
+    (folder / "folder.jpg").mkdir()
+
+    absent = ["gone", "folder", "deeper/e", "no/f"]
+    names = ["gone.jpg", "folder.jpg", "e.jpg", "f.jpg"]
+    assert files.list_missing(["a", "b", "deeper/d", *absent]) == names
+    # Some file systems ignore upper and lower case.
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name.lower() == "a.jpg")
+    assert files.list_missing(["A"]) == []

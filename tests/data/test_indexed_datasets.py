@@ -28,14 +28,14 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 
 
 def picture(number: int) -> Image.Image:
-    """Return noise whose mean colour is that of class `number % 3`."""
+    """Return noise in which the channel `number % 3`, the class of the image, is brighter."""
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
     return Image.fromarray(pixels)
 
 
 def mask(number: int) -> np.ndarray:
-    """Return class 1 in a square and 255 in a row."""
+    """Return a mask with class 1 in a rectangle and the ignored value 255 in the first row."""
     classes = np.zeros((32, 40), np.uint8)
     classes[8:24, 8 + number % 4 : 24] = 1
     classes[0] = 255
@@ -85,7 +85,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def probe(encoder: str, task: str, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Return facet, metric, value and interval of all results of one block."""
+    """Return block, facet, metric, value and interval of each result of a probe."""
     found = run(encoder, task, **inputs)
     return [(r.layer, r.facet, r.metric, r.value, r.ci95) for r in found]
 
@@ -102,10 +102,10 @@ def test_the_first_item_determines_the_kind_of_targets():
     kinds = {"label": 3, "mask": Image.fromarray(mask(0)), "boxes": [[1, 2, 30, 20]]}
     for kind, target in kinds.items():
         dataset = open_sets(val=Items(0, 2, target=lambda _, target=target: target))
-        assert dataset.available()["val"].annotations == {kind}
+        assert dataset.list_sequences()["val"].annotations == {kind}
         assert isinstance(dataset.images(), ImageSet)
     plain = open_sets(images=[picture(0)])
-    assert not plain.available()["images"].annotations
+    assert not plain.list_sequences()["images"].annotations
     assert plain.supports == {"discovery", "images"}
     unlabelled = open_sets(images=Items(0, 4))
     assert unlabelled.supports == {"classification", "discovery", "images"}
@@ -134,7 +134,7 @@ def test_boxes_of_every_form_are_the_same_corners(target, box_format):
 
 
 def test_the_first_image_of_coco_may_have_no_boxes():
-    # COCO has boxes without width, which are allowed in its format only.
+    # COCO has boxes without width. They are allowed only in its format.
     targets = [[], [{"bbox": [8, 8, 0, 16], "iscrowd": 0}]]
     images = open_sets(images=Items(0, 2, target=targets.__getitem__)).discovery()
 
@@ -227,6 +227,12 @@ def test_a_limit_reads_only_the_images_that_remain():
     assert len(images.items._identities) == 5
 
 
+def test_ignored_numbers_of_masks_are_no_classes():
+    masks = [np.where(mask(number) == 255, 7, mask(number)) for number in range(2)]
+    val = [(picture(number), target) for number, target in enumerate(masks)]
+    assert len(open_sets(PythonDataset(ignored=[7]), val=val).val().class_names) == 2
+
+
 def test_masks_of_0_and_255_need_a_meaning():
     def stored(_: int) -> Image.Image:
         return Image.fromarray(np.where(mask(0) == 1, 255, 0).astype(np.uint8))
@@ -263,7 +269,7 @@ def test_published_names_and_missing_roles_are_refused(encoder, capsys):
     assert "ssl_bench.probe(" in capsys.readouterr().err
 
 
-# Every form scores alike.
+# Scores do not depend on the form of a dataset.
 
 
 def test_k_nn_has_the_same_values_in_every_form(encoder, tmp_path):
@@ -446,7 +452,7 @@ def test_addresses_without_a_dataset_are_refused(tmp_path, monkeypatch, capsys):
 
     assert main([*words, "hf:no-organisation/no-name@v1"]) == 5
     assert "--dataset hf:FOLDER" in capsys.readouterr().err
-    # A dataset with its own code is never run.
+    # The code of a dataset is never run.
     for address in ("hf:/no/such/folder", "hf:a b", f"hf:{script}"):
         assert main([*words, address]) == 3
     assert not ran.exists()

@@ -21,6 +21,7 @@ from ssl_bench.data.samples import Dataset, Search
 from ssl_bench.data.splits import limit_dataset
 from ssl_bench.errors import DataError
 from tests.support.faults import picture
+from tests.support.repainting import assert_fingerprint_depends_on
 
 NAMES = ("100000", "100001", "100002", "100100", "100101", "100201")
 EASY, HARD, JUNK = [1, 2], [0], [3]
@@ -91,15 +92,13 @@ def test_queries_of_landmarks_search_the_database(oxford):
     assert Landmarks(oxford).images().ids == images.ids
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_kind_of_pickle_is_read(oxford, protocol):
-    path = write_ground_truth(
-        oxford, ground_truth(easy=np.array([1, 2], np.int32), junk=[np.int64(3)]), protocol
-    )
-
-    assert read_ground_truth(path)["gnd"] == [{"easy": EASY, "hard": HARD, "junk": JUNK}]
-    write_ground_truth(oxford, ground_truth(junk=np.array([])), protocol)
-    assert read_ground_truth(path)["gnd"][0]["junk"] == []
+def test_every_kind_of_pickle_is_read(oxford):
+    content = ground_truth(easy=np.array([1, 2], np.int32), junk=[np.int64(3)])
+    for protocol in (2, 3, 4, 5):
+        path = write_ground_truth(oxford, content, protocol)
+        assert read_ground_truth(path)["gnd"] == [{"easy": EASY, "hard": HARD, "junk": JUNK}]
+        write_ground_truth(oxford, ground_truth(junk=np.array([])), protocol)
+        assert read_ground_truth(path)["gnd"][0]["junk"] == []
 
 
 class Attack:
@@ -121,36 +120,24 @@ def test_a_pickle_runs_no_code(oxford, monkeypatch):
     assert not Path("attacked").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"no pickle",
-        [],
-        {"imlist": ["a"]},
-        {**ground_truth(), "imlist": "abcd"},
-        {**ground_truth(), "imlist": ["../a", "b", "c", "d"]},
-        {**ground_truth(), "imlist": ["a", "b", "c", 4]},
-        {**ground_truth(), "qimlist": []},
-        {**ground_truth(), "qimlist": ["a"]},
-        {**ground_truth(), "gnd": []},
-        {**ground_truth(), "gnd": [{"easy": [], "hard": []}]},
-        ground_truth(easy=[4]),
-        ground_truth(hard=[-1]),
-        ground_truth(junk=[0.5]),
-        ground_truth(junk=["a"]),
-        ground_truth(junk=None),
-    ],
-)
-def test_an_invalid_ground_truth_is_refused(oxford, content):
-    path = oxford / "gnd_roxford5k.pkl"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        write_ground_truth(oxford, content)
-
-    with pytest.raises(DataError, match=r"gnd_roxford5k\.pkl"):
-        Landmarks(oxford).val()
+def test_an_invalid_ground_truth_is_refused(oxford):
+    path, whole = oxford / "gnd_roxford5k.pkl", ground_truth()
+    contents: list[Any] = [
+        *(b"", b"no pickle", [], {"imlist": ["a"]}, {**whole, "imlist": "abcd"}),
+        {**whole, "imlist": ["../a", "b", "c", "d"]},
+        {**whole, "imlist": ["a", "b", "c", 4]},
+        *({**whole, "qimlist": []}, {**whole, "qimlist": ["a"]}, {**whole, "gnd": []}),
+        {**whole, "gnd": [{"easy": [], "hard": []}]},
+        *(ground_truth(easy=[4]), ground_truth(hard=[-1]), ground_truth(junk=[0.5])),
+        *(ground_truth(junk=["a"]), ground_truth(junk=None)),
+    ]
+    for content in contents:
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            write_ground_truth(oxford, content)
+        with pytest.raises(DataError, match=r"gnd_roxford5k\.pkl"):
+            Landmarks(oxford).val()
 
 
 def test_copies_search_their_original(copydays):
@@ -190,24 +177,20 @@ def test_missing_and_foreign_files_are_named(holidays, tmp_path):
         Copydays(tmp_path / "copies").val()
 
 
-def test_the_fingerprint_follows_images_and_matches(holidays):
+def test_the_fingerprint_depends_on_images_and_matches(holidays):
     images = Holidays(holidays).val()
-    query = NAMES[0]
-    changes = (
-        Search(frozenset({"100001"})),
-        Search(frozenset(NAMES[1:3]), frozenset({"100201"})),
-        Search(frozenset(NAMES[1:3]), ignored=frozenset({"100201"})),
-        Search(frozenset(NAMES[1:3]), bystanders=frozenset({"100201"})),
+    matches, other = frozenset(NAMES[1:3]), frozenset({"100201"})
+    searches = (
+        *(Search(frozenset({"100001"})), Search(matches, other)),
+        *(Search(matches, ignored=other), Search(matches, bystanders=other)),
     )
-    found = [images.fingerprint()]
-    found += [
-        replace(images, searches={**images.searches, query: one}).fingerprint() for one in changes
-    ]
-    picture(99).save(holidays / "jpg/100201.jpg")
-    found.append(Holidays(holidays).val().fingerprint())
-
-    assert len(set(found)) == 6
-    assert Holidays(holidays.parent).val().fingerprint() == found[-1]
+    changed = [replace(images, searches={**images.searches, NAMES[0]: one}) for one in searches]
+    found = {one.fingerprint() for one in (images, *changed)}
+    assert len(found) == 5
+    assert_fingerprint_depends_on(
+        lambda: Holidays(holidays).val(), lambda: picture(99).save(holidays / "jpg/100201.jpg")
+    )
+    assert Holidays(holidays.parent).val().fingerprint() not in found
 
 
 def test_a_limit_keeps_the_queries_of_its_images(holidays):
@@ -222,9 +205,8 @@ def test_toy_queries_have_easy_and_hard_views(tmp_path):
     images = ToyInstances(num_val=3, cache=tmp_path).val()
 
     assert (images.name, len(images)) == ("toy_instances", 12)
-    assert [name for name in images.ids if name in images.searches] == [
-        *("00000_0", "00001_0", "00002_0")
-    ]
+    queries = [name for name in images.ids if name in images.searches]
+    assert queries == ["00000_0", "00001_0", "00002_0"]
     first = images[0]
     assert first.search == Search(frozenset({"00000_1", "00000_2"}), frozenset({"00000_3"}))
     assert (images[3].image == images[3].image[..., :1]).all()

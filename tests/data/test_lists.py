@@ -1,4 +1,4 @@
-"""Image lists: the file of each line, and lines that are errors."""
+"""Image lists: the image that a line refers to, and lists that are refused."""
 
 from pathlib import Path
 from unicodedata import normalize

@@ -1,4 +1,4 @@
-"""Splits, fractions and limits: the images that they select, and their names."""
+"""Splits, shares and limits: the images that they select, and the names of these images."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +15,7 @@ from ssl_bench.data.files.readable import ImageSubset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
-from ssl_bench.data.samples import name_of_images
+from ssl_bench.data.samples import benchmark_name
 from ssl_bench.data.splits import (
     Split,
     apply_shared_values,
@@ -72,7 +72,7 @@ def test_limited_images_are_spread_over_the_classes(tmp_path):
 
     few = limit_dataset(whole, 3)
 
-    # Three images of each of two classes: every second one.
+    # The dataset has three images of each of two classes. Every second one is selected.
     assert few.train().ids == whole.train().ids[::2]
     assert [few.train()[i].label for i in range(3)] == [0, 0, 1]
     assert few.name == few.train().name == few.val().name == "class_folders-limit3"
@@ -95,17 +95,17 @@ def test_limited_images_have_another_fingerprint(tmp_path):
 def test_first_images_are_the_leading_ones_under_their_own_name(tmp_path):
     words = [f"data.root={photo_folder(tmp_path / 'photos')}", "dataset=folder"]
 
-    def opened(*more: str):
+    def open_images(*more: str):
         config = compose_config("data", [*words, *more])
         return apply_shared_values(build(config, "dataset"), shared_values(config)).images()
 
-    first, spread = opened("data.first=2"), opened("data.limit=2")
+    first, spread = open_images("data.first=2"), open_images("data.limit=2")
     assert (first.ids, first.name) == (("0.jpg", "1.jpg"), "folder-first2")
     assert (spread.ids, spread.name) == (("0.jpg", "2.jpg"), "folder-limit2")
-    assert len({images.fingerprint() for images in (first, spread, opened())}) == 3
+    assert len({images.fingerprint() for images in (first, spread, open_images())}) == 3
     with pytest.raises(ConfigurationError) as caught:
-        opened("data.first=2", "data.limit=2")
-    assert opened("data.first=2", *caught.value.hint).ids == first.ids
+        open_images("data.first=2", "data.limit=2")
+    assert open_images("data.first=2", *caught.value.hint).ids == first.ids
 
 
 def test_results_of_limited_images_have_their_own_name(workdir, capsys):
@@ -141,14 +141,14 @@ def test_pretraining_with_a_limit_is_another_run(tmp_path):
 )
 def test_a_part_of_a_published_dataset_is_named_by_its_size(found, name):
     ids = {role: [str(number) for number in numbers] for role, numbers in found.items()}
-    assert name_of_images("voc2012", ids) == name
-    assert name_of_images("mine", ids) == "mine"
+    assert benchmark_name("voc2012", ids) == name
+    assert benchmark_name("mine", ids) == "mine"
 
 
 def test_a_small_voc_has_the_same_name_in_every_role(tmp_path):
     voc(tmp_path)
     dataset = Voc(tmp_path, train_split="train:0-50%")
-    # The name counts all four training and three other images, for every fraction.
+    # The number in the name is that of all images, 4 for training and 3 others, for any share.
     sets = (dataset.train(), dataset.val(), dataset.discovery(), dataset.images())
     assert [(images.name, len(images)) for images in sets] == [
         ("voc2012-7", count) for count in (2, 3, 7, 7)

@@ -1,4 +1,4 @@
-"""Images in tar files: patterns, the index, invalid files, identities and splits."""
+"""Images in tar files: patterns, the index, invalid files, fingerprints and splits."""
 
 import gzip
 import os
@@ -6,6 +6,7 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ JPEG = encoded("JPEG", picture(0))
 PNG = encoded("PNG", picture(1))
 
 
-def opened(*shards: Path, **options) -> TarImages:
+def open_tars(*shards: Path, **options) -> TarImages:
     images = TarImages.open(shards, name="webdataset", split="all")
     return images.with_read_options(ReadOptions(**options))
 
@@ -41,7 +42,7 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """Return a list that receives each indexed tar file."""
+    """Return a list to which each tar file is added when its index is built."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found
@@ -91,7 +92,7 @@ def test_a_folder_and_every_pattern_name_the_same_images(tars):
         assert is_webdataset(tars / pattern)
         found = WebDataset(tars / pattern).images()
         assert found.ids == first.ids
-        assert found.fingerprint() == opened(*find_shards(tars)).fingerprint()
+        assert found.fingerprint() == open_tars(*find_shards(tars)).fingerprint()
     for path in tars.iterdir():
         path.rename(tars / path.name[2:])
     assert len(find_shards(tars / "{0..2}.tar")) == 3
@@ -120,23 +121,23 @@ def test_tar_files_patterns_and_folders_of_them_are_recognised(tars):
         assert is_webdataset(tars / name)
 
 
-@pytest.mark.parametrize(
-    ("members", "word"),
-    [
+def test_samples_without_exactly_one_image_are_refused(tmp_path):
+    cases: list[tuple[Any, str]] = [
         ({"a.jpg": JPEG, "b.cls": b"0"}, "b.cls"),
         ({"a.json": b"{}"}, "a.json"),
         ([("a.jpg", JPEG), ("a.png", PNG)], "two"),
         ([("a.jpg", JPEG), ("a.cls", b"0"), ("a.cls", b"1")], "twice"),
         ({}, "no image"),
-    ],
-)
-def test_samples_without_exactly_one_image_are_refused(tmp_path, members, word):
-    with pytest.raises(DataError, match=word):
-        opened(write_tar(tmp_path / "x.tar", members))
+    ]
+    for members, word in cases:
+        with pytest.raises(DataError, match=word):
+            open_tars(write_tar(tmp_path / "x.tar", members))
 
 
 def test_links_and_names_that_lead_outwards_do_no_harm(tmp_path):
-    images = opened(write_tar(tmp_path / "in/x.tar", {"../../out.jpg": JPEG, "/etc/0.jpg": JPEG}))
+    images = open_tars(
+        write_tar(tmp_path / "in/x.tar", {"../../out.jpg": JPEG, "/etc/0.jpg": JPEG})
+    )
 
     assert images[0].image.shape == images[1].image.shape == (32, 40, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -146,7 +147,7 @@ def test_links_and_names_that_lead_outwards_do_no_harm(tmp_path):
             link.type, link.linkname = kind, "/etc/passwd"
             tar.addfile(link)
         with pytest.raises(DataError, match=r"a\.jpg is a link"):
-            opened(tmp_path / "x.tar")
+            open_tars(tmp_path / "x.tar")
 
 
 def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path):
@@ -154,23 +155,23 @@ def test_other_files_in_place_of_a_tar_file_are_refused(tmp_path):
     compressed = Path(f"{path}.gz")
     compressed.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(DataError, match=f"gunzip {compressed}"):
-        opened(compressed)
-    # Two tar files in one.
+        open_tars(compressed)
+    # `double` consists of two tar files.
     double = 2 * path.read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\n"
     for content, word in ((pointer, "LFS"), (b"x" * 99, "not a tar"), (double, "after byte")):
         path.write_bytes(content)
         with pytest.raises(DataError, match=word):
-            opened(path)
+            open_tars(path)
 
 
-@pytest.mark.parametrize("length", [0, 10, 512, 700, 1024, 1536, 2048, 2500])
-def test_a_tar_file_that_is_cut_is_refused(tmp_path, length):
+def test_a_tar_file_that_is_cut_is_refused(tmp_path):
     path = write_tar(tmp_path / "x.tar", {"a.jpg": JPEG[:600], "b.cls": b"", "b.jpg": JPEG})
-    path.write_bytes(path.read_bytes()[:length])
-
-    with pytest.raises(DataError, match=r"x\.tar"):
-        opened(path)
+    whole = path.read_bytes()
+    for length in (0, 10, 512, 700, 1024, 1536, 2048, 2500):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=r"x\.tar"):
+            open_tars(path)
 
 
 def test_damaged_headers_and_images_are_named_with_their_tar_file(tmp_path):
@@ -183,13 +184,13 @@ def test_damaged_headers_and_images_are_named_with_their_tar_file(tmp_path):
         damaged[place : place + 12] = generator.bytes(12)
         path.write_bytes(damaged)
         try:
-            images = opened(path)
+            images = open_tars(path)
             _ = [images[index] for index in range(len(images))]
         except DataError as error:
             errors.append(str(error))
     assert len(errors) > 25
     assert all(str(path) in error for error in errors)
-    images = opened(write_tar(path, {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
+    images = open_tars(write_tar(path, {"a.jpg": JPEG, "b/c.jpg": JPEG[:300]}))
     assert images[0].image.shape == (32, 40, 3)
     with pytest.raises(UnreadableImage, match=rf"^{tmp_path}/x\.tar/b/c\.jpg"):
         _ = images[1]
@@ -202,7 +203,7 @@ def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch,
     index_shard(path)
     assert len(scans) == 2
 
-    # The change time of the inode is never old in a test.
+    # Trust the change time of the inode, although it is always recent in a test.
     monkeypatch.setattr(tar_shards, "RACY_NS", -(10**12))
     first = index_shard(path)
     assert index_shard(path).names == first.names
@@ -216,7 +217,7 @@ def test_an_index_is_cached_until_the_tar_file_changes(tars, cache, monkeypatch,
 
 
 def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
-    images = opened(*find_shards(tars))
+    images = open_tars(*find_shards(tars))
     write_tar(tars / "001.tar", {"1.jpg": PNG})
 
     assert images[0].image.shape == (32, 40, 3)
@@ -226,7 +227,7 @@ def test_a_tar_file_that_changes_while_it_is_used_is_refused(tars):
 
 def test_the_fingerprint_follows_the_bytes_or_the_times(tars):
     def open_both() -> list[TarImages]:
-        return [opened(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
+        return [open_tars(*find_shards(tars), fingerprint=kind) for kind in ("content", "stat")]
 
     before = open_both()
     content, stat = (images.fingerprint() for images in before)
@@ -285,21 +286,18 @@ def test_classes_of_the_scored_images_must_have_training_images(tmp_path):
         WebDataset(root, val_split="val/more.tar", known_only=True).val()
 
 
-@pytest.mark.parametrize(
-    ("members", "word"),
-    [
+def test_labels_need_class_numbers(tmp_path):
+    cases = [
         ({"a.jpg": JPEG, "b.jpg": JPEG, "b.cls": b"1"}, r"no member KEY\.cls.*a\.jpg"),
         ({"a.jpg": JPEG, "a.cls": b"cat"}, r"not a class number.*a\.jpg"),
         ({"a.jpg": JPEG, "a.cls": b"1" * 90}, "not a class number"),
         ({"a.jpg": JPEG, "a.cls": b"1"}, "single class 1"),
-    ],
-)
-def test_labels_need_class_numbers(tmp_path, members, word):
-    dataset = WebDataset(write_tar(tmp_path / "x.tar", members))
-
-    assert dataset.images()[0].label is None
-    with pytest.raises(DataError, match=word):
-        dataset.pretraining_images()
+    ]
+    for number, (members, word) in enumerate(cases):
+        dataset = WebDataset(write_tar(tmp_path / f"{number}.tar", members))
+        assert dataset.images()[0].label is None
+        with pytest.raises(DataError, match=word):
+            dataset.pretraining_images()
 
 
 def test_missing_and_overlapping_splits_are_refused(tars):

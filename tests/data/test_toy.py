@@ -1,4 +1,4 @@
-"""Toy scenes: reproducible, exact, written once."""
+"""Toy scenes: they are reproducible, have exact masks and boxes, and are written once."""
 
 import os
 import re
@@ -29,12 +29,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read fewer photographs, for tests that ignore the scenes."""
+    """Read fewer photographs, for tests that do not check the content of scenes."""
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 
 
-painted = cache(Painter)
+cached_painter = cache(Painter)
 
 
 def test_the_toy_dataset_supports_every_role(toy):
@@ -55,7 +55,7 @@ def test_the_toy_dataset_supports_every_role(toy):
 
 def test_scenes_come_back_from_disk_with_masks_and_boxes_of_visible_objects(toy):
     overlaps, masked, boxed = 0, toy.train(), toy.discovery()
-    for index, scene in enumerate(map(painted("train", 0).paint_scene, range(12))):
+    for index, scene in enumerate(map(cached_painter("train", 0).paint_scene, range(12))):
         found, boxes = masked[index], np.array(scene.boxes)
         assert np.array_equal(found.mask, scene.mask)
         assert np.abs(found.image - scene.image.astype(float)).mean() < 12
@@ -69,7 +69,7 @@ def test_scenes_come_back_from_disk_with_masks_and_boxes_of_visible_objects(toy)
         rim = np.concatenate([scene.mask[[0, -1]].ravel(), scene.mask[:, [0, -1]].ravel()])
         truncated = [str(int(number in rim)) for number in scene.classes]
         assert re.findall("<truncated>(.)<", written) == truncated
-        # Boxes overlap and masks never do, so one object is in front.
+        # Boxes overlap, but masks do not, because one object hides a part of the other.
         overlaps += len(boxes) > 1 and bool(
             (np.maximum(boxes[0, :2], boxes[1, :2]) < np.minimum(boxes[0, 2:], boxes[1, 2:])).all()
         )
@@ -86,11 +86,11 @@ def test_no_object_is_hidden_by_more_than_half():
 
 
 def test_a_scene_depends_on_split_seed_and_number_alone():
-    scene = painted("train", 0).paint_scene(5).image
+    scene = cached_painter("train", 0).paint_scene(5).image
 
     for split, seed, index in [("train", 4, 5), ("val", 0, 5), ("train", 0, 4)]:
-        assert not np.array_equal(painted(split, seed).paint_scene(index).image, scene)
-    assert np.array_equal(painted("train", 0).paint_scene(5).image, scene)
+        assert not np.array_equal(cached_painter(split, seed).paint_scene(index).image, scene)
+    assert np.array_equal(cached_painter("train", 0).paint_scene(5).image, scene)
 
 
 def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):
@@ -191,7 +191,7 @@ def test_the_objects_of_the_scenes_are_cut_out_and_named(toy, tmp_path):
     train = objects.train()
     assert isinstance(train, LabelledImages)
 
-    # Each scene gives one picture for each box, of the box's size.
+    # Each box of a scene gives one image of the size of the box.
     sizes = sorted(
         (int(y1 - y0), int(x1 - x0))
         for sample in toy.discovery()

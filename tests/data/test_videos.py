@@ -1,4 +1,4 @@
-"""DAVIS, your own videos, and generated videos: content and errors."""
+"""DAVIS, your own videos, and generated videos: their frames and masks, and invalid files."""
 
 import itertools
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from ssl_bench.data.files.images import voc_colours
 from ssl_bench.data.layouts.toy_video import NUM_FRAMES, ToyVideo
 from ssl_bench.data.layouts.videos import Davis, FrameFolders
 from ssl_bench.errors import ConfigurationError, DataError
+from tests.support.repainting import assert_fingerprint_depends_on
 
 SIZE = (48, 32)  # Width and height.
 
@@ -27,7 +28,7 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 def write_mask(
     path: Path, numbers: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask; `numbers` maps the first row of each horizontal stripe to its value."""
+    """Write a mask. `numbers` maps the first row of each horizontal stripe to its value."""
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
         mask[row:] = number
@@ -38,16 +39,20 @@ def write_mask(
     image.save(path)
 
 
+def list_videos(root: Path, year: int) -> None:
+    (root / f"ImageSets/{year}").mkdir(parents=True)
+    (root / f"ImageSets/{year}/val.txt").write_text("cow\nbear\n")
+
+
 def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
-    """Write two videos of four and three frames."""
+    """Write a video of four frames and a video of three frames."""
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"
             write_frame(root / f"JPEGImages/{name}.jpg", frame)
             mode = "L" if year == 2016 else "P"
             write_mask(root / f"Annotations/{name}.png", numbers, mode=mode)
-    (root / f"ImageSets/{year}").mkdir(parents=True)
-    (root / f"ImageSets/{year}/val.txt").write_text("cow\nbear\n")
+    list_videos(root, year)
     return root
 
 
@@ -90,29 +95,26 @@ def test_a_limit_of_frames_is_part_of_the_name(tmp_path):
     assert [len(video.frames or ()) for video in (videos[0],)] == [2]
 
 
-def test_the_fingerprint_follows_frames_masks_and_numbers(tmp_path):
+def test_the_fingerprint_depends_on_frames_masks_and_numbers(tmp_path):
     root = davis(tmp_path / "DAVIS", 2017, TWO)
-    found = [Davis(root).val().fingerprint() for _ in range(2)]
-    found.append(Davis(root, max_frames=3).val().fingerprint())
-    write_frame(root / "JPEGImages/480p/cow/00003.jpg", 9)
-    found.append(Davis(root).val().fingerprint())
-    write_mask(root / "Annotations/480p/cow/00003.png", {4: 1})
-    found.append(Davis(root).val().fingerprint())
-    (root / "ImageSets/2016").mkdir()
-    (root / "ImageSets/2016/val.txt").write_text("cow\nbear\n")
-    found.append(Davis(root, year=2016).val().fingerprint())
-
-    assert found[0] == found[1]
-    assert len(set(found)) == 5
+    list_videos(root, 2016)
+    first = Davis(root).val().fingerprint()
+    assert Davis(root, max_frames=3).val().fingerprint() != first
+    options: dict[str, int] = {}
+    assert_fingerprint_depends_on(
+        lambda: Davis(root, **options).val(),
+        lambda: write_frame(root / "JPEGImages/480p/cow/00003.jpg", 9),
+        lambda: write_mask(root / "Annotations/480p/cow/00003.png", {4: 1}),
+        lambda: options.update(year=2016),
+    )
     by_time = replace(Davis(root).val(), options=ReadOptions("stat")).fingerprint()
     assert by_time.startswith("stat-")
 
 
 def test_masks_of_the_other_year_are_refused(tmp_path):
     first, second = davis(tmp_path / "one", 2016, ONE), davis(tmp_path / "two", 2017, TWO)
-    for root, year in ((first, 2017), (second, 2016)):
-        (root / f"ImageSets/{year}").mkdir()
-        (root / f"ImageSets/{year}/val.txt").write_text("cow\nbear\n")
+    list_videos(first, 2017)
+    list_videos(second, 2016)
 
     with pytest.raises(DataError) as caught:
         Davis(first, year=2017).val()[0]
@@ -159,7 +161,7 @@ def own_videos(root: Path) -> Path:
     return root
 
 
-def test_own_frames_are_sorted_by_number(tmp_path):
+def test_own_frames_are_sorted_by_number_and_one_video_is_enough(tmp_path):
     root = own_videos(tmp_path / "videos")
     (root / ".hidden").mkdir()
     (root / "empty").mkdir()
@@ -170,13 +172,9 @@ def test_own_frames_are_sorted_by_number(tmp_path):
     frames = videos[0].frames
     assert frames is not None
     assert [frame.image_id for frame in frames] == ["a/frame1", "a/frame2", "a/frame10"]
-
-
-def test_the_folder_of_one_video_is_enough(tmp_path):
-    videos = FrameFolders(own_videos(tmp_path) / "a").val()
-
-    assert videos.ids == ("a",)
-    assert videos[0].mask is not None
+    single = FrameFolders(root / "a").val()
+    assert single.ids == ("a",)
+    assert single[0].mask is not None
 
 
 def test_frames_and_masks_may_both_be_png(tmp_path):

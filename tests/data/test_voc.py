@@ -12,7 +12,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from tests.support.faults import save_mask
 
-# Rim, background, aeroplane and the last class, tvmonitor.
+# The border, background, aeroplane, and tvmonitor, which is the last class.
 MASK = [[255, 255, 0, 0], [255, 1, 0, 0], [1, 1, 20, 0], [1, 20, 20, 20]]
 BOX = [[0.0, 1.0, 4.0, 3.0]]
 
@@ -39,7 +39,7 @@ def mask_of(sample: Sample) -> np.ndarray:
 
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
-    """Create VOC2012 with images a (train), b (val) and c (aug only), 4 x 4 pixels."""
+    """Create VOC2012 with images a (train), b (val) and c (only in trainaug) of 4 x 4 pixels."""
     voc = tmp_path / "VOCdevkit/VOC2012"
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}
     for folder in ("JPEGImages", "Annotations", "ImageSets/Segmentation", "ImageSets/Main"):
@@ -58,7 +58,7 @@ def devkit(tmp_path: Path) -> Path:
 def test_boxes_become_half_open_and_skip_parts_of_a_person(devkit):
     images = Voc(devkit).discovery()
 
-    # By hand: (1, 2, 4, 3), 1-based and inclusive, covers columns 0-3 and rows 1-2.
+    # By hand: the 1-based, inclusive box (1, 2, 4, 3) covers columns 0-3 and rows 1-2.
     assert boxes_of(images[0]).tolist() == BOX
     assert boxes_of(images[2]).shape == (0, 4), "an image without objects"
     xml = devkit / "VOCdevkit/VOC2012/Annotations/a.xml"
@@ -119,7 +119,7 @@ def test_a_list_of_a_class_leaves_out_images_without_it(devkit):
 
 
 def test_the_palette_is_that_of_voc():
-    # As published: aeroplane, tvmonitor, and the border.
+    # The published colours of aeroplane, tvmonitor and the border.
     assert voc_colours()[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]
 
 

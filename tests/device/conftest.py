@@ -1,6 +1,6 @@
-"""Fixtures of the device tests: an encoder in a working folder, and datasets.
+"""Fixtures of the device tests: a dataset of each kind, and a working folder with an encoder.
 
-Types are not checked, as with a real GPU. Tests on the CPU check types in the same protocols.
+The shapes of tensors are not checked here, because the tests on the CPU check them already.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Arguments of small runs: every objective, and every probe with every protocol."""
+"""Small runs on a device: every probe with every protocol, and every objective."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.objectives.objective import Generating
+from pretrain.objectives.objective import GeneratingObjective
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.support.objectives import reduced_options, small_run
@@ -11,6 +11,7 @@ from tests.support.objectives import reduced_options, small_run
 TRAIN = ("train.batch_size=2", "train.max_steps=3", "train.num_workers=0")
 SEGMENTATION = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
 RETRIEVAL = ("probe.image_size=32", "probe.neighbours=5")
+POINTS = ("probe.image_size=32", "probe.num_points=16")
 HEADS = ("probe.training.batch_size=4", "probe.training.epochs=2")
 WALKS = {
     "segmentation": ("segmentation", "voc2012", *SEGMENTATION),
@@ -38,7 +39,7 @@ WALKS = {
     "segmentation, normed": ("segmentation", "voc2012", *SEGMENTATION, "probe.norm=final"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
-        "probe.image_size=32", "probe.num_steps=4",
+        "probe.image_size=16", "probe.num_steps=4",
     ),
     "tokencut": ("tokencut", "voc2012", "probe.facet=[key,token,mlp_hidden]"),
     "tokencut, weighted": ("tokencut", "voc2012", "probe.weighted=true", "probe.centred=true"),
@@ -47,17 +48,19 @@ WALKS = {
     "discovery": ("discovery", "voc2012"),
     "discovery, lost": ("discovery", "voc2012", "probe.method=lost"),
     "pca": ("pca", "folder", "probe.image_size=32"),
-    "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
-    "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
+    "correspondence": ("correspondence", "folder", *POINTS, "probe.facet=[token,key]"),
+    "correspondence, soft": ("correspondence", "folder", *POINTS, "probe.prediction=soft"),
     "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "pca, dataset": ("pca", "folder", "probe.image_size=32", "probe.protocol=dataset"),
     "pca, foreground": (
         "pca", "folder", "probe.image_size=32", "probe.background=first_component",
     ),
-    "conditioning": ("conditioning", "folder", "probe.image_size=32", "probe.num_images=2"),
+    "conditioning": ("conditioning", "folder", "probe.image_size=16", "probe.num_images=1"),
     "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,patch_mean,mlp_out]"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
-    "clustering": ("clustering", "class_folders", "probe.clusters_per_class=[1,2]"),
+    "clustering": (
+        "clustering", "class_folders", "probe.clusters_per_class=[1,2]", "probe.num_restarts=1",
+    ),
     "clustering, patches": (
         "clustering", "voc2012", "probe.image_size=32", "probe.facet=[token,key]",
     ),
@@ -74,7 +77,7 @@ WALKS = {
     "retrieval": ("retrieval", "voc2012", *RETRIEVAL),
     "retrieval, hbird": ("retrieval", "voc2012", *RETRIEVAL, "probe.protocol=hbird"),
 }  # fmt: skip
-# Not run on MPS, because other runs use the same operators.
+# These are not run on MPS, because other runs use the same operators.
 NOT_ON_MPS = frozenset(
     {
         *("segmentation, multi", "segmentation, fast from disk", "segmentation, streamed"),
@@ -88,7 +91,7 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Probe all layers. Return the values by layer, facet and metric."""
+    """Probe all blocks. Return each value under its block, facet and metric."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*arguments, *more]) == 0
@@ -98,9 +101,9 @@ def scores(
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the arguments of three small training steps of an objective."""
+    """Return the arguments of a run of three small training steps."""
     plan, options = small_run(objective)
     if model is not None:
         options = reduced_options(f"objective={objective}", f"model={model}")
-    images = [] if isinstance(plan.objective, Generating) else ["--data-root", str(root)]
+    images = [] if isinstance(plan.objective, GeneratingObjective) else ["--data-root", str(root)]
     return ["pretrain", *images, *options, *TRAIN, *more]

@@ -1,4 +1,4 @@
-"""Pretraining on a device: every objective and architecture, from start to resume."""
+"""Pretraining on a device with every objective and architecture, and resuming there."""
 
 import shutil
 
@@ -26,16 +26,15 @@ def photos(data):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "soap"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_device_learns_what_the_cpu_does(photos, monkeypatch, objective, optimizer):
-    """The device gets its batches in two chunks from a worker, the CPU reads them itself."""
+def test_a_run_on_the_device_equals_one_on_the_cpu(photos, monkeypatch, objective, optimizer):
     same = (f"optimizer={optimizer}", "train.precision=float32", "train.compile=false")
     arguments = pretraining(objective, photos, *same)
     assert main([*arguments, "--device", "cpu", "--out", "cpu"]) == 0
+    # On the device, a worker reads the images of a batch in two chunks.
     monkeypatch.setattr("pretrain.train.plan_workers", lambda *_: WorkerPlan(1, 1, 2))
     assert main([*arguments, "--device", "cuda", "--out", "cuda"]) == 0
-
     on_cpu, on_device = log_rows("cpu"), log_rows("cuda")
-    # A real device draws other random numbers, and therefore other masks of MAE.
+    # A real device draws other random numbers, so the masks of MAE differ.
     names = ("lr", "epoch") if objective == "mae" and not is_simulated() else on_cpu[0]
     for row, other in zip(on_device, on_cpu, strict=True):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3)
@@ -53,14 +52,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_trains_in_bfloat16_and_is_probed(data, photos, name):
-    """Kinds of attention and token graying are trained in `test_waits.py`."""
+def test_every_architecture_trains_in_bfloat16(data, photos, name):
+    # `test_waits.py` trains every kind of attention and token graying.
     model, *more = MODELS[name]
     objective = "copying" if name == "mamba1" else "supervised"
     arguments = pretraining(objective, photos, *more, model=model)
-
     assert main([*arguments, "--device", "cuda", "--out", "run"]) == 0
-
     assert len(log_rows("run")) == 3
     if name == "conv_mixer":
         for end in ("", ".sha256"):
@@ -75,12 +72,11 @@ def test_accumulation_clipping_and_monitors_work_together(photos):
         "monitor.results=results",
     )  # fmt: skip
     assert main([*arguments, "--device", "cuda", "--out", "run"]) == 0
-
     assert {"val_top1", "knn_top1"} <= log_rows("run")[-1].keys()
 
 
 def test_a_stopped_run_continues_on_the_device(photos, monkeypatch):
-    # On a device, the rows of the log and the request to stop arrive one step late.
+    # On a device, rows of the log and requests to stop arrive one step late.
     arguments = pretraining(
         "dino", photos, "optimizer=soap", "train.accumulation=2", "--device=cuda"
     )
@@ -90,5 +86,4 @@ def test_a_stopped_run_continues_on_the_device(photos, monkeypatch):
         end_after_parts(patch, MultiCrop, 2)
         assert main([*arguments, "--out", "cut"]) == 75
     assert main([*arguments, "--out", "cut", "--resume"]) == 0
-
     assert log_rows("cut") == log_rows("whole")

@@ -1,4 +1,4 @@
-"""Copies to the device and back that keep the host from waiting."""
+"""Copies to the device and back, which should not make the host wait."""
 
 import pytest
 import torch
@@ -16,25 +16,23 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def test_what_is_sent_may_be_changed_at_once():
+def test_a_tensor_may_be_changed_right_after_its_copy_starts():
     values = torch.arange(6.0).view(2, 3).T
     with LEDGER.counting() as counts:
-        there = to_device(values, CUDA)
+        copied = to_device(values, CUDA)
     values += 1
-
-    assert there.is_cuda
-    assert there.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert copied.is_cuda
+    assert copied.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert not counts.waits
     assert not counts.uploads
 
 
-def test_all_that_is_fetched_costs_one_wait():
+def test_copying_many_tensors_to_the_host_waits_once():
     tensors = [to_device(torch.arange(3) * number, CUDA) for number in range(4)]
     with LEDGER.counting() as counts:
-        here = to_host([*tensors, torch.ones(2)])
-
-    assert [tensor.tolist() for tensor in here[:4]] == [[0, n, 2 * n] for n in range(4)]
-    assert not any(tensor.is_cuda for tensor in here)
+        copied = to_host([*tensors, torch.ones(2)])
+    assert [tensor.tolist() for tensor in copied[:4]] == [[0, n, 2 * n] for n in range(4)]
+    assert not any(tensor.is_cuda for tensor in copied)
     assert counts.waits.total() == (1 if is_simulated() else 0)
 
 
@@ -45,8 +43,8 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
-def test_a_probed_module_gets_its_memory_back(workdir, home):
-    """An optimizer or another module may refer to its weights, gradients and buffers."""
+def test_a_probe_restores_the_memory_of_a_module(workdir, home):
+    # An optimizer or another module may share the weights, gradients and buffers.
     module = own_module.own()
     module.register_buffer("scale", torch.ones(1))
     module = module.to(home)
@@ -57,19 +55,17 @@ def test_a_probed_module_gets_its_memory_back(workdir, home):
     few = {"dataset.num_train": 6, "layer": -1, "out": workdir / "out"}
 
     for device in ("cpu", "cuda", None):
-        for given in (encoder, module):
-            ssl_bench.probe(given, task="geometry", device=device, overwrite=True, **few)
+        for probed in (encoder, module):
+            ssl_bench.probe(probed, task="geometry", device=device, overwrite=True, **few)
         now = tensors_of(module)
         assert all(one is other for one, other in zip(now, tensors, strict=True))
         assert {tensor.device.type for tensor in now} == {home}
         assert [tensor.data_ptr() for tensor in now] == memory
 
 
-def test_an_encoder_made_of_a_module_computes_where_that_is(workdir):
+def test_an_encoder_from_a_module_computes_on_its_device(workdir):
     encoder = ssl_bench.Encoder.from_module(own_module.own())
-
     (first, *_) = ssl_bench.probe(
         encoder, task="geometry", layer=-1, out=workdir / "out", **{"dataset.num_train": 6}
     )
-
     assert first.device.startswith("cpu")

@@ -1,7 +1,7 @@
-"""Limit the number of times that the host waits for the device per unit of work.
+"""Limits on how often the host waits for the device, and on the operators that a step launches.
 
-The additional waits of a command with more units are counted by file and line. On a real device
-the commands run without counting.
+Two commands differ in their number of units. The difference of their waits is counted by file and
+line. On a real device the commands run without counting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,14 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, and commands with few and many units.
+    """A unit of work, and two commands: one with few units and one with many.
 
     Attributes:
         arguments: Arguments that both commands share.
         few: Argument for few units.
         many: Argument for many units.
-        more: Number of additional units with `many`. It is None for L-BFGS, whose steps depend on
-            rounding and are counted.
+        more: Number of additional units with `many`. None means that the steps of L-BFGS are
+            counted, because their number depends on rounding.
         waits: Maximum number of waits per unit. No unit may copy unpinned memory to the device.
     """
 
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return the unit of a step: reading, cropping, training and logging."""
+    """Return the unit for a training step: reading, cropping, training and logging."""
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -64,7 +64,7 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return the unit of a heads' step: two batches an epoch, two learning rates, three blocks."""
+    """Return the unit for a step of the heads of two learning rates and three blocks."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
@@ -72,12 +72,10 @@ def heads_step(*options: str, waits: int = 0) -> Unit:
 UNITS = {
     **{f"step, {name}": step_of(name) for name in OBJECTIVES},
     "step, linear": step_of("dino", "model.attention=linear"),
-    "step, osa_qr": step_of(
-        "dino", "model.attention=osa_qr", "model.qkv_bias=false"
-    ),
-    "step, osa_newton_schulz": step_of(
-        "dino", "model.attention=osa_newton_schulz", "model.qkv_bias=false"
-    ),
+    **{
+        f"step, {name}": step_of("dino", f"model.attention={name}", "model.qkv_bias=false")
+        for name in ("osa_qr", "osa_newton_schulz")
+    },
     "step, graying svd": step_of("dino", "model.graying=svd"),
     "step, graying dct": step_of("dino", "model.graying=dct"),
     # The first update of a weight costs waits, so all weights are trained from the first step.
@@ -86,13 +84,11 @@ UNITS = {
         "objective.freeze_last_layer_epochs=0.0",
     ),
     "TokenCut, batch": Unit((*PROBE, "tokencut", *TOY, "probe.panels=0"), FEW, MANY, 2, 1),
-    "feature cache, batch": Unit(
-        SEGMENTATION, "dataset.num_train=3", "dataset.num_train=9", 2, 1
-    ),
-    "heads' step, upsample4": heads_step("probe.loss=upsample4"),
-    "heads' step, full_resolution": heads_step("probe.loss=full_resolution"),
-    "heads' step, histogram": heads_step("probe.loss=histogram"),
-    "heads' step, majority": heads_step("probe.loss=majority"),
+    "feature cache, batch": Unit(SEGMENTATION, "dataset.num_train=3", "dataset.num_train=9", 2, 1),
+    **{
+        f"heads' step, {name}": heads_step(f"probe.loss={name}")
+        for name in ("upsample4", "full_resolution", "histogram", "majority")
+    },
     "heads' step, labels of 100 x 100": heads_step("probe.loss=resampled", "probe.loss.size=100"),
     # Features are computed in every epoch and checked for non-finite values before the step.
     "heads' step, streamed": heads_step("probe.tier=stream", waits=1),
@@ -129,7 +125,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list that grows by one item per step of the line search of L-BFGS."""
+    """Yield a list that receives an item for each step of the line search of L-BFGS."""
     steps = []
     original = logistic.minimise
 
@@ -145,7 +141,7 @@ def count_steps() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_unit_waits_no_more_often_than_is_said(workdir, name):
+def test_the_number_of_waits_per_unit_is_limited(workdir, name):
     unit = UNITS[name]
     encoder_file(workdir / "encoder.safetensors", config=THREE_BLOCKS)
     for count in (3, 9):
@@ -157,7 +153,7 @@ def test_a_unit_waits_no_more_often_than_is_said(workdir, name):
             assert main([*arguments, argument]) == 0
         return counts, len(steps)
 
-    # The first run bears the costs that occur only once.
+    # The first run pays for everything that happens only once.
     count_costs(unit.few, "first")
     few, few_steps = count_costs(unit.few, "few")
     many, many_steps = count_costs(unit.many, "many")
@@ -168,3 +164,24 @@ def test_a_unit_waits_no_more_often_than_is_said(workdir, name):
     assert more > 0
     assert many.waits.total() <= more * unit.waits, +many.waits
     assert not +many.uploads
+
+
+@pytest.mark.parametrize(
+    ("objective", "optimizer", "launches"),
+    [("dino", "adamw", 1182), ("dino", "soap", 1247), ("mae", "adamw", 294)],
+)
+def test_the_number_of_operators_in_a_step_is_limited(workdir, objective, optimizer, launches):
+    arguments = pretraining(objective, class_folders(workdir / "photos"), f"optimizer={optimizer}")
+
+    def count_launches(num_steps: int, out: str):
+        options = ["--device", "cuda", "--out", out, f"train.max_steps={num_steps}"]
+        with LEDGER.counting() as counts:
+            assert main([*arguments, *options]) == 0
+        return counts.launches
+
+    # The first run pays for everything that happens only once. The first step of each run also
+    # creates the moments of the optimizer.
+    count_launches(2, "first")
+    two, three = count_launches(2, "two"), count_launches(3, "three")
+    three.subtract(two)
+    assert three.total() <= launches, three.most_common(20)

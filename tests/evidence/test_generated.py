@@ -27,13 +27,10 @@ def test_every_table_and_figure_is_checked_or_has_a_reason():
     assert all((ROOT / name).is_file() for name in known)
 
 
-def always(value):
-    return lambda _: value
-
-
 def test_files_that_differ_are_named(tmp_path, monkeypatch):
-    files = {"same.md": always("a\n"), "other.md": always("b\n"), "gone.md": always("c")}
-    monkeypatch.setattr(generated, "generators", always(files))
+    texts = {"same.md": "a\n", "other.md": "b\n", "missing.md": "c"}
+    files = {name: lambda _, text=text: text for name, text in texts.items()}
+    monkeypatch.setattr(generated, "generators", lambda _: files)
     (tmp_path / "same.md").write_text("a\n")
     (tmp_path / "other.md").write_text("B\n")
-    assert list(outdated(tmp_path)) == ["other.md", "gone.md"]
+    assert list(outdated(tmp_path)) == ["other.md", "missing.md"]

@@ -19,6 +19,6 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return the arguments of a run whose first step is saved in `run`; each call adds a step."""
+    """Return the arguments of a run whose first step is saved in `run`. Each call adds a step."""
     shutil.copytree(run_of_one_step, workdir / "run")
     return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")

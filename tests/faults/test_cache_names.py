@@ -1,8 +1,13 @@
-"""Reuse cached files, logs and records only for exactly the same settings and data."""
+"""Cached files, logs and records are reused only for exactly the same settings and data.
+
+Each function below returns the name of a file or entry that depends on `facts`, which are settings
+and properties of the data.
+"""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +32,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts (settings and data) that change, and facts that stay."""
+    """Facts that change, and facts that differ from the default before and after the change."""
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -35,7 +40,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A few images that support every task. Their names do not affect their pixels."""
+    """Four images that support every task. Their ids do not affect their pixels."""
 
     name: str = "pictures"
     split: str = "some"
@@ -66,7 +71,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset with training images and scored images."""
+    """A dataset of training images and scored images."""
 
     trained: Pictures
     scored: Pictures
@@ -83,7 +88,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context of a run whose defaults are changed by `facts`."""
+    """Return the context of a probe run. `facts` replaces some of its defaults."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -104,7 +109,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options of a probe: all facts that are named "probe.NAME"."""
+    """Return `usual` options of a probe, updated by all facts named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -112,7 +117,7 @@ def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
 def discovery_log(folder: Path, facts: Facts) -> str:
     list(TokenCut(**probe_options(facts, panels=0)).run(context(folder, facts)))
     (path,) = folder.glob("pictures/*/images_*.jsonl")
-    # A line is found by the entry of its image.
+    # The key "entry" identifies the image of a line and its settings.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return f"{path.name} {sorted({line['entry'] for line in lines if 'entry' in line})}"
 
@@ -125,15 +130,15 @@ def features(folder: Path, facts: Facts) -> str:
     return path.name
 
 
-def after_heads(beginning: str) -> Callable[[Path, Facts], str]:
-    """Return a function that names the file of a run that was killed after its first score."""
+def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
+    """Return a function that stops a run after its first score and returns the name of its file."""
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
         sgd = {"epochs": 1, "learning_rates": [1e-3]} if "probe.training" not in facts else {}
         options = probe_options(facts, **usual, **sgd, keep_minutes=0.0)
         next(quick_probe(**options).run(context(folder, facts)))
-        (path,) = (folder / "heads").glob(f"{beginning}_*.jsonl")
+        (path,) = (folder / "heads").glob(f"{prefix}_*.jsonl")
         return path.name
 
     return name
@@ -148,8 +153,8 @@ def depth_heads(folder: Path, facts: Facts) -> str:
     return path.name
 
 
-def passed_images(folder: Path, facts: Facts) -> str:
-    """Return the key of the features that the probes of one command share."""
+def shared_features(folder: Path, facts: Facts) -> str:
+    """Return the key under which the probes of one command share features."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))
@@ -177,7 +182,7 @@ ENCODER = {
     "std": (0.5, 0.4, 0.3),
     "dtype": torch.bfloat16,
 }
-# The caches below identify the encoder by the same function as the features.
+# The other caches identify the encoder by the same function as the stored features.
 SHORT = {name: ENCODER[name] for name in ("weights", "mean")}
 CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
     "log of discovery": (
@@ -214,7 +219,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
         },
     ),
     "heads": (
-        after_heads("heads"),
+        name_after_first_score("heads"),
         {
             **SHORT,
             "train_stamp": "beef",
@@ -229,7 +234,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
         },
     ),
     "counts": (
-        after_heads("counts"),
+        name_after_first_score("counts"),
         {
             **SHORT,
             "train_stamp": "beef",
@@ -259,8 +264,8 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "probe.max_depth": 9.0,
         },
     ),
-    "images passed": (
-        passed_images,
+    "features shared by probes": (
+        shared_features,
         {
             **SHORT,
             "train_stamp": "beef",
@@ -297,28 +302,24 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
 }
 
 
-_usual: dict[str, str] = {}
+@pytest.mark.parametrize("cache", CACHES)
+def test_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache):
+    compute_name, facts = CACHES[cache]
+    numbers, usual_names = count(), dict[str, str]()
 
+    def name_in_new_folder(facts: Facts) -> str:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        return compute_name(folder, facts)
 
-@pytest.mark.parametrize(
-    ("cache", "fact"), [(cache, fact) for cache, (_, facts) in CACHES.items() for fact in facts]
-)
-def test_cache_names_depend_on_every_relevant_fact(tmp_path, monkeypatch, cache, fact):
-    name, facts = CACHES[cache]
-    value = facts[fact]
-    changed, usual = value if isinstance(value, Change) else Change({fact: value})
-
-    def found(folder: str, facts: Facts) -> str:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
-        (tmp_path / folder).mkdir()
-        return name(tmp_path / folder, facts)
-
-    known = f"{cache} {usual}"
-    if known not in _usual:
-        _usual[known] = found("first", usual)
-        assert found("again", usual) == _usual[known]
-    if fact.startswith(("probes.", "ssl_bench.")):
-        monkeypatch.setattr(fact, value)
-        changed = {}
-
-    assert found("other", {**usual, **changed}) != _usual[known]
+    for fact, value in facts.items():
+        changed, usual = value if isinstance(value, Change) else Change({fact: value})
+        if str(usual) not in usual_names:
+            usual_names[str(usual)] = name_in_new_folder(usual)
+            assert name_in_new_folder(usual) == usual_names[str(usual)]
+        with monkeypatch.context() as patch:
+            if fact.startswith(("probes.", "ssl_bench.")):
+                patch.setattr(fact, value)
+                changed = {}
+            assert name_in_new_folder({**usual, **changed}) != usual_names[str(usual)], fact

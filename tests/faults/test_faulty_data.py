@@ -1,306 +1,43 @@
-"""Faulty images, masks, boxes and folders: the command names the file and computes nothing."""
+"""Images that a command leaves out, must not use, or reads in an unusual form."""
 
 import json
+import shutil
 import struct
 import zlib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import Coco20k
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.layouts.voc import Voc
+from ssl_bench.errors import DataError
+from tests.faults.test_fault_table import ALLOW, ONE_STEP, coco, voc_box, voc_xml
 from tests.support.faults import (
-    OBJECT,
-    SMALL,
-    TRAIN,
-    Fault,
-    check_fault,
     class_folders,
-    coco20k,
-    each,
     expect_error,
     mask,
-    nothing,
+    paired_folders,
     peak_memory_mib,
+    photo_folder,
     picture,
     png_of,
+    pretraining,
     probing,
     records,
     save_mask,
     spoil,
+    supervised,
     voc,
 )
-from tests.support.spair import PAIRS, spair, write_annotation
-
-VOC = Path("VOCdevkit/VOC2012")
-ENCODER = "--checkpoint encoder.safetensors --layer 1"
-PCA = f"probe --task pca --dataset folder --data-root photos {ENCODER}"
-STRICT = f"{PCA} --on-bad-image fail"
-KNN = f"probe --task knn --dataset class_folders --data-root . {ENCODER}"
-SEGMENTATION = f"probe --task segmentation --dataset voc2012 --data-root . {ENCODER}"
-FAST_SEGMENTATION = f"{SEGMENTATION} {' '.join(SMALL['segmentation'])}"
-TOKENCUT = f"probe --task tokencut --dataset voc2012 --data-root . {ENCODER}"
-CHECK_VOC = "data check voc2012 --data-root . --subset"
-CHECK_COCO = "data check coco20k --data-root . --subset"
-CHECK_SPAIR = "data check spair71k --data-root . --subset"
-Prepare = Callable[[Path], object]
-
-
-def spoilt_photo(how: str) -> Prepare:
-    return lambda folder: spoil(folder / "photos/1.jpg", how)
-
-
-def link_to_nothing(folder: Path) -> None:
-    (folder / "photos/2.jpg").unlink()
-    (folder / "photos/2.jpg").symlink_to("not there.jpg")
-
-
-def link_to_itself(folder: Path) -> None:
-    (folder / "photos/loop").symlink_to(folder / "photos/loop")
-
-
-def change_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates VOC2012 and changes something in its folder."""
-    return lambda folder: change(voc(folder))
-
-
-def colour_mask(base: Path) -> None:
-    path = base / "SegmentationClass/t0.png"
-    Image.open(path).convert("RGB").save(path)
-
-
-def label_21(name: str, base: Path) -> None:
-    indices = mask()
-    indices[0, 0] = 21
-    save_mask(base / f"SegmentationClass/{name}.png", indices)
-
-
-def without(pattern: str, base: Path) -> None:
-    """Remove three files, and the encoder, which must not be loaded before the data is checked."""
-    for number in (1, 2, 3):
-        (base / pattern.format(number)).unlink()
-    (base.parents[1] / "encoder.safetensors").unlink()
-
-
-def without_a_second_class_in_masks(base: Path) -> None:
-    for name in TRAIN:
-        save_mask(base / f"SegmentationClass/{name}.png", np.zeros((32, 40), np.uint8))
-
-
-def without_a_second_class(folder: Path) -> None:
-    for path in class_folders(folder).glob("*/dog/*"):
-        path.unlink()
-
-
-def classes_within_classes(folder: Path) -> None:
-    for name in ("cat", "dog"):
-        (folder / name / "old").mkdir(parents=True)
-        picture(0).save(folder / name / "old/0.jpg")
-
-
-def list_absent_images(base: Path) -> None:
-    names = [*TRAIN, *(f"absent{number}" for number in range(9))]
-    (base / "ImageSets/Main/trainval.txt").write_text("\n".join(names))
-
-
-IMAGES = [
-    Fault("an empty image", spoilt_photo("empty"), STRICT, 3, ("photos/1.jpg", "empty")),
-    Fault("a cut image", spoilt_photo("half"), STRICT, 3, ("photos/1.jpg", "cut short")),
-    Fault("two lost bytes", spoilt_photo("last2"), STRICT, 3, ("photos/1.jpg", "cut short")),
-    Fault("a web page", spoilt_photo("html"), STRICT, 3, ("photos/1.jpg", "web page")),
-    Fault("a Git LFS pointer", spoilt_photo("lfs"), STRICT, 3, ("photos/1.jpg", "Git LFS")),
-    Fault("a broken link", link_to_nothing, STRICT, 3, "photos/2.jpg"),
-    Fault("a broken link to skip", link_to_nothing, PCA, 3, "photos/2.jpg"),
-    Fault("a broken link to learn from", link_to_nothing,
-          "pretrain --data-root photos --out run", 3, "photos/2.jpg"),
-    Fault("a link to itself", link_to_itself, "data verify photos", 3, "photos/loop"),
-    Fault("an image for a folder", nothing, PCA.replace("photos", "photos/0.jpg"), 3, "0.jpg"),
-]  # fmt: skip
-MASKS_AND_LISTS = [
-    Fault("a mask of colours", change_voc(colour_mask), SEGMENTATION, 3, ("t0.png", "colours")),
-    Fault("a label out of range in a training image", change_voc(partial(label_21, "t0")),
-          SEGMENTATION, 3, ("t0.png", "21")),
-    Fault("a label out of range in a scored image", change_voc(partial(label_21, "v0")),
-          CHECK_VOC, 3, ("v0.png", "21")),
-    Fault("a mask of another size",
-          change_voc(lambda base: save_mask(base / "SegmentationClass/v1.png", mask(32, 41))),
-          CHECK_VOC, 3, ("v1.png", "41 x 32")),
-    Fault("a mask of another size is no image to skip",
-          change_voc(lambda base: save_mask(base / "SegmentationClass/v1.png", mask(32, 41))),
-          f"{FAST_SEGMENTATION} --on-bad-image skip", 3, ("v1.png", "41 x 32")),
-    Fault("missing images", change_voc(partial(without, "JPEGImages/t{}.jpg")),
-          SEGMENTATION, 3, ("3 of 4 images", "t1.jpg, t2.jpg, t3.jpg")),
-    Fault("missing masks", change_voc(partial(without, "SegmentationClass/t{}.png")),
-          SEGMENTATION, 3, ("3 of 4 masks", "t1.png, t2.png, t3.png")),
-    Fault("missing annotations", change_voc(partial(without, "Annotations/t{}.xml")),
-          TOKENCUT, 3, ("3 of 7 annotations", "t1.xml, t2.xml, t3.xml")),
-    Fault("more than five missing images", change_voc(list_absent_images), TOKENCUT, 3,
-          ("9 of 13 images", "absent4.jpg, ...")),
-    Fault("an empty list",
-          change_voc(lambda base: (base / "ImageSets/Segmentation/val.txt").write_text("\n\n")),
-          SEGMENTATION, 3, "val.txt"),
-    Fault("masks of a single class", change_voc(without_a_second_class_in_masks),
-          FAST_SEGMENTATION, 3, "class"),
-    Fault("a single class", without_a_second_class, KNN, 3, "class"),
-    Fault("classes within classes", classes_within_classes,
-          "data check class_folders --data-root .", 3, "SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
-]  # fmt: skip
-
-
-@each([*IMAGES, *MASKS_AND_LISTS])
-def test_a_faulty_image_mask_or_list_is_named(fault, workdir, capsys):
-    check_fault(fault, workdir, capsys)
-
-
-@pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize(
-    ("dataset", "task", "tree"),
-    [
-        ("voc2012", "tokencut", "VOCdevkit/VOC2012/{JPEGImages,SegmentationClass"),
-        ("ade20k", "segmentation", "ADEChallengeData2016/{images,annotations}"),
-        ("coco20k", "tokencut", "annotations/instances_train2014.json, images/train2014/*.jpg"),
-        ("coco_stuff", "segmentation", "images/{train2017,val2017}/*.jpg and stuffthingmaps/"),
-        ("cityscapes", "segmentation", "leftImg8bit/{train,val}/*_leftImg8bit.png and gtFine/"),
-        ("camvid", "segmentation", "{train,val}/*.png and {train,val}annot/*.png"),
-        ("spair71k", "correspondence", "JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json"),
-        ("paired_folders", "segmentation", "images/{train,val}/*.jpg and masks/{train,val}/*.png"),
-        ("class_folders", "knn", "train/CLASS/IMAGE"),
-        ("folder", "pca", "images"),
-    ],
-)
-def test_a_wrong_folder_shows_the_expected_layout(workdir, capsys, dataset, task, tree, exists):
-    if exists:
-        (workdir / "elsewhere/things").mkdir(parents=True)
-    command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
-
-    check_fault(Fault("", nothing, command, 3, ("elsewhere", tree)), workdir, capsys)
-
-
-def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that gives the first image of VOC, which is 40 x 32, one object."""
-
-    def prepare(folder: Path) -> None:
-        path = voc(folder) / "Annotations/t0.xml"
-        names = ("xmin", "ymin", "xmax", "ymax")
-        box = "".join(f"<{name}>{n}</{name}>" for name, n in zip(names, corners, strict=True))
-        one = f"<object><name>cat</name><bndbox>{box}</bndbox></object>"
-        path.write_text(f"<annotation>{more}{before}{one}</annotation>")
-
-    return prepare
-
-
-def voc_xml(old: str, new: str) -> Prepare:
-    """Return a function that replaces a part of a valid annotation."""
-
-    def prepare(folder: Path) -> None:
-        size = "<size><width>40</width><height>32</height></size>"
-        voc_box(9, 9, 24, 24, more=size)(folder)
-        path = folder / VOC / "Annotations/t0.xml"
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-
-    return prepare
-
-
-def bad_voc_box(name: str, *corners: object) -> Fault:
-    return Fault(name, voc_box(*corners), CHECK_VOC, 3, ("Annotations/t0.xml", "object 1"))
-
-
-def bad_voc_xml(name: str, old: str, new: str, command: str = CHECK_VOC) -> Fault:
-    return Fault(name, voc_xml(old, new), command, 3, "t0.xml")
-
-
-def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates COCO20k with one object in one image of 40 x 32."""
-
-    def prepare(folder: Path) -> None:
-        one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
-        image = {"id": 1, "width": width, "height": 32}
-        coco20k(folder, [1], {"images": [image], "annotations": [one | changed]})
-
-    return prepare
-
-
-def bad_coco(name: str, *words: str, **changed: object) -> Fault:
-    words = ("instances_train2014.json", *words)
-    return Fault(f"COCO: {name}", coco(**changed), CHECK_COCO, 3, words)
-
-
-def coco_with_other_names(folder: Path) -> None:
-    coco()(folder)
-    images = folder / "images/train2014"
-    (images / "COCO_train2014_000000000001.jpg").rename(images / "cat.jpg")
-    (folder / "coco_20k_filenames.txt").write_text("train2014/cat.jpg\n")
-
-
-def bad_pair(name: str, words: str, **changed: object) -> Fault:
-    def prepare(folder: Path) -> None:
-        write_annotation(spair(folder), PAIRS[0], **changed)
-
-    file = PAIRS[0].line.replace(":", "_").partition("_")[0]
-    return Fault(f"SPair: {name}", prepare, CHECK_SPAIR, 3, (file, words))
-
-
-FIRST = OBJECT.removeprefix("<annotation>").removesuffix("</annotation>")
-EASY = f"{CHECK_VOC} dataset.exclude_difficult=true"
-BOXES = [
-    bad_voc_box("an underscore in a number", 9, 9, "2_4", 24),
-    bad_voc_box("Arabic digits", 9, 9, "٢٤", 24),
-    bad_voc_box("no number", "", 9, 24, 24),
-    bad_voc_box("right to left", 24, 9, 9, 24),
-    bad_voc_box("bottom to top", 9, 24, 24, 9),
-    bad_voc_box("no width", 9, 9, 8, 24),
-    bad_voc_box("no height", 9, 9, 24, 8),
-    bad_voc_box("right of the image", 41, 9, 60, 24),
-    bad_voc_box("below the image", 9, 33, 24, 60),
-    bad_voc_box("left of the image", -30, 9, 0, 24),
-    bad_voc_box("huge coordinates", 9, 9, 1e308, 1e308),
-    bad_voc_box("too far to the right", 9, 9, 81, 24),
-    bad_voc_box("too far to the left", -40, 9, 24, 24),
-    Fault("the second object is named", voc_box(9, 9, 8, 24, before=FIRST), CHECK_VOC, 3,
-          ("t0.xml", "object 2")),
-    Fault("a bad box stops TokenCut", voc_box(9, 9, 8, 24), TOKENCUT, 3, ("t0.xml", "object 1")),
-    bad_voc_xml("an empty width", "<width>40", "<width>"),
-    bad_voc_xml("another width than the image", "<width>40", "<width>80"),
-    bad_voc_xml("no box", "bndbox>", "box>"),
-    bad_voc_xml("cut XML", "</annotation>", ""),
-    bad_voc_xml("another root element", "annotation>", "html>"),
-    bad_voc_xml("a text for difficult", "<bndbox>", "<difficult>yes</difficult><bndbox>", EASY),
-    bad_voc_xml("difficult is 2", "<bndbox>", "<difficult>2</difficult><bndbox>", EASY),
-    bad_coco("huge coordinates", bbox=[8, 8, 1e300, 16]),
-    bad_coco("a truth value", bbox=[8, 8, True, 16]),
-    bad_coco("three numbers", bbox=[8, 8, 16]),
-    bad_coco("a dictionary", bbox={"x": 8, "y": 8, "w": 16, "h": 16}),
-    bad_coco("negative width", bbox=[8, 8, -4, 16]),
-    bad_coco("right of the image", "object 7", "[41.0, 8.0, 57.0, 24.0]", bbox=[41, 8, 16, 16]),
-    bad_coco("a truth value for iscrowd", "object 7", iscrowd=False),
-    bad_coco("iscrowd is 2", "object 7", iscrowd=2),
-    bad_coco("a fractional image id", "object 7", image_id=1.6),
-    bad_coco("a truth value for an id", id=True),
-    bad_coco("another width than the image", width=80),
-    bad_coco("a text for the width", width="40"),
-    Fault("COCO: other file names", coco_with_other_names, CHECK_COCO, 3, "cat is not"),
-    bad_pair("no box", "trg_bndbox", trg_bndbox=None),
-    bad_pair("right to left", "x = 30", trg_bndbox=[30, 8, 5, 58]),
-    bad_pair("no height", "y = 8", trg_bndbox=[5, 8, 30, 8]),
-    bad_pair("outside of the image", "trg_bndbox", trg_bndbox=[400, 8, 430, 58]),
-    bad_pair("a truth value in a point", "trg_kps", trg_kps=[[True, 8], [24, 16], [36, 24]]),
-    bad_pair("no points", "src_kps", src_kps=[]),
-    bad_pair("a third coordinate", "src_kps", src_kps=[[1, 2, 3]]),
-    bad_pair("fewer points", "3 src_kps and 1 trg_kps", trg_kps=[[1, 2]]),
-    bad_pair("a point outside", "outside the 40 x 60", trg_kps=[[1, 2], [3, 4], [41, 5]]),
-    bad_pair("another category", "cat", category="dog"),
-]  # fmt: skip
-
-
-@each(BOXES)
-def test_an_invalid_box_or_annotation_is_named(fault, workdir, capsys):
-    check_fault(fault, workdir, capsys)
+from tests.support.runs import log_rows
 
 
 @pytest.mark.parametrize(
@@ -342,31 +79,26 @@ def test_flat_boxes_of_coco_are_kept_as_in_lost(workdir, bbox):
     assert np.ptp(boxes.reshape(2, 2), axis=0).min() == 0
 
 
-@pytest.mark.parametrize("how", ["empty", "html"])
-def test_an_unreadable_image_is_left_out_and_counted(workdir, how):
-    photos = workdir / "photos"
-    spoil(photos / "1.jpg", how)
-
-    assert main(probing("pca", "folder", photos)) == 0
-
-    (skipping,) = records()
-    assert skipping.num_images == 3
-    assert skipping.details["left_out"] == {"all": {"count": 1, "first": ["1.jpg"]}}
-    (photos / "1.jpg").unlink()
-    assert main(probing("pca", "folder", photos, "--out", "without")) == 0
-    assert records("without")[0].value == skipping.value
+BROKEN = {
+    "folder": ["1.jpg"],
+    "class_folders": ["train/cat/1.jpg", "val/dog/0.jpg"],
+    "voc2012": ["JPEGImages/t1.jpg", "JPEGImages/v2.jpg"],
+}
 
 
-@pytest.mark.parametrize("task", ["tokencut", "segmentation", "retrieval", "knn", "classification"])
-def test_every_probe_leaves_out_unreadable_images_of_any_split(workdir, task):
-    dataset = "class_folders" if task in ("knn", "classification") else "voc2012"
-    build = class_folders if dataset == "class_folders" else voc
+@pytest.mark.parametrize(
+    ("task", "dataset", "how"),
+    [
+        *(("pca", "folder", how) for how in ("empty", "html")),
+        *((task, "voc2012", "half") for task in ("tokencut", "segmentation", "retrieval")),
+        *((task, "class_folders", "half") for task in ("knn", "classification")),
+    ],
+)
+def test_unreadable_images_of_any_split_are_left_out_and_counted(workdir, task, dataset, how):
+    build = {"folder": photo_folder, "class_folders": class_folders, "voc2012": voc}[dataset]
     base, smaller = build(workdir / "a"), build(workdir / "b")
-    broken = ["JPEGImages/t1.jpg", "JPEGImages/v2.jpg"]
-    if dataset == "class_folders":
-        broken = ["train/cat/1.jpg", "val/dog/0.jpg"]
-    for name in broken:
-        spoil(base / name, "half")
+    for name in BROKEN[dataset]:
+        spoil(base / name, how)
         (smaller / name).unlink()
     for listing in smaller.glob("ImageSets/*/*.txt"):
         kept = [word for word in listing.read_text().split() if word not in ("t1", "v2")]
@@ -378,7 +110,10 @@ def test_every_probe_leaves_out_unreadable_images_of_any_split(workdir, task):
     skipping = {(r.metric, r.value, r.num_images) for r in records()}
     assert skipping == {(r.metric, r.value, r.num_images) for r in records("without")}
     (left_out,) = {json.dumps(r.details["left_out"]) for r in records()}
-    assert sum(split["count"] for split in json.loads(left_out).values()) == 2
+    counts = json.loads(left_out).values()
+    assert sum(split["count"] for split in counts) == len(BROKEN[dataset])
+    if dataset == "folder":
+        assert json.loads(left_out) == {"all": {"count": 1, "first": ["1.jpg"]}}
 
 
 def test_results_with_and_without_skipped_images_never_share_a_table(workdir, capsys):
@@ -439,25 +174,6 @@ def test_lists_of_find_and_of_binary_mode_are_read(workdir, capsys, mark):
     assert "2.jpg" in expect_error(capsys, ["data", "verify", "photos"], 3)
 
 
-def list_of_digests(line: str) -> Prepare:
-    return lambda folder: (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
-
-
-VERIFY = [
-    Fault("a line without a digest", list_of_digests("no digest  0.jpg"), "data verify photos", 3,
-          "line 1"),
-    Fault("a missing folder", nothing, "data verify absent", 3, "absent"),
-    *(Fault(f"a listed file outside of the folder: {name}", list_of_digests(f"{'0' * 64}  {name}"),
-            "data verify photos", 3, name)
-      for name in ("/etc/hostname", "../encoder.safetensors")),
-]  # fmt: skip
-
-
-@each(VERIFY)
-def test_a_faulty_list_of_digests_is_named(fault, workdir, capsys):
-    check_fault(fault, workdir, capsys)
-
-
 @pytest.mark.parametrize("side", [10_000, 30_000])
 def test_a_decompression_bomb_is_refused_in_little_memory(workdir, capsys, side):
     photos = workdir / "photos"
@@ -499,7 +215,7 @@ def test_a_mask_without_labels_is_counted_and_the_metric_is_finite(workdir, batc
     ignored = np.full((32, 40), 255, np.uint8)
     save_mask(base / "SegmentationClass/t1.png", ignored)
     save_mask(base / "SegmentationClass/v1.png", ignored)
-    # In a batch of one image, no pixel is left to average over.
+    # With one image per batch, a batch without labels has no pixel to average over.
     batches = [f"probe.training.batch_size={batch_size}", "probe.training.epochs=40"]
 
     assert main(probing("segmentation", "voc2012", workdir, *batches)) == 0
@@ -507,7 +223,7 @@ def test_a_mask_without_labels_is_counted_and_the_metric_is_finite(workdir, batc
     for record in records():
         assert 0 <= record.value <= 100
         assert record.details["all_ignored_train_images"] == 1
-        # A head of NaN predicts one class everywhere.
+        # A head whose weights are NaN would predict the same class everywhere.
         assert min(record.details["iou_by_class"][name] for name in ("background", "cat")) > 20
 
 
@@ -533,9 +249,140 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         found = {line["image"]: line for line in lines if line.get("image", "").startswith("v")}
         for number, (height, width) in sizes.items():
-            # Every pixel lies in a patch.
+            # Every pixel is in a patch.
             assert found[f"v{number}"]["grid"] == [-(-height // 8), -(-width // 8)]
             (cell,) = found[f"v{number}"]["cells"].values()
             x0, y0, x1, y1 = cell["box"]
             assert 0 <= x0 < x1 <= width
             assert 0 <= y0 < y1 <= height
+
+
+# Images that ssl-bench has written, and images that are both fitted to and scored.
+
+
+def flat_class_folders(root: Path) -> Path:
+    """Create two classes directly below the root. One of them is called train."""
+    for name, seed in (("cat", 0), ("train", 50)):
+        (root / name).mkdir(parents=True)
+        for number in range(5):
+            picture(seed + number).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("out", ["photos/results", "photos"])
+def test_written_pictures_are_no_input_of_the_next_command(workdir, capsys, out):
+    assert main(probing("pca", "folder", workdir / "photos", "--out", out)) == 0
+
+    assert list((workdir / out).rglob("*.jpg.png"))
+    assert main(probing("correspondence", "folder", workdir / "photos", "--out", out)) == 0
+    assert {record.num_images for record in records(out)} == {4}
+    assert "because ssl-bench wrote" in capsys.readouterr().err
+
+
+def test_written_files_are_recognised_in_any_folder(workdir):
+    photos = workdir / "photos"
+    assert main(probing("pca", "folder", photos)) == 0
+    for moved in ("old", "old/kept/deep"):
+        shutil.copytree("results/pictures/pca", photos / moved / "any_name")
+    shutil.copytree("results", photos / "before", ignore=shutil.ignore_patterns(".ssl-bench-*"))
+    (photos / "link").symlink_to(workdir / "results")
+    (photos / "loop").symlink_to(photos)
+    assert main(["report", "--out", "results", "--into", "photos/page"]) == 0
+    Toy(1, 1, cache=photos / "cache").images()
+
+    assert list((photos / "page").rglob("*.png"))
+    assert len(ImageFolder(photos).images()) == 4
+    # Folders that only have the names of such folders are used.
+    for name in ("results/pictures", "records", "pictures", "runs/images"):
+        (photos / name).mkdir(parents=True)
+        picture(9).save(photos / name / "own.png")
+    assert len(ImageFolder(photos).images()) == 8
+
+    classes = class_folders(workdir / "classes")
+    pairs = paired_folders(workdir / "pairs", {"train/city": "a"})
+    for folder in (classes / "train/cat", pairs / "masks/train", pairs / "images/train/city"):
+        shutil.copytree("results", folder / "results")
+    named = ImageMaskFolders(pairs, class_names=[str(n) for n in range(9)])
+    assert len(ClassFolders(classes).train()) == 6
+    assert named.train().ids == ("city/a",)
+    assert len(DataOptions(str(classes)).open()) == 12
+
+
+def test_all_tasks_of_a_command_use_the_same_list_of_images(workdir, monkeypatch):
+    photos = workdir / "photos"
+    list_images, calls = ImageFolder.images, []
+
+    def images(self):
+        calls.append(self.root)
+        picture(40 + len(calls)).save(photos / f"new{len(calls)}.jpg")
+        return list_images(self)
+
+    monkeypatch.setattr(ImageFolder, "images", images)
+
+    assert main(probing("pca", "folder", photos, "--task", "pca,correspondence")) == 0
+
+    assert len(calls) == 1
+    assert {record.num_images for record in records()} == {5}
+
+
+def test_permission_to_overlap_changes_nothing_without_overlap(workdir, capsys):
+    words = probing("knn", "class_folders", class_folders(workdir / "data"))
+    assert main(words) == 0
+
+    assert main([*words, ALLOW]) == 0
+
+    assert "that already exist" in capsys.readouterr().err
+
+
+def test_classes_below_the_root_are_split_80_to_20(workdir, capsys):
+    root = flat_class_folders(workdir / "data")
+
+    assert main(probing("knn", "class_folders", root)) == 0
+
+    (record,) = {(r.split, r.settings["trained_on"]["split"], r.num_images) for r in records()}
+    assert record == ("all:80-100%", "all:0-80%", 2)
+    assert "each folder is a class" in capsys.readouterr().err
+    halves = ["dataset.train_split=all:0-50%", "dataset.val_split=all:50-100%", "--out", "half"]
+    assert main(probing("knn", "class_folders", root, *halves)) == 0
+    assert {r.num_images for r in records("half")} == {6}
+    assert main(probing("pca", "folder", root, "--out", "data/results")) == 0
+    assert ClassFolders(root).train().class_names == ("cat", "train")
+    for split in ("val", "test"):
+        (root / split).mkdir()
+        picture(0).save(root / split / "1.png")
+        with pytest.raises(DataError, match="is in no class folder"):
+            ClassFolders(root).train()
+        shutil.rmtree(root / split)
+    for number in range(4):
+        (root / "cat" / f"{number}.png").unlink()
+    assert "class cat" in expect_error(capsys, probing("knn", "class_folders", root), 3)
+
+
+def test_pretraining_uses_all_classes_below_the_root(workdir, capsys):
+    root = flat_class_folders(workdir / "data")
+    assert len(DataOptions(str(root), labels=True).open()) == 10
+    # The monitor would score images of the same folder.
+    scored = supervised(root, "run", "monitor.accuracy_epochs=1")
+    assert "2 of 2 scored images" in expect_error(capsys, scored, 3)
+    more = ["monitor.knn_epochs=1", f"monitor.root={root}", "monitor.neighbours=1"]
+
+    words = pretraining(workdir / "photos", "run", *more, "train.max_steps=2")
+    assert main(words) == 0
+
+    assert "knn_top1" in log_rows("run")[-1]
+
+
+def test_recommended_splits_use_keys_of_the_command(workdir, capsys):
+    data = class_folders(workdir / "data")
+    (data / "train").rename(data / "training")
+
+    message = expect_error(capsys, supervised(data, "run"), 3)
+
+    assert f"data.root={data / 'training'}" in message
+    assert "dataset." not in message
+    words = [word for word in supervised(data, "run") if word not in ("--data-root", str(data))]
+    assert main([*words, f"data.root={data / 'training'}", ONE_STEP]) == 0
+    watched = ["monitor.knn_epochs=1", f"monitor.root={data}"]
+    message = expect_error(capsys, pretraining(data / "training", "other", *watched), 3)
+    assert "monitor.train_split=training:0-75%" in message
+    assert "dataset." not in message

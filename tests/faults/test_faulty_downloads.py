@@ -1,4 +1,4 @@
-"""Faulty downloads and archives, and files that are far larger than their headers say."""
+"""Downloads that are cut, wrong or refused, faulty archives, and files with a false size."""
 
 import io
 import os
@@ -18,12 +18,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ssl_bench import network
 from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.network import PublishedFile, download
+from ssl_bench.network import PublishedFile, download, partial_path
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import (
@@ -67,8 +68,8 @@ def serve(server, monkeypatch):
     return publish
 
 
-def expect_nothing(capsys, code: int = 5) -> str:
-    """Download, which must fail and leave neither the archive nor its files."""
+def expect_no_files(capsys, code: int = 5) -> str:
+    """Run a download that must fail and leave no archive and no image. Return its error."""
     message = expect_error(capsys, DOWNLOAD, code)
     assert not Path("data/masks.zip").exists()
     assert not list(Path("data").rglob("*.png"))
@@ -81,20 +82,20 @@ def assert_complete() -> None:
     assert not list(Path("data").rglob("*.part*"))
 
 
-@pytest.mark.parametrize("cut", [None, CUT])
-def test_a_download_of_unknown_length_is_refused(workdir, capsys, serve, cut):
+def test_a_download_of_unknown_length_is_refused(workdir, capsys, serve):
     server = serve(CONTENT)
-    server.chunked, server.cut_after = True, cut
-    assert "size" in expect_nothing(capsys)
+    for cut in (None, CUT):
+        server.chunked, server.cut_after = True, cut
+        assert "size" in expect_no_files(capsys)
     server.chunked, server.headers["Content-Length"] = False, None
-    assert "size" in expect_nothing(capsys)
+    assert "size" in expect_no_files(capsys)
 
 
-@pytest.mark.parametrize("content", [b"<html>log in</html>", CONTENT[:-30], CONTENT[:CUT], b""])
-def test_an_incomplete_archive_never_gets_its_name(workdir, capsys, serve, content):
+def test_an_incomplete_archive_never_gets_its_name(workdir, capsys, serve):
     server = serve(CONTENT)
-    server.content = content
-    assert "masks.zip" in expect_nothing(capsys)
+    for content in (b"<html>log in</html>", CONTENT[:-30], CONTENT[:CUT], b""):
+        server.content = content
+        assert "masks.zip" in expect_no_files(capsys)
     server.content = CONTENT
     assert main(DOWNLOAD) == 0
     assert_complete()
@@ -156,7 +157,7 @@ def test_a_stopped_download_leaves_a_part(workdir, serve, number):
     server.pause = 0.0
     assert main(DOWNLOAD) == 0
     assert_complete()
-    # Without a digest, nothing tells whether the part is of the same version.
+    # Without a digest, the part may belong to another version, so the download starts again.
     assert server.ranges == ["", ""]
 
 
@@ -197,7 +198,7 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip whose only member has another size than its header says."""
+    """Write a zip file whose header states a false size of its only member."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -207,7 +208,7 @@ def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Return the peak memory of a function in a process that may use at most a gigabyte."""
+    """Return the peak memory of a function in MiB, in a process that may use at most 1 GiB more."""
 
     def limited() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -262,7 +263,7 @@ def test_oversized_per_image_values_are_ignored(workdir, which):
 
 @pytest.mark.slow
 def test_oversized_metadata_of_an_image_takes_little_memory(workdir):
-    bomb = zlib.compress(bytes(128 * MEBIBYTE), 9)
+    bomb = zlib.compress(bytes(80 * MEBIBYTE), 9)
     heads = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0", b"eXIf": b""}
     after = 8 + 25
     path = workdir / "a.png"
@@ -274,3 +275,97 @@ def test_oversized_metadata_of_an_image_takes_little_memory(workdir):
     for kind, head in heads.items():
         path.write_bytes(PNG[:after] + png_chunk(kind, head + bomb) * 3 + PNG[after:])
         assert peak_mib(read) < 60, kind
+
+
+# The function `download`, with a local web server.
+
+BYTES = bytes(range(256)) * 4096
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new/folder/list.txt"
+
+
+@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
+def test_a_published_file_is_downloaded_once(server, path, algorithm):
+    published = server.publish(BYTES, algorithm)
+
+    assert download(published, path) == download(published, path) == path
+
+    assert path.read_bytes() == BYTES
+    assert server.ranges == [""]
+    assert [file.name for file in path.parent.iterdir()] == ["list.txt"]
+
+
+@pytest.mark.parametrize(("knows_ranges", "chunked"), [(True, False), (False, False), (True, True)])
+def test_a_cut_download_is_continued(server, path, knows_ranges, chunked):
+    published = server.publish(BYTES)
+    server.cut_after, server.knows_ranges, server.chunked = 300_000, knows_ranges, chunked
+
+    with pytest.raises(MachineError, match="after 300000 of 1048576 bytes"):
+        download(published, path)
+    assert not path.exists()
+    assert partial_path(path).read_bytes() == BYTES[:300_000]
+
+    assert download(published, path).read_bytes() == BYTES
+    assert server.ranges == ["", "bytes=300000-"]
+
+
+def test_a_part_that_is_too_long_is_dropped_and_a_complete_one_renamed(server, path):
+    published = server.publish(BYTES)
+    unknown = replace(published, size=None)
+    path.parent.mkdir(parents=True)
+    partial_path(path).write_bytes(BYTES + b"more")
+    with pytest.raises(MachineError, match="416"):
+        download(unknown, path)
+    assert download(unknown, path).read_bytes() == BYTES
+
+    path.rename(partial_path(path))
+    partial_path(path).write_bytes(BYTES + b"more")
+    assert download(published, path).read_bytes() == BYTES
+    path.rename(partial_path(path))
+    requests = len(server.ranges)
+    assert download(published, path).read_bytes() == BYTES
+    assert len(server.ranges) == requests
+
+
+@pytest.mark.parametrize("part", [b"", b"of another file"])
+def test_a_file_with_a_wrong_checksum_is_deleted(server, path, part):
+    published = server.publish(BYTES)
+    path.parent.mkdir(parents=True)
+    partial_path(path).write_bytes(part)
+    server.content = BYTES if part else BYTES[::-1]
+
+    with pytest.raises(MachineError, match=f"sha256 [0-9a-f]{{64}}, expected {published.digest}"):
+        download(published, path)
+    assert not path.exists()
+    assert partial_path(path).read_bytes() == b""
+
+    server.content = BYTES
+    assert download(published, path).read_bytes() == BYTES
+
+
+def test_silent_and_absent_servers_are_reported_within_seconds(server, path, monkeypatch):
+    monkeypatch.setattr(network, "REACH_SECONDS", 0.2)
+    silent = server.publish(BYTES)
+    server.delay = 1.0
+    start = time.monotonic()
+
+    with pytest.raises(MachineError, match=r"no answer within 0\.2 s.*list\.txt"):
+        download(silent, path)
+    with pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached"):
+        download(PublishedFile("http://127.0.0.1:9/list.txt", "0"), path)
+
+    assert time.monotonic() - start < 0.9
+
+
+def test_missing_addresses_and_unwritable_folders_are_reported(server, path):
+    published = server.publish(BYTES)
+    server.gone = True
+    with pytest.raises(MachineError, match="404"):
+        download(published, path)
+
+    path.touch()
+    with pytest.raises(MachineError, match="cannot write"):
+        download(published, path / "list.txt")

@@ -1,4 +1,4 @@
-"""Faulty results: commands name the file, compute its result again, and show the others."""
+"""Faulty results: commands name the file, compute its result again, and show the other results."""
 
 import csv
 import json
@@ -46,7 +46,7 @@ from tests.support.report_cells import (
 
 DEEP = '{"settings": ' + '{"x":' * 5000 + "1" + "}" * 5001
 NESTED = json.loads('{"x":' * 600 + "1" + "}" * 600)
-# Changes of a record with value 40.0 and interval 35.0 to 45.5, and why it is not shown.
+# Changes of a record with the value 40.0 and the interval 35.0 to 45.5, and a part of the message.
 WRONG = [
     ("{", "JSON"), ("[1]", "JSON"), ("{}", "'value'"), (DEEP, "recursion"),
     ({"settings": NESTED}, "recursion"), ({"changed": NESTED}, "recursion"),
@@ -79,17 +79,17 @@ def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Pat
     return path
 
 
-@pytest.mark.parametrize(("changes", "why"), WRONG, ids=lambda one: str(one)[:30])
-def test_an_impossible_record_is_named(tmp_path, capsys, changes, why):
+def test_an_impossible_record_is_named(tmp_path, capsys):
     store = ResultStore(tmp_path)
     store.save(cell(layer=0))
-    path = save_changed(store, cell(layer=1), changes)
+    for changes, why in WRONG:
+        path = save_changed(store, cell(layer=1), changes)
 
-    message = printed_by(capsys, ["table", "--out", str(store.root)]).splitlines()[-1]
+        message = printed_by(capsys, ["table", "--out", str(store.root)]).splitlines()[-1]
 
-    assert message.startswith(f"1 of 2 records cannot be shown: {path}: ")
-    assert why in message
-    assert len(message) < 600
+        assert message.startswith(f"1 of 2 records cannot be shown: {path}: "), changes
+        assert why in message
+        assert len(message) < 600
 
 
 def test_all_commands_name_an_invalid_record_and_show_the_others(tmp_path, capsys):
@@ -114,56 +114,57 @@ def test_all_commands_name_an_invalid_record_and_show_the_others(tmp_path, capsy
     assert "and 3 more" in message
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "word"),
-    [
-        ("table --metric top1_k1", 3, "--metric top1_k1 "),
-        ("compare skip --facet cls", 3, "--facet cls "),
-        ("report --dataset x", 3, "--dataset x "),
-        ("table --task knn", 3, "no records of --task knn in "),
-        ("table --over-epochs", 3, "1 of 2 records"),
-        ("table --over-severity", 3, "1 of 2 records"),
-        ("table --layer 1", 3, "1 of 2 records"),
-        # Only this is a mistake in the command.
-        ("table --metric corlo", 2, "`--metric corloc`"),
-    ],
-)
-def test_an_error_names_the_invalid_record(tmp_path, capsys, command, code, word):
+ERRORS = [
+    ("table --metric top1_k1", 3, "--metric top1_k1 "),
+    ("compare skip --facet cls", 3, "--facet cls "),
+    ("report --dataset x", 3, "--dataset x "),
+    ("table --task knn", 3, "no records of --task knn in "),
+    *((f"table {flag}", 3, "1 of 2 records")
+      for flag in ("--over-epochs", "--over-severity", "--layer 1")),
+    # Only this is a mistake in the command.
+    ("table --metric corlo", 2, "`--metric corloc`"),
+]  # fmt: skip
+
+
+def test_an_error_names_the_invalid_record(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
     save(store, cell(layer=0), np.arange(4) < 2)
     other = {"task": "knn", "metric": "top1_k1", "facet": "cls", "dataset": "x", "protocol": "y"}
     path = save_changed(store, cell(layer=1, **other), {"ci95": [1.0, 2.0]})
+    for command, code, word in ERRORS:
+        message = expect_error(capsys, [*shlex.split(command), "--out", str(store.root)], code)
 
-    message = expect_error(capsys, [*shlex.split(command), "--out", str(store.root)], code)
-
-    assert word in message
-    assert str(path) in message
-    assert ("use `--metric corloc`" in message) == (code == 2)
+        assert word in message
+        assert str(path) in message
+        assert ("use `--metric corloc`" in message) == (code == 2)
 
 
-@pytest.mark.parametrize("model", ["../../x", "..", "x" * 1000, "\n"])
-def test_a_model_name_cannot_lead_out_of_the_report(tmp_path, capsys, model):
+def test_a_model_name_cannot_lead_out_of_the_report(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
-    path = store.save(cell(model=model))
-    before = files_of(tmp_path)
+    for model in ("../../x", "..", "x" * 1000, "\n"):
+        path = store.save(cell(model=model))
+        before = files_of(tmp_path)
 
-    assert printed_by(capsys, ["report", "--out", str(store.root)]).count("\n") == 1
+        assert printed_by(capsys, ["report", "--out", str(store.root)]).count("\n") == 1
 
-    new = files_of(tmp_path) - before
-    assert {Path(name).parent.as_posix() for name in new} == {"results/report"}
-    assert len([name for name in new if "checkpoint-" in name]) == 1
-    assert path.is_file()
+        new = files_of(tmp_path) - before
+        assert {Path(name).parent.as_posix() for name in new} == {"results/report"}
+        assert len([name for name in new if "checkpoint-" in name]) == 1
+        assert path.is_file()
+        path.unlink()
+        shutil.rmtree(store.root / "report")
 
 
-@pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "a\\b", "a\0b", "\ud800"])
-def test_a_task_name_cannot_lead_out_of_the_results(tmp_path, name):
+def test_a_task_name_cannot_lead_out_of_the_results(tmp_path):
     store = ResultStore(tmp_path / "a" / "b" / "results")
+    names = ["../x", "..", ".", "", "a/b", "a\0b"]
 
-    for field in ("task", "facet", "metric"):
-        with pytest.raises(DataError):
-            store.save(replace(cell(), **{field: name}), np.zeros(60, bool))
+    for name in (*names, "a\\b", "\ud800"):
+        for field in ("task", "facet", "metric"):
+            with pytest.raises(DataError):
+                store.save(replace(cell(), **{field: name}), np.zeros(60, bool))
     assert list(tmp_path.iterdir()) == []
-    if name not in ("a\\b", "\ud800"):
+    for name in names:
         path = store.save(replace(cell(), dataset=name))
         assert path.resolve().parents[2] == (store.root / "records").resolve()
 
@@ -178,7 +179,7 @@ def test_pickled_per_image_values_are_never_run(tmp_path, capsys):
     assert str(path) in printed_by(capsys, ["report", "--out", str(tmp_path)])
 
     assert not mark.exists()
-    # The pickle would run.
+    # The pickle does run if it is loaded.
     np.load(path, allow_pickle=True)["arr_0"]
     assert mark.exists()
 
@@ -232,12 +233,11 @@ def test_means_of_different_numbers_of_seeds_state_them(tmp_path, capsys):
         store.save(model(seed=seed, value=40.0 + seed, ci95=None))
     table = ["table", "--out", str(tmp_path)]
 
-    for style in ("text", "markdown", "latex"):
-        for more in ([], ["--pivot"]):
-            assert main([*table, "--format", style, *more]) == 0
-            out = capsys.readouterr().out
-            assert "40.5 (2 seeds)" in out
-            assert "40.0 (1 seed)" in out
+    for more in (["text"], ["markdown"], ["latex"], ["text", "--pivot"], ["latex", "--pivot"]):
+        assert main([*table, "--format", *more]) == 0
+        out = capsys.readouterr().out
+        assert "40.5 (2 seeds)" in out
+        assert "40.0 (1 seed)" in out
     assert main([*table, "--format", "csv"]) == 0
     rows = csv.DictReader(capsys.readouterr().out.splitlines())
     assert sorted(row["seeds"] for row in rows) == ["0", "0 1"]
@@ -248,7 +248,7 @@ def test_means_of_different_numbers_of_seeds_state_them(tmp_path, capsys):
     pages = "".join(path.read_text() for path in tmp_path.glob("report/*.html"))
     assert "(2 seeds)" in pages
     assert "(1 seed)" in pages
-    # Equal numbers of seeds are not stated.
+    # If all numbers of seeds are equal, they are not stated.
     store.save(skipless(seed=1))
     assert main(table) == 0
     assert "seeds)" not in capsys.readouterr().out
@@ -361,13 +361,13 @@ def probed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def results(probed, tmp_path, monkeypatch) -> ResultStore:
-    """Make a copy of that folder the current folder."""
+    """Change to a copy of the folder `probed`, and return its results."""
     monkeypatch.chdir(shutil.copytree(probed, tmp_path / "copy"))
     return ResultStore(Path("results"))
 
 
-def more_correct_than_predicted(counts):
-    """Change the counts of an image's first class, but neither its IoU nor sums over classes."""
+def count_more_correct_than_predicted(counts):
+    """Change the counts of one image so that its IoU and the sums over classes stay the same."""
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
     changed[0, 1:, :2] += np.array([[-moved, moved], [moved, -moved]])
@@ -381,10 +381,10 @@ DAMAGES = {
     "text": lambda whole: whole.astype(str),
     "one number": lambda whole: whole[0],
     "other values": lambda whole: ~whole,
-    # These are valid counts of something else.
+    # These are valid counts of other predictions.
     "another order": lambda whole: whole[:, [0, 2, 2]],
-    "more correct than predicted": more_correct_than_predicted,
-    # The IoU of the class stays the same.
+    "more correct than predicted": count_more_correct_than_predicted,
+    # The IoU of each class stays the same.
     "other pixels": lambda whole: np.concatenate([whole[:, [0, 2, 1], :1], whole[..., 1:]], 2),
 }
 CUTS = {"empty": 0, "cut": -1}
@@ -416,8 +416,7 @@ def test_per_image_values_that_do_not_match_are_reported_and_unused(results, cap
         assert re.findall(r"(?m)^ *(\d+) ", out) == ["0", "1"]
 
 
-@pytest.mark.parametrize("words", [[], ["--pivot"]])
-def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results, capsys, words):
+def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results, capsys):
     record = next(record for record in records() if record.metric == "pixel_accuracy")
     path = record_path(record)
     older = json.loads(path.read_text()) | {"value": record.value - 1, "ci95": None}
@@ -426,9 +425,9 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
     path.write_text(json.dumps(older))
     capsys.readouterr()
 
-    assert main(["table", *words]) == 0
-
-    assert capsys.readouterr().err.count(str(path.with_suffix(".npz"))) == 1
+    for words in (["table"], ["table", "--pivot"]):
+        assert main(words) == 0
+        assert capsys.readouterr().err.count(str(path.with_suffix(".npz"))) == 1
     edited = record_path(next(record for record in records() if record.metric == "miou"))
     edited.write_text(json.dumps(json.loads(edited.read_text()) | {"model": "another name"}))
     for command in ("table", "report"):
@@ -437,7 +436,7 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
 
 
 def with_crc(line: dict[str, Any]) -> str:
-    """Return a line with the CRC-32 of its content."""
+    """Return the JSON of a line of the log, with the correct CRC-32 of its content."""
     del line["crc32"]
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
@@ -471,13 +470,13 @@ def test_damaged_lines_of_the_discovery_log_are_computed_again(results):
     assert log.read_text().splitlines() == [*lines[: -len(LINES)], *damaged, *whole]
 
 
-# Links, pipes and files that are no images, in results of other people.
+# Links, pipes and files that are no images, among results of unknown origin.
 
 PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
 
 
 def report_of(root: Path) -> set[str]:
-    """Return the pictures of a report. None of its files may contain the secret."""
+    """Write a report and return its figures. Check that no file contains the secret."""
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
     assert not [name for name in names if b"the secret" in (root / "report" / name).read_bytes()]
@@ -486,7 +485,7 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Return a folder of results with one picture, next to a file with a secret."""
+    """Return a folder of results with one figure. A file next to this folder contains a secret."""
     store = ResultStore(tmp_path / "results")
     store.save(cell())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")
@@ -532,15 +531,16 @@ def test_a_report_leaves_out_and_names_what_is_no_picture(root, capsys, name, ma
     assert "evil" not in page.read_text()
 
 
-@pytest.mark.parametrize("level", [0, 4])
-def test_no_folder_of_pictures_is_reached_through_a_link(root, capsys, level):
-    path = root.joinpath(*Path(PICTURES).parts[: level + 1])
-    path.rename(root.parent / "elsewhere")
-    path.symlink_to(root.parent / "elsewhere")
+def test_no_folder_of_pictures_is_reached_through_a_link(root, capsys):
+    # The innermost folder first, because the outermost link hides it.
+    for level in (4, 0):
+        path = root.joinpath(*Path(PICTURES).parts[: level + 1])
+        path.rename(root.parent / f"elsewhere{level}")
+        path.symlink_to(root.parent / f"elsewhere{level}")
 
-    assert report_of(root) == set()
+        assert report_of(root) == set()
 
-    assert f"picture cannot be shown: {path}: a link" in capsys.readouterr().err
+        assert f"picture cannot be shown: {path}: a link" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "below a link"])

@@ -144,7 +144,7 @@ def test_names_of_tensors_paths_and_progress_bars_are_escaped(workdir, capsys, m
     assert not [sign for sign in ("\x1b]", "\x07", "\u202e") if sign in err]
 
 
-# Elements that an attacker could add to a page. The script ends when all had time to act.
+# A script that adds elements as an attacker could. It ends when all of them had time to act.
 INTRUDERS = """
 const [address, done] = arguments;
 const add = (tag, given) => document.body.append(Object.assign(document.createElement(tag), given));
@@ -196,6 +196,6 @@ def test_hostile_records_run_nothing_and_hide_nothing(browser, tmp_path):
     open_page(browser, tmp_path / "report", "index.html")
     find(browser, "#leaderboard button.from").send_keys(Keys.ENTER)
     opened = find(browser, "#provenance").text
-    # As a JavaScript literal, this key would set the prototype and not be listed.
+    # If records were JavaScript literals, this key would set the prototype and not be listed.
     assert "settings: __proto__" in opened
     assert all(line.isprintable() for line in opened.splitlines())

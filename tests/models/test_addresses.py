@@ -1,4 +1,4 @@
-"""Addresses of baselines, normalisations, demo encoders and weights of torch hub."""
+"""Addresses of baselines, of normalisations, of demo encoders, and of files on the network."""
 
 import hashlib
 import json
@@ -21,135 +21,115 @@ from ssl_bench.models.loading.checkpoint import normalization_metadata
 from tests.benchmarks.evidence.rows import demo_of
 from tests.benchmarks.generated import LEDGER, ROOT
 from tests.cli.test_sweep import planned
-from tests.support.faults import TINY, encoder_file, expect_error, photo_folder, probing, records
+from tests.support.faults import TINY, encoder_file, expect_error, probing, records
 from tests.support.foreign_weights import assert_same_weights, normalise, timm_model
-
-
-def test_random_weights_keep_the_mean_of_the_checkpoint(tmp_path):
-    colours = normalization_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
-    save_encoder(tmp_path / "one.safetensors", build_vit(TINY, seed=3), colours)
-
-    drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
-
-    assert drawn.name == "one (random)"
-    assert (drawn.mean, drawn.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    assert_same_weights(drawn.module, build_vit(TINY, seed=0).state_dict())
-
-
-def test_colours_are_the_pixels_of_each_patch_in_every_facet():
-    encoder = load_encoder("colours:2")
-    images = torch.rand(2, 3, 4, 6)
-    facets = ("token", "token_normed", "cls", "query", "key", "value")
-    found = FeatureExtractor(encoder, layers=(0,), facets=facets)(images)[0]
-
-    second = normalise(encoder, images)[1, :, 2:4, 4:6].flatten()
-    for facet in ("token", "token_normed", "query", "key", "value"):
-        assert found[facet].shape == (2, 2, 3, 12)
-        torch.testing.assert_close(found[facet][1, 1, 2], second)
-    torch.testing.assert_close(found["cls"], found["token"].flatten(1, 2).mean(1))
-
-
-@pytest.mark.parametrize("uri", ["colours:0", "colours:x", "colours:257", "colours:²"])
-def test_a_patch_that_cannot_be_is_refused(uri):
-    with pytest.raises(CheckpointError) as raised:
-        load_encoder(uri)
-    assert raised.value.hint == ("--checkpoint", "colours:16")
-
-
-def test_baselines_follow_the_encoders_once_each():
-    uris = ["runs/one", "random:runs/one", "runs/two"]
-
-    assert add_baselines(uris, [16, 8, 16]) == [
-        *uris, "random:runs/two", "colours:8", "colours:16",
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def workdir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors", seed=1)
-    photo_folder(tmp_path / "photos", 2)
-    return tmp_path
-
-
-def test_a_module_of_ones_own_has_no_random_weights_but_those_it_draws(workdir, capsys):
-    Path("mine.py").write_text("from tests.support.own_module import own\n")
-
-    with pytest.raises(CheckpointError, match="initialisation of this encoder is unknown"):
-        load_encoder("random:mine.py:own")
-    words = ["probe", "--task", "pca", "--checkpoint", "mine.py:own", "--dataset", "folder"]
-    assert main([*words, "--data-root", "photos", "--baselines", "--layer", "0"]) == 0
-    assert "without random weights of mine.py:own" in capsys.readouterr().err
-    assert {record.model for record in records()} == {"mine.own", "colours of 8 x 8 pixels"}
-
-
-def test_one_flag_probes_them_beside_the_encoder(workdir, capsys):
-    asked = [*probing("pca", "folder", workdir / "photos"), "--baselines"]
-
-    assert main(asked) == 0
-
-    size = TINY.patch_size
-    assert {(record.model, record.layer) for record in records()} == {
-        ("encoder", 1), ("encoder (random)", 1), (f"colours of {size} x {size} pixels", 0),
-    }  # fmt: skip
-    assert [job["pending"] for job in planned(capsys, *asked[1:])["jobs"]] == [0, 0, 0]
-
-
-def test_a_baseline_without_a_result_is_left_out_unless_requested(workdir, capsys):
-    asked = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
-    asked += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
-
-    assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
-    assert "left out: conditioning on folder: " in capsys.readouterr().err
-
-    assert "colours" in expect_error(capsys, [*asked, "--checkpoint", "colours:16"], 2)
-
-
-def test_files_with_usual_names_have_the_name_of_their_folder(workdir, capsys):
-    stem = "best"
-    for folder, dim in (("one", 64), ("other", 128)):
-        (workdir / folder).mkdir()
-        torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/{stem}.pth")
-    words = ["probe", "--task", "correspondence", "--dataset", "folder", "--data-root", "photos"]
-    words += ["--layer", "0", "probe.image_size=32", "probe.num_points=16", "--checkpoint"]
-
-    assert main([*words, f"o*/{stem}.pth"]) == 0
-
-    assert {record.model for record in records()} == {f"one/{stem}", f"other/{stem}"}
-    assert main(["compare", f"one/{stem}", f"other/{stem}"]) == 0
-    assert main(["report"]) == 0
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of weights that does not state a mean."""
     path = tmp_path_factory.mktemp("weights") / "mine.pth"
     torch.save(timm_model().state_dict(), path)
     return path
 
 
-def test_an_address_says_the_mean_of_a_file_that_does_not(path):
+def test_random_weights_keep_the_stated_mean(tmp_path, path):
+    colours = normalization_metadata(((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    save_encoder(tmp_path / "one.safetensors", build_vit(TINY, seed=3), colours)
+    random = load_encoder(f"random:{tmp_path}/one.safetensors")
+    assert random.name == "one (random)"
+    assert (random.mean, random.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert_same_weights(random.module, build_vit(TINY, seed=0).state_dict())
+    random = load_encoder(f"random:mean=.5,std=.2/.3/.4:{path}")
+    assert (random.mean, random.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
+
+
+def test_colour_features_are_the_pixels_of_each_patch_in_every_facet():
+    encoder = load_encoder("colours:2")
+    images = torch.rand(2, 3, 4, 6)
+    facets = ("token", "token_normed", "query", "key", "value", "cls")
+    features = FeatureExtractor(encoder, layers=(0,), facets=facets)(images)[0]
+
+    pixels = normalise(encoder, images)[1, :, 2:4, 4:6].flatten()
+    for facet in facets[:-1]:
+        assert features[facet].shape == (2, 2, 3, 12)
+        torch.testing.assert_close(features[facet][1, 1, 2], pixels)
+    torch.testing.assert_close(features["cls"], features["token"].flatten(1, 2).mean(1))
+    for size in ("0", "x", "257", "²"):
+        with pytest.raises(CheckpointError) as raised:
+            load_encoder(f"colours:{size}")
+        assert raised.value.hint == ("--checkpoint", "colours:16")
+
+
+def test_baselines_follow_the_encoders_without_repetition():
+    uris = ["runs/one", "random:runs/one", "runs/two"]
+    expected = [*uris, "random:runs/two", "colours:8", "colours:16"]
+    assert add_baselines(uris, [16, 8, 16]) == expected
+
+
+@pytest.fixture
+def workdir(workdir) -> Path:
+    # The weights differ from the random ones, which have seed 0.
+    encoder_file(workdir / "encoder.safetensors", seed=1)
+    return workdir
+
+
+def test_a_user_module_has_no_random_baseline(workdir, capsys):
+    Path("mine.py").write_text("from tests.support.own_module import own\n")
+    with pytest.raises(CheckpointError, match="initialisation of this encoder is unknown"):
+        load_encoder("random:mine.py:own")
+    words = ["probe", "--task", "pca", "--checkpoint", "mine.py:own", "--dataset", "folder"]
+    assert main([*words, "--data-root", "photos", "--baselines", "--layer", "0"]) == 0
+    assert "no random baseline for mine.py:own" in capsys.readouterr().err
+    assert {record.model for record in records()} == {"mine.own", "colours of 8 x 8 pixels"}
+
+
+def test_baselines_are_probed_with_one_flag(workdir, capsys):
+    words = [*probing("pca", "folder", workdir / "photos"), "--baselines"]
+    assert main(words) == 0
+    size = TINY.patch_size
+    assert {(record.model, record.layer) for record in records()} == {
+        ("encoder", 1), ("encoder (random)", 1), (f"colours of {size} x {size} pixels", 0),
+    }  # fmt: skip
+    assert [job["pending"] for job in planned(capsys, *words[1:])["jobs"]] == [0, 0, 0]
+
+
+def test_a_baseline_that_a_probe_cannot_evaluate_is_left_out_unless_requested(workdir, capsys):
+    words = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
+    words += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
+    assert main([*words, "--checkpoint", "encoder.safetensors", "--baselines", "--dry-run"]) == 0
+    assert "left out: conditioning on folder: " in capsys.readouterr().err
+    assert "colours" in expect_error(capsys, [*words, "--checkpoint", "colours:16"], 2)
+
+
+def test_an_encoder_with_a_common_file_name_is_named_after_its_folder(workdir, capsys):
+    for folder, dim in (("one", 64), ("other", 128)):
+        (workdir / folder).mkdir()
+        torch.save(timm_model(dim=dim, heads=dim // 64).state_dict(), f"{folder}/best.pth")
+    words = ["probe", "--task", "correspondence", "--dataset", "folder", "--data-root", "photos"]
+    words += ["--layer", "0", "probe.image_size=32", "probe.num_points=16", "--checkpoint"]
+    assert main([*words, "o*/best.pth"]) == 0
+    assert {record.model for record in records()} == {"one/best", "other/best"}
+    assert main(["compare", "one/best", "other/best"]) == 0
+    assert main(["report"]) == 0
+
+
+def test_an_address_can_state_the_mean_of_a_file(path):
     plain = load_encoder(str(path))
+    encoder = load_encoder(f"mean=0.5,std=0.25:{path}")
 
-    found = load_encoder(f"mean=0.5,std=0.25:{path}")
-
-    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    assert found.sha256 == plain.sha256
-    assert found.identity() != plain.identity()
-    assert identify_encoder(found.uri).identity() == found.identity()
-    # Only what comes in is different.
+    assert (encoder.mean, encoder.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    assert encoder.sha256 == plain.sha256
+    assert encoder.identity() != plain.identity()
+    assert identify_encoder(encoder.uri).identity() == encoder.identity()
+    # Only the normalisation of the images differs.
     images = torch.rand(2, 3, 64, 64)
     scaled = (images - 0.5) / 0.25 * torch.tensor(plain.std).view(3, 1, 1)
     same = scaled + torch.tensor(plain.mean).view(3, 1, 1)
     torch.testing.assert_close(
-        FeatureExtractor(found, layers=[0])(images)[0]["token"],
+        FeatureExtractor(encoder, layers=[0])(images)[0]["token"],
         FeatureExtractor(plain, layers=[0])(same)[0]["token"],
     )
-
-
-def test_random_weights_keep_the_mean_of_the_address(path):
-    found = load_encoder(f"random:mean=.5,std=.2/.3/.4:{path}")
-
-    assert (found.mean, found.std) == ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))
 
 
 @pytest.mark.parametrize(
@@ -159,30 +139,28 @@ def test_random_weights_keep_the_mean_of_the_address(path):
         "mean=.1/.2,std=.5:x.pth", "mean=.,std=1:x.pth", "mean=.5,std=.5:",
     ],
 )  # fmt: skip
-def test_another_form_is_refused_with_an_example(address):
+def test_a_malformed_mean_is_refused_with_an_example(address):
     with pytest.raises(CheckpointError, match=r"mean=0\.5,std=0\.5:FILE"):
         load_encoder(address)
 
 
-def test_what_says_its_mean_keeps_it(tmp_path):
+def test_a_mean_that_the_file_states_cannot_be_replaced(tmp_path):
     encoder_file(tmp_path / "ours.safetensors")
-
-    with pytest.raises(CheckpointError, match=r"states its mean .*\(ssl-bench\)"):
+    with pytest.raises(CheckpointError, match=r"mean .*\(ssl-bench\)"):
         load_encoder(f"mean=0.5,std=0.5:{tmp_path / 'ours.safetensors'}")
 
 
-@pytest.mark.parametrize("ask", [load_encoder, identify_encoder])
-def test_an_encoder_that_is_not_there_is_refused_in_one_line(tmp_path, monkeypatch, ask):
+@pytest.mark.parametrize("load", [load_encoder, identify_encoder])
+def test_a_missing_demo_encoder_is_refused_in_one_line(tmp_path, monkeypatch, load):
     with pytest.raises(CheckpointError, match="unknown demo encoder 'demo:x'"):
-        ask("demo:x")
+        load("demo:x")
     monkeypatch.setattr(addresses, "PACKAGE", tmp_path / "package")
     with pytest.raises(CheckpointError, match="demo:skip is missing") as raised:
-        ask("demo:skip")
+        load("demo:skip")
     assert "\n" not in str(raised.value)
 
 
-def test_those_that_come_with_this_suite_are_those_of_the_ledger():
-    """The files in results/demo are those that the last runs wrote."""
+def test_the_demo_encoders_are_those_of_the_last_recorded_runs():
     runs = json.loads((ROOT / LEDGER).read_text())
     known = {name: runs[demo_of(name)] for name in NAMES}
     files = {path.name for path in addresses.demo_folder().glob("*.safetensors")}
@@ -219,7 +197,8 @@ def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
 DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
-def refuses() -> str:
+def refusal() -> str:
+    """Load the encoder, which must fail with a hint. Return the message."""
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint
@@ -233,9 +212,7 @@ def refuses() -> str:
         ("HF_HUB_OFFLINE", "timm:vit_small_patch16_224.dino"),
     ],
 )  # fmt: skip
-def test_offline_no_socket_is_opened_and_no_name_resolved(
-    uri, variable, empty_caches, monkeypatch, capsys
-):
+def test_offline_mode_uses_no_network(uri, variable, empty_caches, monkeypatch, capsys):
     def refuse(*_: object) -> NoReturn:
         pytest.fail("the network was used")
 
@@ -249,23 +226,22 @@ def test_offline_no_socket_is_opened_and_no_name_resolved(
 
 
 @pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])
-def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, published):
+def test_a_download_that_is_a_web_page_is_refused(kind, empty_caches, server, published):
     published("small.pth")
     server.content = b"<html>Please log in</html>"
     server.headers = {"Content-Type": kind}
-    said = {"text/html": "a web page"}.get(kind, "was not written by torch.save")
-    assert said in refuses()
+    reason = "a web page" if kind == "text/html" else "was not written by torch.save"
+    assert reason in refusal()
     assert not (empty_caches / "small.pth").exists()
 
 
-def test_the_digest_in_the_name_of_weights_is_held_against_them(empty_caches, server, published):
+def test_downloaded_weights_must_match_the_digest_in_their_name(empty_caches, server, published):
     content = published("small-0123abcd.pth")
-    assert "its name states 0123abcd" in refuses()
+    assert "its name states 0123abcd" in refusal()
     digest = hashlib.sha256(content).hexdigest()
     name = f"small-{digest[:8]}.pth"
     published(name)
     assert load_encoder(DINO).sha256 == digest
-
     kept = empty_caches / name
     kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert f"its name states {digest[:8]}" in refuses()
+    assert f"its name states {digest[:8]}" in refusal()

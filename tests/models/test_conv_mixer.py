@@ -1,7 +1,8 @@
-"""ConvMixer: its arithmetic, checkpoints and filters (equations 3.5 to 3.11, restated)."""
+"""ConvMixer: its output, and its filters by a restatement of equations 3.5 to 3.11."""
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,23 +15,17 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixer,
     ConvMixerConfig,
-    ViTConfig,
     build_encoder,
     encoder_from_model,
     save_encoder,
 )
-from ssl_bench.models.initialisers import (
-    filter_covariance,
-    positive_root,
-)
+from ssl_bench.models.initialisers import filter_covariance, positive_root
 
-CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
-VIT = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
 
 
-def lively(config=TINY, seed=0) -> ConvMixer:
-    """Return a ConvMixer in evaluation mode with random batch statistics and affine weights."""
+def random_mixer(config=TINY, seed=0) -> ConvMixer:
+    """Return a ConvMixer in evaluation mode whose norms have random statistics and weights."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)
@@ -45,8 +40,8 @@ def images(count=2, height=16, width=24):
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def restated(model: ConvMixer, image):
-    """Return the maps after each block: equations 2.1 to 2.3, one float64 output at a time."""
+def restated_maps(model: ConvMixer, image):
+    """Return the maps after each block by equations 2.1 to 2.3, with loops in float64."""
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -55,7 +50,7 @@ def restated(model: ConvMixer, image):
     for row, col in np.ndindex(rows, cols):
         square = pixels[:, row * size : (row + 1) * size, col * size : (col + 1) * size]
         maps[:, row, col] = (patch * square).sum((1, 2, 3)) + weights["patch_embed.proj.bias"]
-    maps = activated(maps, weights, "patch_norm")
+    maps = gelu_and_norm(maps, weights, "patch_norm")
     states = []
     for layer in range(config.depth):
         name = f"blocks.{layer}"
@@ -63,21 +58,20 @@ def restated(model: ConvMixer, image):
         half = config.kernel_size // 2
         for row, col, to_row, to_col in np.ndindex(rows, cols, rows, cols):
             if max(abs(to_row - row), abs(to_col - col)) <= half:
-                one = weights[f"{name}.depthwise.weight"][
-                    :, 0, row - to_row + half, col - to_col + half
-                ]
-                mixed[:, to_row, to_col] += one * maps[:, row, col]
+                filters = weights[f"{name}.depthwise.weight"][:, 0]
+                tap = filters[:, row - to_row + half, col - to_col + half]
+                mixed[:, to_row, to_col] += tap * maps[:, row, col]
         mixed += weights[f"{name}.depthwise.bias"][:, None, None]
-        mixed = activated(mixed, weights, f"{name}.norm1") + (maps if config.skip else 0)
+        mixed = gelu_and_norm(mixed, weights, f"{name}.norm1") + (maps if config.skip else 0)
         point = weights[f"{name}.pointwise.weight"][:, :, 0, 0]
         maps = np.einsum("oi,irc->orc", point, mixed)
         maps += weights[f"{name}.pointwise.bias"][:, None, None]
-        maps = activated(maps, weights, f"{name}.norm2")
+        maps = gelu_and_norm(maps, weights, f"{name}.norm2")
         states.append(maps)
     return states
 
 
-def activated(maps, weights, norm):
+def gelu_and_norm(maps, weights, norm):
     gelu = maps / 2 * (1 + np.vectorize(math.erf)(maps / math.sqrt(2)))
     mean, variance, scale, shift = (
         weights[f"{norm}.{name}"][:, None, None]
@@ -87,46 +81,42 @@ def activated(maps, weights, norm):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_output_and_features_are_those_of_the_equations(skip):
-    model = lively(replace(TINY, skip=skip))
+def test_output_and_features_follow_the_equations(skip):
+    model = random_mixer(replace(TINY, skip=skip))
     encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
-
-    found = model(images())
+    output = model(images())
     features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
-
-    states = [restated(model, image) for image in images()]
-    wanted = np.stack([maps[-1].mean((1, 2)) for maps in states])
-    np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-4, atol=1e-5)
+    states = [restated_maps(model, image) for image in images()]
+    expected = np.stack([maps[-1].mean((1, 2)) for maps in states])
+    np.testing.assert_allclose(output.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     for layer, facets in features.items():
-        wanted = np.stack([maps[layer].transpose(1, 2, 0) for maps in states])
-        np.testing.assert_allclose(facets["token"].numpy(), wanted, rtol=1e-4, atol=1e-5)
+        expected = np.stack([maps[layer].transpose(1, 2, 0) for maps in states])
+        np.testing.assert_allclose(facets["token"].numpy(), expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(facets["token"], facets["token_normed"])
 
 
 @pytest.mark.parametrize(("patch_size", "published"), [(1, 706_570), (2, 708_874)])
 def test_conv_mixer_256_8_has_the_published_number_of_weights(patch_size, published):
-    # 707K with patches of one pixel and ten classes; a patch of two has 3 * 3 * 256 more.
+    # 707K weights with patches of one pixel and ten classes. Patches of two add 3 * 3 * 256.
     model = build_encoder(ConvMixerConfig(patch_size=patch_size), seed=0)
     assert sum(p.numel() for p in model.parameters()) + 256 * 10 + 10 == published
 
 
-def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
+def test_the_models_command_reports_no_attention(tmp_path, capsys):
     path = tmp_path / "mixer.safetensors"
     save_encoder(path, build_encoder(TINY, seed=0), {})
-
     assert main(["models", str(path)]) == 0
-
     assert "3 blocks, width 12, no attention" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "skip"), [("conv_mixer", True), ("conv_mixer_skipless", False)])
-def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
+def test_the_presets_are_conv_mixer_256_8(name, skip):
     plan = build(compose_config("pretraining", [f"model={name}", "objective=supervised"]))
     assert plan.model == ConvMixerConfig(skip=skip)
 
 
 def restated_covariance(size, sigma):
-    """Return equation 3.10 entry by entry; pixels and blocks are counted from the middle."""
+    """Return equation 3.10, computed for each entry. Pixels are counted from the middle."""
     half = size // 2
     steps = range(-half, half + 1)
 
@@ -137,39 +127,32 @@ def restated_covariance(size, sigma):
         return min(abs(step), size - abs(step))
 
     entries = []
-    for i in steps:
-        for j in steps:
-            for row in steps:
-                for col in steps:
-                    mask, static = gaussian(i, j), gaussian(row, col)
-                    moved = gaussian(around(row - i), around(col - j))
-                    entries.append(0.5 * (mask * (moved - static) + static * moved))
+    for i, j, row, col in product(steps, repeat=4):
+        mask, static = gaussian(i, j), gaussian(row, col)
+        moved = gaussian(around(row - i), around(col - j))
+        entries.append(0.5 * (mask * (moved - static) + static * moved))
     return torch.tensor(entries, dtype=torch.float64).view(size**2, size**2)
 
 
 @pytest.mark.parametrize(("size", "sigma"), [(3, 0.4), (5, 1.0), (7, 1.9)])
-def test_the_root_is_that_of_the_nearest_positive_semi_definite_matrix(size, sigma):
+def test_the_root_squared_is_the_nearest_positive_semi_definite_matrix(size, sigma):
     covariance = filter_covariance(size, sigma)
     expected = restated_covariance(size, sigma)
     torch.testing.assert_close(covariance, expected, rtol=0, atol=1e-15)
-
     root = positive_root(covariance)
-
-    positive, lost = root @ root, root @ root - covariance
+    positive, added = root @ root, root @ root - covariance
     torch.testing.assert_close(root, root.T)
     assert torch.linalg.eigvalsh(root).min() > -1e-12
-    # The nearest point of a cone: what was added lies in the dual cone, at a right angle to it.
-    assert torch.linalg.eigvalsh(lost).min() > -1e-12
-    assert (positive * lost).sum().abs() < 1e-12
+    # The nearest matrix in a cone is orthogonal to the added matrix, which is in the dual cone.
+    assert torch.linalg.eigvalsh(added).min() > -1e-12
+    assert (positive * added).sum().abs() < 1e-12
     if size > 3:
-        assert lost.abs().max() > 1e-3
+        assert added.abs().max() > 1e-3
 
 
-def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest():
+def test_filters_get_wider_from_the_first_block_to_the_last():
     config = ConvMixerConfig(dim=512, depth=3, kernel_size=7, init="covariance")
-
     blocks = build_encoder(config, seed=0).blocks
-
     for block, sigma in zip(blocks, (0.08, 0.6275, 1.9), strict=True):
         filters = block.get_submodule("depthwise").get_parameter("weight").double().flatten(1)
         root = positive_root(restated_covariance(7, sigma))
@@ -180,7 +163,7 @@ def test_the_first_layer_of_an_encoder_is_the_narrowest_and_the_last_the_widest(
         )
 
 
-def test_frozen_filters_are_no_part_of_the_identity():
+def test_frozen_filters_do_not_affect_the_identity():
     one, other = (
         encoder_from_model(build_encoder(replace(TINY, frozen_filters=frozen), seed=0), name="own")
         for frozen in (False, True)

@@ -1,6 +1,6 @@
 """Hugging Face folders and repositories, in the formats of timm and transformers.
 
-The names of transformers are restated from its repository. Tensors are random.
+The tensor names of transformers are restated from its repository. The tensors are random.
 """
 
 import json
@@ -36,7 +36,7 @@ from tests.support.foreign_weights import (
 
 # transformers: https://github.com/huggingface/transformers/blob/015e6876, src/transformers/models/
 # vit/modeling_vit.py and dinov2/modeling_dinov2.py.
-def in_transformers_layout(weights: Weights, kind: str, prefix: str) -> Weights:
+def to_transformers(weights: Weights, kind: str, prefix: str) -> Weights:
     block = r"^(blocks\.\d)\."
     own = {
         rf"{block}norm1": r"\1.layernorm_before", rf"{block}norm2": r"\1.layernorm_after",
@@ -53,13 +53,13 @@ def in_transformers_layout(weights: Weights, kind: str, prefix: str) -> Weights:
         r"^norm\.": "layernorm.",
         "^": prefix,
     }
-    found: Weights = {}
+    result: Weights = {}
     for name, value in renamed(weights, names).items():
         start, qkv, end = name.partition("attn.qkv")
         thirds = zip(("query", "key", "value"), value.chunk(3), strict=True) if qkv else ()
-        found |= {f"{start}attention.attention.{n}{end}": part.clone() for n, part in thirds}
-        found |= {} if qkv else {name: value}
-    return found
+        result |= {f"{start}attention.attention.{n}{end}": part.clone() for n, part in thirds}
+        result |= {} if qkv else {name: value}
+    return result
 
 
 def hugging_face_folder(
@@ -70,12 +70,12 @@ def hugging_face_folder(
         "layer_norm_eps": 1e-6, "hidden_act": "gelu", "patch_size": 8, "image_size": 32, **config,
     }  # fmt: skip
     colours = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
-    folder_of(folder, in_transformers_layout(weights, kind, prefix), config, colours)
+    folder_of(folder, to_transformers(weights, kind, prefix), config, colours)
     return folder
 
 
-def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_path):
-    # The default epsilon is 1e-12. Inputs are so small that the norm's epsilon matters.
+def test_a_transformers_vit_uses_the_norms_and_heads_of_its_configuration(tmp_path):
+    # An epsilon of 1e-2 changes the features, unlike the default of 1e-12.
     model = timm_model(heads=4, norm_layer=lambda dim, **_: torch.nn.LayerNorm(dim, eps=1e-2))
     folder = hugging_face_folder(
         tmp_path / "vit", "vit", model.state_dict(), num_attention_heads=4, layer_norm_eps=1e-2
@@ -86,7 +86,7 @@ def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_
 
 
 @pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2_of_transformers(tmp_path, registers):
+def test_a_transformers_dinov2(tmp_path, registers):
     model, weights = dinov2_weights(registers)
     kind = "dinov2_with_registers" if registers else "dinov2"
     folder = hugging_face_folder(
@@ -97,7 +97,7 @@ def test_dinov2_of_transformers(tmp_path, registers):
     assert encoder.contents.ignored.keys() == {"embeddings.mask_token"}
 
 
-def test_mae_of_transformers_leaves_its_decoder_out(tmp_path):
+def test_a_transformers_mae_is_loaded_without_its_decoder(tmp_path):
     model = timm_model()
     folder = hugging_face_folder(tmp_path / "mae", "vit_mae", model.state_dict(), prefix="vit.")
     path = folder / "model.safetensors"
@@ -107,19 +107,19 @@ def test_mae_of_transformers_leaves_its_decoder_out(tmp_path):
     assert encoder.contents.ignored.keys() == more.keys()
 
 
-def test_colours_come_from_the_folder_and_are_never_guessed(tmp_path):
+def test_a_missing_normalisation_is_refused_with_a_working_hint(tmp_path):
     folder = hugging_face_folder(tmp_path / "vit", "vit", dict(timm_model().state_dict()))
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError) as raised:
         load_encoder(f"local-dir:{folder}")
     flag, advised = raised.value.hint
     assert flag == "--checkpoint"
-    told = load_encoder(advised)
-    assert (told.mean, told.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert told.sha256 == file_sha256(folder / "model.safetensors")
+    encoder = load_encoder(advised)
+    assert (encoder.mean, encoder.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert encoder.sha256 == file_sha256(folder / "model.safetensors")
 
 
-def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
+def test_a_transformers_file_without_its_folder_is_refused_with_a_hint(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     assert f"`--checkpoint local-dir:{folder}`" in message_of(folder / "model.safetensors")
     assert f"local-dir:{folder}" in message_of(folder)
@@ -127,7 +127,7 @@ def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
     assert f"local-dir:{folder}" in message_of(folder / "x.pt")
 
 
-def test_a_folder_without_the_files_says_what_belongs_there(tmp_path):
+def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     assert "has no model.safetensors" in message_of(f"local-dir:{folder}")
@@ -137,10 +137,11 @@ def test_a_folder_without_the_files_says_what_belongs_there(tmp_path):
     assert "cannot be read" in message_of(f"local-dir:{folder}")
     (folder / "config.json").unlink()
     assert "with config.json" in message_of(f"local-dir:{folder}")
+    assert "hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Write a model folder as `timm.models.save_for_hf` does; return it and the model."""
+    """Write a model folder as `timm.models.save_for_hf` does. Return the folder and the model."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -155,7 +156,7 @@ def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
     return folder, model.eval()
 
 
-def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
+def test_a_timm_folder_follows_its_configuration(tmp_path):
     folder, model = timm_folder(tmp_path / "mine")
     encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
     assert (encoder.depth, encoder.patch_size, encoder.native_size) == (2, 8, (32, 32))
@@ -163,62 +164,55 @@ def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [{"num_heads": 6}, {}])
-def test_random_weights_are_those_of_the_same_architecture(tmp_path, arguments):
+def test_random_weights_have_the_architecture_of_the_folder(tmp_path, arguments):
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **arguments)
     config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
     trained = folder_of(tmp_path / "timm", model.state_dict(), config)
     uri = f"random:{trained}"
-
     # timm's architecture has 3 heads.
     if arguments:
         assert "initialisation is unknown" in message_of(uri)
         return
-    drawn, expected = load_encoder(uri), load_encoder(trained)
-    assert drawn.architecture == expected.architecture
-    assert drawn.colours_from == expected.colours_from
-    assert drawn.colours_from.startswith("assumed")
+    random, expected = load_encoder(uri), load_encoder(trained)
+    assert random.architecture == expected.architecture
+    assert random.colours_from == expected.colours_from
+    assert random.colours_from.startswith("assumed")
 
 
-def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
-    tmp_path, monkeypatch
-):
+def test_weights_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
     folder, _ = timm_folder(tmp_path / "hf")
     read = timm_encoder.read_weights
 
-    def replaced_then_read(path):
+    def replace_and_read(path):
         copy = path.with_suffix(".new")
         copy.write_bytes(path.read_bytes())
         copy.replace(path)
         return read(path)
 
-    monkeypatch.setattr(timm_encoder, "read_weights", replaced_then_read)
+    monkeypatch.setattr(timm_encoder, "read_weights", replace_and_read)
     assert "was replaced while it was read" in message_of(f"local-dir:{folder}")
 
 
 @pytest.mark.parametrize("revision", ["", "@abc123"])
 def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
     folder, model = timm_folder(tmp_path / "mine")
-    asked = []
+    requests = []
 
-    # huggingface_hub defines the layout of the cache, so a filled cache is simulated.
-    def cached(repository, name, revision=None):
-        asked.append((repository, revision))
+    # A filled cache is simulated, because huggingface_hub defines its layout.
+    def find_in_cache(repository, name, revision=None):
+        requests.append((repository, revision))
         return str(folder / name)
 
-    monkeypatch.setattr(hub.huggingface_hub, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(hub.huggingface_hub, "try_to_load_from_cache", find_in_cache)
     encoder = same_features(f"hf-hub:org/mine{revision}", model)
     assert encoder.name == f"mine{revision}"
-    assert set(asked) == {("org/mine", revision[1:] or None)}
-
-
-def test_a_wrong_name_of_a_repository_is_told():
-    assert "hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
+    assert set(requests) == {("org/mine", revision[1:] or None)}
 
 
 @pytest.mark.parametrize(
     ("kind", "grid"), [("vit", (2, 8)), ("vit_mae", (3, 5)), ("dinov2", (8, 2))]
 )
-def test_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):
+def test_the_grid_comes_from_the_configuration(tmp_path, kind, grid):
     model = timm_model(grid=grid)
     size = [8 * side for side in grid]
     folder = hugging_face_folder(
@@ -227,11 +221,11 @@ def test_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):
     encoder = same_features(f"local-dir:{folder}", model)
     assert "assumed" not in encoder.contents.note
     assert encoder.architecture["grid_size"] == list(grid)
-    drawn = load_encoder(f"random:local-dir:{folder}")
-    assert drawn.architecture == encoder.architecture
+    random = load_encoder(f"random:local-dir:{folder}")
+    assert random.architecture == encoder.architecture
 
 
-def test_a_grid_nobody_states_is_announced(tmp_path, capsys):
+def test_an_assumed_square_grid_is_announced(tmp_path, capsys):
     folder = hugging_face_folder(
         tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
     )
@@ -253,13 +247,13 @@ def test_a_grid_nobody_states_is_announced(tmp_path, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_configuration_is_followed_or_refused(tmp_path, change):
+def test_unsupported_configurations_are_refused(tmp_path, change):
     weights = dict(timm_model().state_dict())
     folder = hugging_face_folder(tmp_path / "hf", "vit", weights, **change)
     message_of(f"local-dir:{folder}")
 
 
-def with_preprocessor(tmp_path: Path, **changes: Any) -> str:
+def folder_with_preprocessor(tmp_path: Path, **changes: Any) -> str:
     folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     described = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], **changes}
     (folder / "preprocessor_config.json").write_text(json.dumps(described))
@@ -275,11 +269,10 @@ def with_preprocessor(tmp_path: Path, **changes: Any) -> str:
         ({"do_normalize": False}, {}),
     ],
 )
-def test_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, rescaled):
-    encoder = load_encoder(with_preprocessor(tmp_path, **normalized, **rescaled))
-    red = 200.0 * (
-        rescaled.get("rescale_factor", 1 / 255) if rescaled.get("do_rescale", True) else 1
-    )
+def test_pixels_are_normalised_as_the_preprocessor_states(tmp_path, normalized, rescaled):
+    encoder = load_encoder(folder_with_preprocessor(tmp_path, **normalized, **rescaled))
+    factor = rescaled.get("rescale_factor", 1 / 255) if rescaled.get("do_rescale", True) else 1
+    red = 200.0 * factor
     if normalized.get("do_normalize", True):
         red = (red - 0.5) / 0.2
     assert (200 / 255 - encoder.mean[0]) / encoder.std[0] == pytest.approx(red)
@@ -295,12 +288,12 @@ def test_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, rescaled):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_preprocessor_cannot_mean_is_refused(tmp_path, change):
+def test_an_invalid_preprocessor_is_refused_by_key(tmp_path, change):
     (key,) = change
-    assert key in message_of(with_preprocessor(tmp_path, **change))
+    assert key in message_of(folder_with_preprocessor(tmp_path, **change))
 
 
-def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
+def test_a_timm_folder_cannot_name_another_file_of_weights(tmp_path):
     other, _ = timm_folder(tmp_path / "other")
     arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
     folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
@@ -329,7 +322,7 @@ def dinov3() -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(ARCHITECTURE, num_classes=0, dynamic_img_size=True).eval()
     for parameter in model.parameters():
-        # Large biases and scales, so that none can be left out unseen.
+        # Biases and scales are large, so that a missing one would be noticed.
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.05)
         else:
@@ -337,8 +330,8 @@ def dinov3() -> nn.Module:
     return model
 
 
-def own_names(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights under the names of DINOv3's files."""
+def official_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights with the names in the official files of DINOv3."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = renamed(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -352,10 +345,10 @@ def own_names(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def folder_of_transformers(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a folder as `save_pretrained` does; return its address."""
+def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
+    """Write a folder as `save_pretrained` of transformers does. Return its address."""
     weights = {}
-    for name, value in renamed(own_names(model), TO_TRANSFORMERS).items():
+    for name, value in renamed(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:
             for third, part in zip("qkv", value.chunk(3), strict=True):
                 kind = name.rpartition(".")[2]
@@ -380,28 +373,22 @@ def assert_same_features(uri: str, model: Any) -> None:
     )
 
 
-def test_the_advice_for_a_file_of_dinov3_loads_it_with_its_biases(tmp_path, dinov3):
+def test_the_hint_for_a_dinov3_file_loads_it_with_its_biases(tmp_path, dinov3):
     path = tmp_path / "dinov3_vitt16_pretrain.pth"
-    torch.save(own_names(dinov3), path)
-
-    said = message_of(path)
-
-    advice = re.search(r"(timm:[^`\s]+)", said)
-    assert advice is not None, said
-    assert advice[1] == f"timm:{ARCHITECTURE}@{path}"
-    assert_same_features(advice[1], dinov3)
+    torch.save(official_weights(dinov3), path)
+    (hint,) = re.findall(r"timm:[^`\s]+", message_of(path))
+    assert hint == f"timm:{ARCHITECTURE}@{path}"
+    assert_same_features(hint, dinov3)
 
 
-def test_a_folder_of_transformers_is_loaded_with_its_own_colours_and_depth(tmp_path, dinov3):
+def test_a_transformers_dinov3_has_its_own_normalisation_and_depth(tmp_path, dinov3):
     model = deepcopy(dinov3)
-    model.blocks = nn.ModuleList(list(model.blocks)[:3])
-    folder = folder_of_transformers(tmp_path / "dinov3", model)
-
+    model.blocks = nn.ModuleList(list(model.blocks)[:2])
+    folder = dinov3_folder(tmp_path / "dinov3", model)
     assert_same_features(folder, model)
-
     encoder = load_encoder(folder)
     assert encoder.mean == pytest.approx(DINOV3_COLOURS["image_mean"])
     assert encoder.colours_from == "preprocessor_config.json"
-    # timm does not compute other rotations.
-    folder = folder_of_transformers(tmp_path / "rotated", model, rope_theta=50.0)
+    # timm supports no other base of the rotary positions.
+    folder = dinov3_folder(tmp_path / "rotated", model, rope_theta=50.0)
     assert "rope_theta=50.0" in message_of(folder)

@@ -1,3 +1,5 @@
+"""Checkpoints of the suite and of timm, and errors for files that are not checkpoints."""
+
 import runpy
 import sys
 from pathlib import Path
@@ -36,7 +38,7 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_our_checkpoint_comes_back_as_it_was(saved, tmp_path):
+def test_a_checkpoint_is_loaded_as_it_was_saved(saved, tmp_path):
     encoder = load_encoder(str(saved.parent))
     assert_same_weights(encoder.module, build_vit(TINY, seed=0).state_dict())
     assert isinstance(encoder.module, VisionTransformer)
@@ -56,9 +58,8 @@ def test_our_checkpoint_comes_back_as_it_was(saved, tmp_path):
     assert sidecar.read_text() == f"{file_sha256(saved)}  last.safetensors\n"
     # Equal content gives equal bytes.
     again = tmp_path / "again.safetensors"
-    for _ in range(4):
-        save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
-        assert again.read_bytes() == saved.read_bytes()
+    save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
+    assert again.read_bytes() == saved.read_bytes()
     sidecar.unlink()
     assert "sha256sum last.safetensors > last.safetensors.sha256" in message_of(saved)
 
@@ -70,7 +71,7 @@ def test_our_checkpoint_comes_back_as_it_was(saved, tmp_path):
         ("ssl_bench.models.ViTConfig", "kind", "mamba"),
     ],
 )
-def test_a_checkpoint_of_a_later_version_is_refused(saved, monkeypatch, owner, attribute, value):
+def test_a_checkpoint_of_a_newer_version_is_refused(saved, monkeypatch, owner, attribute, value):
     with monkeypatch.context() as later:
         later.setattr(f"{owner}.{attribute}", value)
         save_encoder(saved, build_vit(TINY, seed=0), {})
@@ -78,14 +79,13 @@ def test_a_checkpoint_of_a_later_version_is_refused(saved, monkeypatch, owner, a
 
 
 @pytest.mark.parametrize("strides", ["x", "5", "[0]", "[1.5]"])
-def test_strides_of_a_file_that_are_no_numbers_are_refused(saved, strides):
+def test_invalid_strides_in_a_checkpoint_are_refused(saved, strides):
     save_encoder(saved, build_vit(TINY, seed=0), {"strides": strides})
-
     with pytest.raises(CheckpointError, match="strides"):
         identify_encoder(str(saved))
 
 
-def test_missing_files_name_what_can_be_given(tmp_path):
+def test_the_error_for_a_missing_file_lists_the_addresses(tmp_path):
     for address in (tmp_path / "nothing.pth", tmp_path, "ftp:somewhere"):
         assert "timm:NAME@FILE" in message_of(address)
     assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
@@ -97,12 +97,12 @@ def test_missing_files_name_what_can_be_given(tmp_path):
         ("weights.pth", b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
         ("weights.safetensors", LFS_POINTER, "git lfs pull"),
         ("weights.onnx", LFS_POINTER, "git lfs pull"),
+        ("model-00001-of-00002.safetensors", b"anything", "one of several files"),
     ],
 )
-def test_a_file_in_place_of_weights_is_recognised(tmp_path, name, content, problem):
-    path = tmp_path / name
-    path.write_bytes(content)
-    assert problem in message_of(path)
+def test_a_file_that_contains_no_weights_is_recognised(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    assert problem in message_of(tmp_path / name)
 
 
 OTHER_ARCHIVES = {
@@ -117,20 +117,18 @@ OTHER_ARCHIVES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", OTHER_ARCHIVES)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_the_advice_for_another_archive_loads_its_weights(tmp_path, monkeypatch, what):
+def test_the_hint_for_another_archive_loads_its_weights(tmp_path, monkeypatch, what):
     model, path = timm_model(), tmp_path / "mine.pth"
     OTHER_ARCHIVES[what](model, torch.zeros(1, 3, 32, 32), path)
     monkeypatch.chdir(tmp_path)
-
-    said, _, advised = message_of(path).partition(". Save them: ")
-    exec(advised, {"torch": torch, "numpy": np})
-
-    assert what in said
+    problem, _, command = message_of(path).partition(". Save them: ")
+    exec(command, {"torch": torch, "numpy": np})
+    assert what in problem
     assert_same_weights(load_encoder("weights.pth").module, model.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monkeypatch):
+def test_the_hint_for_a_distributed_checkpoint_joins_its_parts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     weights = build_vit(TINY, seed=0).state_dict()
     torch.distributed.checkpoint.save({"model": weights}, checkpoint_id="parts")
@@ -139,40 +137,28 @@ def test_parts_of_a_distributed_checkpoint_are_loaded_once_joined(tmp_path, monk
             load_encoder(address)
         _, file = raised.value.hint
         assert file == str(tmp_path / "parts.pth")
-
     command = str(raised.value).partition("run: python ")[2].partition("; use")[0].split()
     monkeypatch.setattr(sys, "argv", command[1:])
     runpy.run_module(command[1], run_name="__main__", alter_sys=False)
-
     assert_same_weights(load_encoder(file).module, weights)
 
 
-def test_one_of_the_parts_of_a_model_is_named(tmp_path):
-    path = tmp_path / "model-00001-of-00002.safetensors"
-    path.write_bytes(b"anything")
-    assert "one of several files" in message_of(path)
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
-        (
-            lambda w: {f"net.{'ab'[i % 2]}.{n}": v for i, (n, v) in enumerate(w.items())},
-            "a.cls_token",
-        ),
+        (lambda w: {f"n.{'ab'[i % 2]}.{n}": w[n] for i, n in enumerate(w)}, "a.cls_token"),
         (lambda w: {name: w[name] for name in w if name != "cls_token"}, "expected cls_token"),
         (lambda w: w | {"patch_embed.proj.weight": torch.ones(96, 3, 8, 8)}, "multiple of 64"),
         (lambda _: {"epoch": 3}, "no tensors"),
         (lambda w: list(w.values()), "contains a list"),
     ],
 )
-def test_weights_that_do_not_fit_exactly_are_refused(tmp_path, change, said):
-    path = tmp_path / "weights.pth"
-    torch.save(change(build_vit(DINO_LIKE, seed=0).state_dict()), path)
-    assert said in message_of(path)
+def test_weights_that_do_not_match_exactly_are_refused(tmp_path, change, problem):
+    torch.save(change(build_vit(DINO_LIKE, seed=0).state_dict()), tmp_path / "weights.pth")
+    assert problem in message_of(tmp_path / "weights.pth")
 
 
-def test_random_timm_weights_say_so_and_are_always_the_same():
+def test_random_timm_weights_have_seed_0_and_are_named_random():
     encoder = load_encoder("timm:vit_tiny_patch16_224")
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
@@ -183,7 +169,7 @@ def test_random_timm_weights_say_so_and_are_always_the_same():
     assert (encoder.native_size, encoder.mean) == ((224, 224), (0.5, 0.5, 0.5))
 
 
-def test_timm_takes_a_weights_file_with_a_head(tmp_path):
+def test_a_file_with_a_head_is_loaded_into_a_timm_architecture(tmp_path):
     path = tmp_path / "mine.pth"
     weights = build_vit(ViTConfig(dim=192, num_heads=3), seed=4).state_dict()
     extra = {name: torch.zeros(5, 192) for name in ("head.weight", "head.mlp.0.weight")}
@@ -192,14 +178,14 @@ def test_timm_takes_a_weights_file_with_a_head(tmp_path):
     assert_same_weights(encoder.module.get_submodule("model"), weights)
     assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", file_sha256(path))
     assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + 2)
-    # The way in which timm would have drawn the weights is part of the identity.
+    # The identity contains how timm initialises the weights.
     assert encoder.architecture == load_encoder("timm:vit_tiny_patch16_224").architecture
     torch.save({"epoch": 3}, path)
     assert "no tensors" in message_of(f"timm:vit_tiny_patch16_224@{path}")
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "hint"),
     [
         ("timm:vit_tiny_patch16_22", "`--checkpoint timm:vit_tiny_patch16_224`"),
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
@@ -207,13 +193,11 @@ def test_timm_takes_a_weights_file_with_a_head(tmp_path):
         ("torchhub:facebookresearch/dino:dino_resnet50", "torchhub:facebookresearch/dino:dino_v"),
     ],
 )
-def test_unknown_and_unsupported_names_are_refused(uri, said):
-    assert said in message_of(uri)
+def test_unknown_and_unsupported_names_are_refused(uri, hint):
+    assert hint in message_of(uri)
 
 
-def test_whatever_the_package_names_is_there():
-    assert {name for name in models.__all__ if getattr(models, name) is not None} == set(
-        models.__all__
-    )
+def test_every_public_name_of_the_package_exists():
+    assert all(getattr(models, name) is not None for name in models.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         models.nothing  # noqa: B018

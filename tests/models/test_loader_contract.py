@@ -1,7 +1,7 @@
-"""Contract of every encoder loader: those of this package, of installed packages, and of the guide.
+"""The contract of every encoder loader, including the example in docs/extending.md.
 
-A new scheme needs no entry here. Its example address is loaded. Examples of this package that need
-the network or a missing file must fail in one line. A loader without an example is skipped.
+A new scheme needs no entry here, because its example address is loaded. Examples that need the
+network or a missing file must fail in one line. A loader without an example is skipped.
 """
 
 import os
@@ -51,7 +51,7 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Yield a folder with the files of the examples, and the guide's loader as a package."""
+    """Yield the current folder, with all files of the examples and with the loader of the guide."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")
@@ -65,7 +65,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
     points = ["[ssl_bench.encoder]", "broken = broken_loader:load", "other = broken_loader:other"]
     points += ["missing = no_such_module:load", "renamed = broken_loader:old"]
     if not IS_INSTALLED:
-        # The name differs from the page's, because a user's package may have the page's name.
+        # An installed package of the user may have the module name of the page.
         points.append(f"{SCHEME} = loader_of_page:{TARGET.partition(':')[2]}")
         (folder / "installed/loader_of_page.py").write_text(SOURCE)
     (information / "entry_points.txt").write_text("\n".join(points))
@@ -77,7 +77,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
     yield folder
     sys.path.remove(str(folder / "installed"))
     os.chdir(before)
-    loaded.cache_clear()
+    load_or_error.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def refuse(*_words: object, **_options: object) -> None:
 
 
 @cache
-def loaded(uri: str) -> Encoder | CheckpointError:
+def load_or_error(uri: str) -> Encoder | CheckpointError:
     try:
         return load_encoder(uri)
     except CheckpointError as error:
@@ -102,7 +102,8 @@ def loaded(uri: str) -> Encoder | CheckpointError:
 
 
 def encoder_of(uri: str) -> Encoder:
-    encoder = loaded(uri)
+    """Load an encoder. Skip the test if it needs the network or a missing file."""
+    encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):
         if re.match(WITHOUT_NETWORK, uri):
             raise encoder
@@ -117,32 +118,26 @@ def test_every_loader_of_this_package_has_an_example():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("uri", URIS)
-def test_the_same_address_always_gives_the_same_encoder(uri):
-    first = encoder_of(uri)
-    state = torch.get_rng_state()
-
-    second = load_encoder(uri)
-
+def test_an_address_always_gives_the_same_encoder(uri):
+    first, state = encoder_of(uri), torch.get_rng_state()
+    second, stated = load_encoder(uri), identify_encoder(uri)
     assert torch.equal(torch.get_rng_state(), state)
     assert first.uri == second.uri == uri
-    assert first.identity() == second.identity() == identify_encoder(uri).identity()
-    stated = identify_encoder(uri)
+    assert first.identity() == second.identity() == stated.identity()
     for name in ("name", "depth", "patch_size", "native_size", "has_cls", "is_staged"):
         assert getattr(stated, name) == getattr(second, name)
 
 
 @pytest.mark.parametrize("uri", URIS)
-def test_every_block_gives_finite_tokens_of_its_grid(uri):
+def test_every_block_gives_finite_tokens_on_its_grid(uri):
     encoder = encoder_of(uri)
     assert re.fullmatch(r"[0-9a-f]{64}", encoder.sha256)
     assert all(0 <= value <= 1 for value in encoder.mean)
     assert all(0 < value <= 1 for value in encoder.std)
     (height, width), layers = encoder.native_size, range(encoder.depth)
-
     facets = ("token", "cls") if encoder.has_cls else ("token",)
-    features = FeatureExtractor(encoder, layers=layers, facets=facets)(
-        torch.rand(1, 3, height, width)
-    )
+    images = torch.rand(1, 3, height, width)
+    features = FeatureExtractor(encoder, layers=layers, facets=facets)(images)
 
     for layer in layers:
         stride, dim = encoder.stride(layer), encoder.width(layer)
@@ -152,16 +147,15 @@ def test_every_block_gives_finite_tokens_of_its_grid(uri):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_address_that_names_nothing_is_one_line(scheme, capsys):
+def test_an_unknown_address_is_refused_in_one_line(scheme, capsys):
     code = main(["models", f"{scheme}:nothing/of this name"])
-
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 4, line
     assert "Traceback" not in line
 
 
 @pytest.mark.parametrize(
-    ("uri", "code", "said"),
+    ("uri", "code", "message"),
     [
         ("broken:x", 4, "line 2"),
         ("other:x", 4, "returned a str"),
@@ -169,18 +163,16 @@ def test_an_address_that_names_nothing_is_one_line(scheme, capsys):
         ("renamed:x", 5, "'broken_loader' has no attribute 'old'"),
     ],
 )
-def test_a_loader_of_a_package_that_fails_is_one_line(uri, code, said, capsys):
+def test_a_failing_loader_of_a_package_is_reported_in_one_line(uri, code, message, capsys):
     assert main(["models", uri]) == code
-
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     assert uri.partition(":")[0] in line
 
 
 @of_page
-def test_schemes_of_packages_are_listed_with_the_example_of_their_loader(capsys):
+def test_schemes_of_packages_are_listed_with_their_examples(capsys):
     assert main(["models"]) == 0
-
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[-1] for line in lines if ":ADDRESS" in line}
     assert rows[f"{SCHEME}:ADDRESS"] == GUIDE
@@ -189,9 +181,7 @@ def test_schemes_of_packages_are_listed_with_the_example_of_their_loader(capsys)
 
 
 @of_page
-def test_encoders_of_packages_are_probed_and_have_no_random_weights(capsys):
+def test_encoders_of_packages_are_probed_without_a_random_baseline(capsys):
     words = [*COMMAND.split(), "--baselines", "dataset.num_train=6", "dataset.num_val=6"]
-
     assert main([*words, "--out", "out"]) == 0
-
-    assert f"without random weights of {GUIDE}" in capsys.readouterr().err
+    assert f"no random baseline for {GUIDE}" in capsys.readouterr().err

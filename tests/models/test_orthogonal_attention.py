@@ -1,4 +1,4 @@
-"""Orthogonal self-attention: its paper's formulas, its initialisation and its encoders."""
+"""Orthogonal self-attention: the formulas of its paper, its initialisation, and its encoders."""
 
 import math
 
@@ -15,12 +15,12 @@ from ssl_bench.models.initialisers import OsaInit, XavierInit
 from ssl_bench.models.orthogonal import (
     OrthogonalAttention,
     cholesky_basis,
-    most_doublings,
+    max_doublings,
     newton_schulz_basis,
     phi,
     phi_without_sync,
 )
-from tests.support.matrices import normal as drawn
+from tests.support.matrices import normal
 
 DIM, HEADS = 12, 3
 WIDTH = DIM // HEADS
@@ -38,10 +38,12 @@ def layer(basis: str, *, alpha: float = 1.0, seed: int = 0) -> OrthogonalAttenti
 
 
 def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
-    return scale * drawn(batch, count, DIM, seed=1)
+    return scale * normal(batch, count, DIM, seed=1)
 
 
-def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:
+def compute_by_hand(
+    attention: OrthogonalAttention, x: Tensor, head: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return S, [Q, K] and V of equation 5 for one head and one image."""
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
     columns = slice(head * WIDTH, (head + 1) * WIDTH)
@@ -50,35 +52,35 @@ def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tenso
     return skew, torch.cat([q, k], dim=1), v
 
 
-def naive(attention: OrthogonalAttention, x: Tensor) -> Tensor:
+def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
     """Return equations 4 and 5, with the exponential of the full matrix."""
     total = torch.zeros_like(x)
     for head in range(HEADS):
-        skew, _, v = by_hand(attention, x, head)
+        skew, _, v = compute_by_hand(attention, x, head)
         rows = attention.proj.weight.T[head * WIDTH : (head + 1) * WIDTH]
         total = total + torch.linalg.matrix_exp(skew) @ v @ rows
     return total
 
 
 @pytest.mark.parametrize(("count", "alpha"), [(1, 1.0), (5, 0.1), (2 * WIDTH, 1.0), (30, 20.0)])
-def test_attention_with_qr_is_the_exponential_of_the_whole_matrix(count, alpha):
+def test_attention_with_qr_is_the_exponential_of_the_full_matrix(count, alpha):
     attention, x = layer("qr", alpha=alpha), tokens(count)
     matrices = attention.attention(x)
     for image in range(2):
         for head in range(HEADS):
-            skew, _, _ = by_hand(attention, x[image], head)
+            skew, _, _ = compute_by_hand(attention, x[image], head)
             expected = torch.linalg.matrix_exp(skew)
             torch.testing.assert_close(matrices[image, head], expected, rtol=0, atol=1e-10)
-    expected = torch.stack([naive(attention, image) for image in x])
+    expected = torch.stack([attend_naively(attention, image) for image in x])
     torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("count", [5, 30])
-def test_attention_with_newton_schulz_is_that_of_equations_6_to_9(count):
+def test_attention_with_newton_schulz_follows_equations_6_to_9(count):
     attention, x = layer("newton_schulz"), tokens(count, batch=1)
     matrices = attention.attention(x)
     for head in range(HEADS):
-        skew, m, _ = by_hand(attention, x[0], head)
+        skew, m, _ = compute_by_hand(attention, x[0], head)
         basis = m / m.norm()
         identity = torch.eye(2 * WIDTH, dtype=m.dtype)
         for _ in range(6):
@@ -101,7 +103,7 @@ def _orthogonality_error(matrix: Tensor) -> float:
     return torch.linalg.matrix_norm(matrix.T @ matrix - identity, 2).item()
 
 
-def degenerate() -> dict[str, Tensor]:
+def rank_deficient_tokens() -> dict[str, Tensor]:
     x = tokens(15)
     return {
         "zero": torch.zeros_like(x),
@@ -112,47 +114,50 @@ def degenerate() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", degenerate())
+@pytest.mark.parametrize("case", rank_deficient_tokens())
 @pytest.mark.parametrize("basis", BASES)
-def test_rank_deficient_queries_and_keys_give_finite_values_and_gradients(case, basis):
+def test_rank_deficient_queries_and_keys_have_finite_gradients(case, basis):
     attention = layer(basis).float()
-    x = degenerate()[case].float().requires_grad_()
+    x = rank_deficient_tokens()[case].float().requires_grad_()
     output = attention(x)
     output.square().sum().backward()
-    found = [output, x.grad, *(parameter.grad for parameter in attention.parameters())]
-    assert all(value is not None and value.isfinite().all() for value in found)
+    values = [output, x.grad, *(parameter.grad for parameter in attention.parameters())]
+    assert all(value is not None and value.isfinite().all() for value in values)
 
 
-@pytest.mark.parametrize("case", ["full rank", *degenerate()])
-def test_gradients_with_qr_are_those_of_the_whole_exponential(case):
-    attention, start = layer("qr"), {"full rank": tokens(15), **degenerate()}[case]
-    # Each token has its own weights, to detect gradients outside the span of Q and K.
-    weights = drawn(*start.shape, seed=3)
+@pytest.mark.parametrize("case", ["full rank", *rank_deficient_tokens()])
+def test_gradients_with_qr_equal_those_of_the_full_exponential(case):
+    attention, start = layer("qr"), {"full rank": tokens(15), **rank_deficient_tokens()}[case]
+    # With a separate weight for each token, gradients outside the span of Q and K count.
+    weights = normal(*start.shape, seed=3)
     gradients = []
-    for apply in (attention, lambda x: torch.stack([naive(attention, image) for image in x])):
+    for apply in (
+        attention,
+        lambda x: torch.stack([attend_naively(attention, image) for image in x]),
+    ):
         x = start.clone().requires_grad_()
-        given = [x, *attention.parameters()]
-        gradients.append(torch.autograd.grad((apply(x) * weights).sum(), given))
+        inputs = [x, *attention.parameters()]
+        gradients.append(torch.autograd.grad((apply(x) * weights).sum(), inputs))
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("count", [3, 11])
-def test_gradients_with_newton_schulz_are_finite_differences(count):
+def test_gradients_with_newton_schulz_equal_finite_differences(count):
     attention = layer("newton_schulz")
     names = [name for name, _ in attention.named_parameters()]
 
     def output(x: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(attention, dict(zip(names, values, strict=True)), (x,))
 
-    given = [tokens(count, batch=1, scale=1.0), *attention.parameters()]
-    given = [value.detach().requires_grad_() for value in given]
-    assert torch.autograd.gradcheck(output, given, atol=1e-5, fast_mode=True)
+    inputs = [tokens(count, batch=1, scale=1.0), *attention.parameters()]
+    inputs = [value.detach().requires_grad_() for value in inputs]
+    assert torch.autograd.gradcheck(output, inputs, atol=1e-5, fast_mode=True)
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.1, 3.0, 200.0])
-def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
-    x = drawn(6, 6)
+def test_phi_equals_a_block_of_a_larger_exponential(norm):
+    x = normal(6, 6)
     skew = x - x.T
     skew = skew * norm / torch.linalg.matrix_norm(skew, 2)
     doubled = torch.zeros(12, 12, dtype=torch.float64)
@@ -166,17 +171,17 @@ def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
     assert torch.equal(phi_without_sync(several), alone)
 
 
-def rotating(norm: float, count: int = 2, side: int = 8) -> Tensor:
+def skew_matrices(norm: float, count: int = 2, side: int = 8) -> Tensor:
     """Return skew-symmetric matrices with spectral norm `norm`."""
-    x = drawn(count, side, side)
+    x = normal(count, side, side)
     skew = x - x.mT
     return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
-    # The largest matrix that is left as it is: rounding moves its angles by 2^-7.
-    largest = (torch.finfo(dtype).eps * math.factorial(13)) ** (1 / 13) * 2 ** most_doublings(dtype)
+def test_the_number_of_doublings_is_enough_for_all_resolvable_angles(dtype):
+    # The doublings cover matrices up to this size. Rounding changes their angles by 2^-7.
+    largest = (torch.finfo(dtype).eps * math.factorial(13)) ** (1 / 13) * 2 ** max_doublings(dtype)
     assert largest * torch.finfo(dtype).eps == pytest.approx(2**-7, rel=1)
     angle = torch.tensor(0.999 * largest, dtype=dtype)
     skew = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=dtype) * angle
@@ -187,8 +192,8 @@ def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
 
 
 @pytest.mark.parametrize("norm", [1e6, 1e15])
-def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
-    skew = rotating(norm).requires_grad_()
+def test_larger_matrices_give_rotations_with_finite_gradients(norm):
+    skew = skew_matrices(norm).requires_grad_()
     phi_without_sync(skew).sum().backward()
     assert skew.grad is not None
     assert skew.grad.isfinite().all()
@@ -199,27 +204,27 @@ def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
 
 
 @pytest.mark.parametrize("norm", [0.1, 30.0])
-def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
-    weights = drawn(2, 8, 8, seed=1)
-    found = []
+def test_the_gradient_of_phi_without_sync_equals_that_of_phi(norm):
+    weights = normal(2, 8, 8, seed=1)
+    gradients = []
     for function, dtype in ((phi_without_sync, torch.float32), (phi, torch.float64)):
-        skew = rotating(norm).to(dtype).requires_grad_()
+        skew = skew_matrices(norm).to(dtype).requires_grad_()
         (function(skew) * weights.to(dtype)).sum().backward()
         assert skew.grad is not None
-        found.append(skew.grad.double())
-    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+        gradients.append(skew.grad.double())
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
 
 
-def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
-    x = (0.3 * drawn(1, 3, 3)).requires_grad_()
+def test_the_gradient_of_phi_holds_for_matrices_that_are_not_skew():
+    x = (0.3 * normal(1, 3, 3)).requires_grad_()
     assert torch.autograd.gradcheck(phi_without_sync, (x,))
 
 
 @pytest.mark.parametrize("shape", [(30, 8), (5, 8)])
 @pytest.mark.parametrize("decades", [0, 7, 12])
-def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
+def test_a_cholesky_basis_is_orthonormal_and_spans_the_columns(shape, decades):
     rank = min(shape)
-    left, right = (torch.linalg.qr(drawn(2, size, rank, seed=size)).Q for size in shape)
+    left, right = (torch.linalg.qr(normal(2, size, rank, seed=size)).Q for size in shape)
     m = ((left * torch.logspace(0, -decades, rank).double()) @ right.mT).float()
     basis = cholesky_basis(m).double()
     assert (m - basis @ (basis.mT @ m.double())).abs().max() < 2e-7
@@ -231,14 +236,14 @@ def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
 
 
 @pytest.mark.parametrize(("count", "alpha"), [(1, 0.1), (5, 1.0), (30, 1.0)])
-def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
+def test_attention_with_a_cholesky_basis_equals_qr(count, alpha, monkeypatch):
     attention, x = layer("qr", alpha=alpha), tokens(count, scale=1.0)
-    weights = drawn(2, count, DIM, seed=2)
+    weights = normal(2, count, DIM, seed=2)
 
     def values_and_gradients(dtype: torch.dtype) -> list[Tensor]:
-        given = [x.to(dtype).requires_grad_(), *attention.to(dtype).parameters()]
-        value = attention(given[0])
-        return [value.detach(), *torch.autograd.grad((value * weights.to(dtype)).sum(), given)]
+        inputs = [x.to(dtype).requires_grad_(), *attention.to(dtype).parameters()]
+        value = attention(inputs[0])
+        return [value.detach(), *torch.autograd.grad((value * weights.to(dtype)).sum(), inputs)]
 
     expected = values_and_gradients(torch.float64)
     monkeypatch.setattr("ssl_bench.models.orthogonal.orthonormal_basis", cholesky_basis)
@@ -250,7 +255,7 @@ def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypat
 
 @pytest.mark.parametrize("basis", BASES)
 @pytest.mark.parametrize("value", [float("nan"), 1e15])
-def test_tokens_of_a_diverged_run_pass_through_without_an_error(basis, value):
+def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
     x = tokens(9).float()
     x[0, 3] = value
     output = layer(basis).float()(x)
@@ -258,7 +263,7 @@ def test_tokens_of_a_diverged_run_pass_through_without_an_error(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest tensor."""
+    """A mode that records the number of elements of the largest tensor."""
 
     most = 0
 
@@ -270,7 +275,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_no_tensor_grows_faster_than_the_tokens_forwards_or_backwards(basis):
+def test_memory_is_linear_in_the_number_of_tokens(basis):
     attention, sizes = layer(basis), []
     for count in (200, 400):
         with LargestTensor() as largest:
@@ -281,7 +286,7 @@ def test_no_tensor_grows_faster_than_the_tokens_forwards_or_backwards(basis):
 
 
 @pytest.mark.parametrize("basis", BASES)
-def test_under_autocast_the_rotation_is_computed_in_float32(basis):
+def test_autocast_keeps_the_rotation_in_float32(basis):
     attention, x = layer(basis, alpha=0.1).float(), tokens(30).float()
     with torch.autocast("cpu", torch.bfloat16):
         output, matrices = attention(x), attention.attention(x)
@@ -290,7 +295,7 @@ def test_under_autocast_the_rotation_is_computed_in_float32(basis):
         assert max(_orthogonality_error(matrix) for matrix in matrices.flatten(0, 1)) < 1e-5
 
 
-def test_the_initialisation_is_that_of_section_4():
+def test_the_initialisation_follows_section_4():
     weights = OsaInit().attention(DIM, HEADS, torch.Generator().manual_seed(0))
     for head in range(HEADS):
         columns = slice(head * WIDTH, (head + 1) * WIDTH)
@@ -305,14 +310,14 @@ def test_the_initialisation_is_that_of_section_4():
         scales = torch.linalg.svdvals(weights.value[:, columns] @ weights.output[columns])
         expected = torch.tensor([1.0] * WIDTH + [0.0] * (DIM - WIDTH)).double()
         torch.testing.assert_close(scales, expected, rtol=0, atol=1e-12)
-    # Heads, values and outputs are drawn apart.
+    # Heads, values and outputs are drawn separately.
     parts = [*weights.query.chunk(HEADS, 1), *weights.value.chunk(HEADS, 1)]
     parts += weights.output.T.chunk(HEADS, 1)
     pairs = [(one, other) for i, one in enumerate(parts) for other in parts[:i]]
     assert all((one - other).abs().max() > 0.1 for one, other in pairs)
 
 
-def test_a_built_encoder_has_these_products_and_no_biases_in_attention():
+def test_a_built_encoder_has_this_initialisation_and_no_biases():
     block = build_vit(TINY, seed=0).blocks[0]
     attention, mlp = block.get_submodule("attn"), block.get_submodule("mlp")
     assert isinstance(attention, OrthogonalAttention)
@@ -327,7 +332,7 @@ def test_a_built_encoder_has_these_products_and_no_biases_in_attention():
     torch.testing.assert_close(second @ second.T, torch.eye(DIM), rtol=0, atol=1e-5)
 
 
-def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
+def test_xavier_weights_are_uniform_within_their_bound():
     initialiser, generator = XavierInit(), torch.Generator().manual_seed(0)
     attention = initialiser.attention(96, 3, generator)
     first, second = initialiser.mlp(96, 384, generator)
@@ -338,11 +343,9 @@ def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
         assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
 
 
-def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():
-    described = {
-        row: describe(build(compose_config("pretraining", [f"experiment=osa_mnist_{row}"])))
-        for row in ROWS
-    }
+def test_the_rows_of_the_mnist_table_differ_only_in_the_model():
+    plans = (build(compose_config("pretraining", [f"experiment=osa_mnist_{row}"])) for row in ROWS)
+    described = {row: describe(plan) for row, plan in zip(ROWS, plans, strict=True)}
     changed = {row: find_differences(described["vit"], described[row]) for row in ROWS}
     no_skip = ["model.skip_attention: True -> False", "model.skip_mlp: True -> False"]
     no_norm = ["model.norm: layernorm -> none"]

@@ -6,15 +6,11 @@ from torch.func import functional_call, jacrev
 
 from probes.conditioning.jacobians import differentiable_attention, exact_jacobian
 from ssl_bench.models.vit import Block
-from tests.benchmarks.parameter_jacobians import (
-    VARIANTS,
-    by_parameters,
-    encoder,
-)
+from tests.benchmarks.parameter_jacobians import VARIANTS, by_parameters, encoder
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_derivative_by_parameters_is_the_product_of_the_paper(name):
+def test_the_jacobian_by_parameters_is_the_product_of_the_paper(name):
     model = encoder(VARIANTS[name], seed=1)
     images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
     blocks = [block for block in model.blocks if isinstance(block, Block)]
@@ -47,6 +43,5 @@ def test_the_derivative_by_parameters_is_the_product_of_the_paper(name):
             )
         expected = product @ torch.cat([part.flatten(1) for part in own.values()], dim=1)
 
-        found = by_parameters(model, entering, layer)
-
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        jacobian = by_parameters(model, entering, layer)
+        torch.testing.assert_close(jacobian, expected, rtol=1e-9, atol=1e-12)

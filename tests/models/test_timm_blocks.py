@@ -1,4 +1,4 @@
-"""Small timm models, compared with timm's own features of every block."""
+"""Small timm models, whose features are compared with timm's own features of every block."""
 
 from copy import deepcopy
 from typing import Any
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 HIERA: dict[str, Any] = {"embed_dim": 8, "stages": (1, 2, 2, 1), "img_size": (64, 96)}
 HIERA |= {"mask_unit_size": (8, 8)}
 SAM: dict[str, Any] = {**SMALL, "img_size": 48, "window_size": 2, "global_attn_indexes": [1]}
-# Name, what is special, patch size, prefix tokens, registers among them.
+# Architecture, its special feature, patch size, number of prefix tokens, and of registers.
 VITS = [
     ("vit_tiny_patch16_224", "plain", 16, 1, 0),
     ("vit_small_patch14_reg4_dinov2", "registers without positions, LayerScale", 14, 5, 4),
@@ -37,13 +37,14 @@ VITS = [
     ("vit_base_patch16_rope_mixed_ape_224", "rotary positions of each block", 16, 1, 0),
     ("vit_tiny_r_s16_p8_224", "patches behind convolutions", 32, 1, 0),
 ]
-# Name, arguments, native size, whether other sizes are accepted, strides, prefix, registers.
+# Architecture, arguments, native size, whether other sizes are accepted, strides, prefix tokens,
+# and registers.
 TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], int, int]] = [
     ("hiera_tiny_224", HIERA, (64, 96), False, (4, 8, 8, 16, 16, 32), 0, 0),
     ("beit_base_patch16_224", {**SMALL, "img_size": (48, 80)}, (48, 80), False, (16, 16), 1, 0),
     ("samvit_base_patch16_224", SAM, (48, 48), True, (16, 16), 0, 0),
     ("naflexvit_base_patch16_gap", SMALL, (384, 384), True, (16, 16), 4, 4),
-    # timm states 176 x 176 pixels, which are no multiple of the largest stride.
+    # timm states 176 x 176 pixels, which is not a multiple of the largest stride.
     ("resnet10t", {}, (192, 192), True, (4, 8, 16, 32), 0, 0),
     ("resnetv2_18", {}, (224, 224), True, (4, 4, 8, 8, 16, 16, 32, 32), 0, 0),
     ("mobilenetv3_small_050", {}, (224, 224), True, (4, 8, 8, *(16,) * 5, 32), 0, 0),
@@ -51,7 +52,7 @@ TRACED: list[tuple[str, dict[str, Any], tuple[int, int], bool, tuple[int, ...], 
 
 
 def random_model(name: str, **changes: Any) -> Any:
-    """Create a model with a random value in every parameter."""
+    """Create a timm model and add noise to all of its parameters."""
     torch.manual_seed(0)
     model: Any = timm.create_model(name, **{"num_classes": 0, **changes})
     with torch.no_grad():
@@ -64,15 +65,15 @@ def as_encoder(model: Any) -> Encoder:
     return timm_encoder(deepcopy(model), uri="memory", name="small", sha256="")
 
 
-def same(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-def keys_by_hand(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return the input of an attention, and its keys from timm's own layers in float64."""
+def compute_keys(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Return the input of an attention layer and its keys, computed in float64."""
     attention = model.blocks[layer].attn
-    seen: list[Tensor] = []
-    handle = attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    recorded: list[Tensor] = []
+    handle = attention.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
     with torch.no_grad():
         model(images)
     handle.remove()
@@ -83,13 +84,13 @@ def keys_by_hand(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor
         bias = getattr(attention, "k_bias", None)
         if bias is None and attention.qkv.bias is not None:
             bias = attention.qkv.bias.chunk(3)[1]
-    keys = seen[0].double() @ weight.double().T
-    return seen[0], (keys if bias is None else keys + bias.double()).float()
+    keys = recorded[0].double() @ weight.double().T
+    return recorded[0], (keys if bias is None else keys + bias.double()).float()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "what", "patch", "prefix", "registers"), VITS)
-def test_tokens_keys_and_cls_of_vits_are_those_of_timm(name, what, patch, prefix, registers):
+def test_features_of_vits_equal_timm(name, what, patch, prefix, registers):
     size = (3 * patch, 5 * patch)
     model = random_model(
         name, depth=2, embed_dim=64, num_heads=2, dynamic_img_size=True, img_size=size
@@ -101,7 +102,7 @@ def test_tokens_keys_and_cls_of_vits_are_those_of_timm(name, what, patch, prefix
     images = torch.rand(2, 3, *size)
     facets: list[Facet] = ["token", "token_normed", "key", *(["cls"] if has_cls else [])]
 
-    found = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
+    features = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
 
     blocks = model.forward_intermediates(
         normalise(encoder, images), intermediates_only=True,
@@ -109,16 +110,15 @@ def test_tokens_keys_and_cls_of_vits_are_those_of_timm(name, what, patch, prefix
     )  # fmt: skip
     for layer, tokens in enumerate(blocks):
         patches, front = tokens if prefix else (tokens, tokens)
-        same(found[layer]["token"].flatten(1, 2), patches)
-        same(found[layer]["token_normed"].flatten(1, 2), model.norm(patches))
+        assert_close(features[layer]["token"].flatten(1, 2), patches)
+        assert_close(features[layer]["token_normed"].flatten(1, 2), model.norm(patches))
         if has_cls:
-            same(found[layer]["cls"], front[:, 0])
-        _, keys = keys_by_hand(model, normalise(encoder, images), layer)
-        same(found[layer]["key"].flatten(1, 2), keys[:, prefix:])
-    found = FeatureExtractor(encoder, layers=[1], facets=["token", "key"], pad=True)(
-        torch.rand(1, 3, 4 * patch - 3, 2 * patch)
-    )[1]
-    assert found["token"].shape[:3] == found["key"].shape[:3] == (1, 4, 2)
+            assert_close(features[layer]["cls"], front[:, 0])
+        _, keys = compute_keys(model, normalise(encoder, images), layer)
+        assert_close(features[layer]["key"].flatten(1, 2), keys[:, prefix:])
+    images = torch.rand(1, 3, 4 * patch - 3, 2 * patch)
+    padded = FeatureExtractor(encoder, layers=[1], facets=["token", "key"], pad=True)(images)[1]
+    assert padded["token"].shape[:3] == padded["key"].shape[:3] == (1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_tokens_keys_and_cls_of_vits_are_those_of_timm(name, what, patch, prefix
     TRACED,
     ids=[row[0] for row in TRACED],
 )
-def test_features_of_traced_blocks_are_those_of_timm(
+def test_features_of_traced_blocks_equal_timm(
     name, changes, native, any_size, strides, prefix, registers
 ):
     model = random_model(name, **changes)
@@ -147,13 +147,13 @@ def test_features_of_traced_blocks_are_those_of_timm(
     ends = [i for i in layers if strides[i + 1 : i + 2] != strides[i : i + 1]]
     compared = layers if len(expected) == encoder.depth else ends
     for layer, maps in zip(compared, expected[-len(compared) :], strict=True):
-        same(features[layer]["token"], maps.permute(0, 2, 3, 1))
+        assert_close(features[layer]["token"], maps.permute(0, 2, 3, 1))
     if not any_size:
         with pytest.raises(ConfigurationError, match=f"{native[0]} x {native[1]}"):
             FeatureExtractor(encoder, layers=[1])(torch.rand(1, 3, 32, 32))
 
 
-def test_a_resnet_of_torchvision_gives_its_residual_blocks(tmp_path):
+def test_a_torchvision_resnet_gives_its_residual_blocks(tmp_path):
     torch.manual_seed(0)
     model = torchvision.models.resnet18().eval()
     path = saved(tmp_path / "weights.pth", model.state_dict())
@@ -164,7 +164,6 @@ def test_a_resnet_of_torchvision_gives_its_residual_blocks(tmp_path):
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         for block in stage.children():
             block.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-
     encoder = load_encoder(f"timm:resnet18@{path}")
 
     assert (encoder.depth, encoder.num_heads, encoder.dim) == (8, 0, 512)
@@ -185,20 +184,18 @@ def test_a_resnet_of_torchvision_gives_its_residual_blocks(tmp_path):
     ("name", "changes", "layer"),
     [("hiera_tiny_224", HIERA, 2), ("samvit_base_patch16_224", SAM, 1)],
 )
-def test_everything_inside_a_block_is_arranged_row_by_row(name, changes, layer):
+def test_inner_facets_are_ordered_row_by_row(name, changes, layer):
     model = random_model(name, **changes)
     encoder = as_encoder(model)
     images = torch.rand(2, 3, *encoder.native_size)
-    x, keys = keys_by_hand(model, normalise(encoder, images), layer)
+    x, keys = compute_keys(model, normalise(encoder, images), layer)
     facets = ["key", "attn_skip", "mlp_out", "token", "blocks.*.norm1"]
-
     features = FeatureExtractor(encoder, layers=[layer], facets=facets)(images)[layer]
-
     if name.startswith("hiera"):
         x, keys = model.reroll(x, layer), model.reroll(keys, layer)
-    same(features["blocks.*.norm1"], x)
-    same(features["key"], keys)
-    same(features["attn_skip"] + features["mlp_out"], features["token"])
+    assert_close(features["blocks.*.norm1"], x)
+    assert_close(features["key"], keys)
+    assert_close(features["attn_skip"] + features["mlp_out"], features["token"])
 
 
 @pytest.mark.parametrize(
@@ -215,13 +212,11 @@ def test_everything_inside_a_block_is_arranged_row_by_row(name, changes, layer):
         ("naflexvit_base_patch16_gap", {**SMALL, "img_size": 32}, 0, "cls"),
     ],
 )
-def test_facets_that_a_block_does_not_have_are_refused(name, changes, layer, facet):
+def test_facets_that_a_block_lacks_are_refused(name, changes, layer, facet):
     encoder = as_encoder(random_model(name, **changes))
     images = torch.rand(1, 3, *encoder.native_size)
-
     with pytest.raises(UnfitEncoder) as raised:
         FeatureExtractor(encoder, layers=[layer], facets=[facet])(images)
-
     assert raised.value.hint == ("probe.facet=token", "or", "--facet", "token")
     tokens = FeatureExtractor(encoder, layers=[layer])(images)[layer]["token"]
     assert tokens.shape[1] == encoder.native_size[0] // encoder.stride(layer)
@@ -244,16 +239,14 @@ def test_the_final_norm_is_applied_to_tokens(name, changes, norm):
     encoder, part = as_encoder(model), model.get_submodule(norm)
     last, facets = encoder.depth - 1, ["token", "token_normed"]
     images = torch.rand(1, 3, *encoder.native_size)
-
     features = FeatureExtractor(encoder, layers=[last], facets=facets)(images)[last]
-
     normed = nn.functional.layer_norm(
         features["token"], part.normalized_shape, part.weight, part.bias, part.eps
     )
-    same(features["token_normed"], normed)
+    assert_close(features["token_normed"], normed)
 
 
-def test_weights_of_sam_under_its_own_names_are_loaded(tmp_path):
+def test_weights_of_sam_with_its_own_names_are_loaded(tmp_path):
     model = random_model("samvit_base_patch16_224", **SAM)
     weights = {
         f"image_encoder.{name}".replace("mlp.fc", "mlp.lin"): value
@@ -261,29 +254,25 @@ def test_weights_of_sam_under_its_own_names_are_loaded(tmp_path):
     }
     others = {"prompt_encoder.x": torch.zeros(2, 8), "mask_decoder.y": torch.zeros(1, 8)}
     config = {"architecture": "samvit_base_patch16_224", "model_args": SAM}
-
     encoder = load_encoder(folder_of(tmp_path / "sam", weights | others, config))
-
     assert_same_weights(encoder.module.get_submodule("model"), model.state_dict())
     assert encoder.contents.ignored.keys() == others.keys()
 
 
 @pytest.mark.parametrize("has_timm_names", [True, False])
-def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, has_timm_names):
+def test_a_file_without_an_expected_tensor_is_refused(tmp_path, has_timm_names):
     weights = timm.create_model("resnet10t", num_classes=0).state_dict()
     if has_timm_names:
         del weights["layer2.0.bn1.bias"]
     else:
         weights = {f"backbone_{name}": value for name, value in weights.items()}
-
     with pytest.raises(CheckpointError) as raised:
         load_encoder(f"timm:resnet10t@{saved(tmp_path / 'weights.pth', weights)}")
-
     assert ("timm:{timm_name}@{file}" in raised.value.hint) is has_timm_names
 
 
 class Blocks(nn.Module):
-    """A model of two 1 x 1 convolutions with the attributes of timm's models."""
+    """A model of two convolutions with the attributes of a timm model."""
 
     def __init__(self, *blocks: nn.Module, stride: int = 1) -> None:
         super().__init__()
@@ -311,7 +300,7 @@ class Block(nn.Module):
 
 
 class WithClassToken(nn.Module):
-    """A last stage that returns [CLS] and patch tokens instead of maps."""
+    """A last stage that returns [CLS] and patch tokens instead of feature maps."""
 
     def forward(self, maps: Tensor) -> Tensor:
         tokens = maps.flatten(2).transpose(1, 2)
@@ -332,13 +321,13 @@ class MapThenTokens(Blocks):
         return [super().forward(images)] * 2
 
 
-def test_a_stage_of_equal_blocks_is_divided():
+def test_only_a_stage_of_equal_blocks_is_divided():
     model, state = Blocks(Block(), Block()).train(), torch.get_rng_state()
     assert trace_blocks(model).blocks == ("layer.0", "layer.1")
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert model.layer[0].training
-    # Blocks of two classes, and a block without submodules.
+    # The blocks have two classes, or no submodules.
     assert trace_blocks(Blocks(Block(), nn.Sequential(Block()))).blocks == ("layer",)
     assert trace_blocks(Blocks(nn.ReLU())).blocks == ("layer",)
     # The second block modifies the output of the first.
@@ -346,13 +335,13 @@ def test_a_stage_of_equal_blocks_is_divided():
 
 
 @pytest.mark.parametrize("model", [Blocks(Block(), stride=2), MapThenTokens()])
-def test_stages_that_differ_from_timm_or_each_other_are_refused(model):
+def test_stages_with_unsupported_outputs_are_refused(model):
     with pytest.raises(UnsupportedBlocks):
         trace_blocks(model)
 
 
 def test_blocks_with_different_numbers_of_tokens_are_refused():
-    # [CLS] enters before the last block.
+    # [CLS] is added before the last block.
     model = random_model("convit_tiny", depth=3, local_up_to_layer=2)
     with pytest.raises(CheckpointError) as raised:
         as_encoder(model)

@@ -1,4 +1,4 @@
-"""Encoders built from timm's layers: sizes, weights, checkpoints, features and graying."""
+"""Encoders built from the layers of timm: sizes, weights, checkpoints, features and graying."""
 
 import json
 from dataclasses import replace
@@ -62,24 +62,6 @@ def images(count: int = 2, height: int = 32, width: int = 64) -> Tensor:
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("kind", ["swin", "cait", "atto"])
-def test_a_checkpoint_is_rebuilt_from_its_file_with_the_same_outputs(kind, tmp_path):
-    model = build_encoder(KINDS[kind], seed=3).eval()
-    save_encoder(tmp_path / "last.safetensors", model, {})
-
-    encoder = load_encoder(str(tmp_path))
-
-    assert getattr(encoder.module, "config", None) == KINDS[kind]
-    assert torch.equal(encoder.module(images()), model(images()))
-    named = identify_encoder(str(tmp_path))
-    assert named.identity() == encoder.identity()
-    for name in ("depth", "patch_size", "num_prefix_tokens", "num_registers", "strides"):
-        assert getattr(named, name) == getattr(encoder, name), name
-    assert named.is_staged is encoder.is_staged is (kind in ("swin", "atto"))
-    drawn = load_encoder(f"random:{tmp_path}").module
-    assert torch.equal(drawn(images()), build_encoder(KINDS[kind], seed=0).eval()(images()))
-
-
 @pytest.mark.parametrize(
     ("kind", "strides", "widths"),
     [
@@ -89,45 +71,52 @@ def test_a_checkpoint_is_rebuilt_from_its_file_with_the_same_outputs(kind, tmp_p
         ("atto", (1, 2, 4, 4, 8), (8, 8, 16, 16, 16)),
     ],
 )
-def test_every_layer_has_features_on_its_own_grid(kind, strides, widths):
-    model = build_encoder(KINDS[kind], seed=0).eval()
+def test_a_checkpoint_has_features_of_every_block_on_its_grid(kind, strides, widths, tmp_path):
+    model = build_encoder(KINDS[kind], seed=3).eval()
     encoder = encoder_from_model(model, name="x", colours=COLOURLESS)
     last = encoder.depth - 1
 
-    found = FeatureExtractor(encoder, layers=range(encoder.depth))(images())
+    features = FeatureExtractor(encoder, layers=range(encoder.depth))(images())
     normed = FeatureExtractor(encoder, layers=(last,), facets=("token_normed",))(images())
 
     assert (encoder.strides, encoder.has_cls) == (strides, False)
-    assert [tuple(found[layer]["token"].shape[1:]) for layer in found] == [
+    assert [tuple(features[layer]["token"].shape[1:]) for layer in features] == [
         (32 // stride, 64 // stride, width) for stride, width in zip(strides, widths, strict=True)
     ]
     pooled = normed[last]["token_normed"].mean((1, 2))
-    if kind == "atto":  # timm applies the norm to the mean.
+    if kind == "atto":  # timm normalises the mean token.
         norm: Any = model.get_submodule("model.head.norm")
         pooled = torch.nn.functional.layer_norm(
-            found[last]["token"].mean((1, 2)), (16,), norm.weight, norm.bias, norm.eps
+            features[last]["token"].mean((1, 2)), (16,), norm.weight, norm.bias, norm.eps
         )
-    if kind != "cait":  # CaiT returns [CLS], which no block of patches contains.
+    if kind != "cait":  # The output of CaiT is [CLS], which is in no block of patches.
         torch.testing.assert_close(pooled, model(images()), rtol=1e-4, atol=1e-5)
     theirs = timm_encoder(model.get_submodule("model"), uri="memory", name="x", sha256="0")
     assert (theirs.depth, theirs.dim, theirs.strides) == (encoder.depth, widths[-1], strides)
     assert torch.equal(theirs.module(images()), model(images()))
+    save_encoder(tmp_path / "last.safetensors", model, {})
+    loaded, identity = load_encoder(str(tmp_path)), identify_encoder(str(tmp_path))
+    assert getattr(loaded.module, "config", None) == KINDS[kind]
+    assert torch.equal(loaded.module(images()), model(images()))
+    assert identity.identity() == loaded.identity()
+    for name in ("depth", "patch_size", "num_prefix_tokens", "num_registers", "strides"):
+        assert getattr(identity, name) == getattr(loaded, name), name
+    assert identity.is_staged is loaded.is_staged is (kind != "cait")
+    random = load_encoder(f"random:{tmp_path}").module
+    assert torch.equal(random(images()), build_encoder(KINDS[kind], seed=0).eval()(images()))
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "places"), [("atto", 8, (2, 3, 1)), ("swin", 16, (1, 2, 3))]
 )
-def test_maps_with_as_many_rows_and_columns_as_channels_keep_their_axes(kind, size, places):
+def test_cubic_feature_maps_keep_their_axes(kind, size, places):
     encoder = encoder_from_model(build_encoder(KINDS[kind], seed=0), name="x")
-    given = []
-    encoder.module.get_submodule("blocks.0").register_forward_hook(
-        lambda _module, _inputs, output: given.append(output)
-    )
-
+    outputs = []
+    block = encoder.module.get_submodule("blocks.0")
+    block.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     found = FeatureExtractor(encoder, layers=(0,))(images()[..., :size, :size])
-
-    assert given[0].shape[1:] == (8, 8, 8)
-    assert torch.equal(found[0]["token"], given[0].permute(0, *places))
+    assert outputs[0].shape[1:] == (8, 8, 8)
+    assert torch.equal(found[0]["token"], outputs[0].permute(0, *places))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +126,8 @@ def test_maps_with_as_many_rows_and_columns_as_channels_keep_their_axes(kind, si
         ("cait", 0, "attn_out"), ("cait", 0, "cls"),
     ],
 )  # fmt: skip
-def test_facets_that_a_layer_lacks_are_refused(kind, layer, facet):
+def test_facets_that_a_block_lacks_are_refused(kind, layer, facet):
     encoder = encoder_from_model(build_encoder(KINDS[kind], seed=0), name="x")
-
     with pytest.raises((CheckpointError, ConfigurationError)) as raised:
         FeatureExtractor(encoder, layers=(layer,), facets=(facet,))(images())
     assert "\n" not in str(raised.value)
@@ -161,7 +149,7 @@ def test_facets_that_a_layer_lacks_are_refused(kind, layer, facet):
         (PVT, {"init": "mimetic"}, ""),
         (ATTO, {"graying": "dct"}, "model.graying=none"),
         (ATTO, {"heads": (1, 1, 1, 1)}, ""),
-        # The following is known when the model is built.
+        # These errors are found when the model is built.
         (SWIN, {"graying": "svd", "graying_layers": (5,)}, "model.graying_layers=null"),
         (SWIN, {"name": "swin_huge"}, ""),
         (SWIN, {"image_size": 24}, "model.image_size=32"),
@@ -170,7 +158,7 @@ def test_facets_that_a_layer_lacks_are_refused(kind, layer, facet):
         (VIT, {"heads": (5,)}, ""),
     ],
 )
-def test_what_a_family_cannot_do_is_refused_in_one_line(config, changes, hint):
+def test_unsupported_options_of_a_family_are_refused_in_one_line(config, changes, hint):
     with pytest.raises(ConfigurationError) as raised:
         build_encoder(replace(config, **changes), seed=0)
     assert " ".join(raised.value.hint).startswith(hint)
@@ -178,9 +166,8 @@ def test_what_a_family_cannot_do_is_refused_in_one_line(config, changes, hint):
     assert "\n" not in str(raised.value)
 
 
-def test_sizes_come_from_the_name_where_they_are_left_open():
+def test_default_sizes_come_from_the_architecture():
     swin, vit = TimmConfig(), TimmConfig(name="vit_small_patch16_224")
-
     assert (swin.patch_size, swin.window_size, vit.patch_size) == (4, 7, 16)
     assert (swin.depth, swin.dim, swin.shape.strides[::8]) == (24, 768, (4, 16, 16))
     assert TimmConfig.from_dict(json.loads(json.dumps(swin.to_dict()))) == swin
@@ -189,10 +176,9 @@ def test_sizes_come_from_the_name_where_they_are_left_open():
 
 
 @pytest.mark.parametrize("config", [SWIN, CAIT, VIT])
-def test_mimetic_values_and_projections_multiply_to_nearly_minus_the_identity(config):
+def test_mimetic_value_times_projection_is_minus_the_identity(config):
     options = {"alpha2": 0.0, "beta2": 1.0}
     model = build_encoder(replace(config, init="mimetic", init_options=options), seed=0)
-
     block = model.blocks[-1]
     dim = config.dim
     value = block.get_parameter("attn.qkv.weight")[2 * dim :]
@@ -200,24 +186,22 @@ def test_mimetic_values_and_projections_multiply_to_nearly_minus_the_identity(co
     torch.testing.assert_close(product, -torch.eye(dim), rtol=0, atol=1e-5)
 
 
-def entered(config: TimmConfig) -> list[Tensor]:
-    """Return the input of each block after graying."""
-    model, seen = build_encoder(config, seed=0).eval(), []
+def block_inputs(config: TimmConfig) -> list[Tensor]:
+    """Return the grayed input of each block."""
+    model, entering = build_encoder(config, seed=0).eval(), []
     for block in model.blocks:
-        block.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+        block.register_forward_hook(lambda _, inputs, __: entering.append(inputs[0]))
     model(images(height=32, width=32))
-    return seen
+    return entering
 
 
 @pytest.mark.parametrize(
     ("config", "layer", "scope"),
     [(SWIN, 0, "map"), (SWIN, 4, "map"), (SWIN, 0, "window"), (PVT, 1, "map")],
 )
-def test_named_blocks_alone_gray_counted_through_all_stages(config, layer, scope):
+def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
     gray = replace(config, graying="svd", graying_layers=(layer,), graying_scope=scope)
-
-    before, after = entered(config), entered(gray)
-
+    before, after = block_inputs(config), block_inputs(gray)
     assert all(torch.equal(a, b) for a, b in zip(before[:layer], after[:layer], strict=True))
     x, found = before[layer], after[layer]
     if scope == "window":
@@ -227,7 +211,7 @@ def test_named_blocks_alone_gray_counted_through_all_stages(config, layer, scope
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def window(shift: int) -> torch.nn.Module:
+def swin_block(shift: int) -> torch.nn.Module:
     """Return a stand-in for a Swin block with 3 x 3 windows."""
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
@@ -237,13 +221,13 @@ def window(shift: int) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # CaiT's blocks of patches, then those of [CLS].
+        # The first two blocks of CaiT are for patches, the others for [CLS].
         ({}, [True, True, False, False]),
         ({"graying_class_blocks": True}, [True, True, True, True]),
         ({"graying_layers": (1,)}, [False, True, False, False]),
     ],
 )
-def test_all_blocks_of_patches_are_grayed_and_those_of_cls_where_asked(changes, expected):
+def test_class_blocks_are_grayed_only_on_request(changes, expected):
     built: Any = build_encoder(replace(CAIT, graying="svd", **changes), seed=0).eval()
     model = built.model
     blocks = [*model.blocks, *model.blocks_token_only]
@@ -253,39 +237,36 @@ def test_all_blocks_of_patches_are_grayed_and_those_of_cls_where_asked(changes, 
         block.register_forward_pre_hook(lambda _, x: before.append(torch.cat(x, 1)), prepend=True)
         block.register_forward_hook(lambda _, x, __: after.append(torch.cat(x, 1)))
     model(images(height=32, width=32))
-
-    found = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
-
-    assert found == expected
+    pairs = zip(before, after, strict=True)
+    assert [not torch.equal(one, other) for one, other in pairs] == expected
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_each_window_is_grayed_by_itself_where_swin_has_moved_it(shift):
+def test_each_shifted_window_is_grayed_separately(shift):
     x = torch.randn(2, 6, 6, 4, dtype=torch.float64)
-    (gray,) = gray_windows(TokenGraying("dct", 0.5), window(shift), (x,))
-
+    (gray,) = gray_windows(TokenGraying("dct", 0.5), swin_block(shift), (x,))
     rows = (torch.arange(3) + 3 + shift) % 6
     tokens = x[:, rows][:, :, rows].flatten(1, 2)
     expected = gray_by_dct(tokens, 0.5).unflatten(1, (3, 3))
     torch.testing.assert_close(gray[:, rows][:, :, rows], expected)
 
 
-def test_windows_that_do_not_divide_the_map_are_filled_up_with_zeros():
+def test_incomplete_windows_are_padded_with_zeros():
     x, graying = torch.randn(1, 4, 5, 4), TokenGraying("svd", 0.5)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 2))
-    (gray,), (whole,) = (gray_windows(graying, window(0), (y,)) for y in (x, padded))
+    (gray,), (whole,) = (gray_windows(graying, swin_block(0), (y,)) for y in (x, padded))
     torch.testing.assert_close(gray, whole[:, :4, :5])
 
 
-def test_class_blocks_gray_cls_and_patches_as_one_matrix():
+def test_class_blocks_gray_cls_and_patches_together():
     x, cls_token = torch.randn(2, 5, 4), torch.randn(2, 1, 4)
-    patches, first = gray_with_class(TokenGraying("dct", 0.5), window(0), (x, cls_token))
+    patches, first = gray_with_class(TokenGraying("dct", 0.5), swin_block(0), (x, cls_token))
     expected = gray_by_dct(torch.cat([cls_token, x], 1), 0.5)
     torch.testing.assert_close(torch.cat([first, patches], 1), expected)
 
 
 @pytest.mark.parametrize("kind", ["atto", "isotropic", "mixer"])
-def test_uniform_is_pytorchs_and_covariance_differs_in_filters_alone(kind):
+def test_covariance_differs_from_uniform_only_in_the_filters(kind):
     config: Any = replace(KINDS[kind], init_options={}, frozen_filters=True)
     uniform, covariance = (
         build_encoder(replace(config, init=init), seed=0) for init in ("uniform", "covariance")
@@ -306,53 +287,45 @@ def test_uniform_is_pytorchs_and_covariance_differs_in_filters_alone(kind):
     assert filters == {name for name, value in parameters if not value.requires_grad}
 
 
-def test_addresses_of_timm_give_stages_and_a_file_the_very_weights(tmp_path):
+def test_a_timm_address_with_a_file_gives_the_same_weights_and_stages(tmp_path):
     encoder = load_encoder("timm:convnext_atto")
     path = tmp_path / "atto.pth"
     torch.save(encoder.module.get_submodule("model").state_dict(), path)
-
     of_file = load_encoder(f"timm:convnext_atto@{path}")
-
     assert of_file.strides == encoder.strides == (4, 4, 8, 8, *(16,) * 6, 32, 32)
     assert encoder.architecture["strides"] == list(encoder.strides)
     assert torch.equal(of_file.module(images()), encoder.module(images()))
     assert load_encoder("random:timm:convnext_atto").sha256 == encoder.sha256
 
 
-def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
+def test_a_stage_is_an_encoder_with_a_single_grid_and_width():
     encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
     stages = encoder.stages((0, 3, 2, 4))
-
     assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
     assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
     assert all(one.identity() == encoder.identity() for one, _ in stages)
 
 
-def test_a_probe_evaluates_and_redraws_the_layers_of_every_stage(tmp_path):
-    said: list[str] = []
+def test_a_probe_evaluates_the_blocks_of_every_stage(tmp_path):
+    messages: list[str] = []
     evaluation = Evaluation(
         encoder=encoder_from_model(build_encoder(SWIN, seed=0), name="swin"),
-        dataset=Toy(num_train=2, num_val=2),
-        probe=PCA(panels=1, image_size=32),
-        layers=(0, 2, 4),
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+        dataset=Toy(num_train=2, num_val=2), probe=PCA(panels=1, image_size=32),
+        layers=(0, 2, 4), seed=0, device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
     store = ResultStore(tmp_path)
-
-    found = evaluation.run(store, say=said.append, overwrite=False)
+    found = evaluation.run(store, say=messages.append, overwrite=False)
 
     assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
-    # A message that applies to all stages is printed once.
-    assert len([line for line in said if "pca: only 1 of" in line]) == 1
+    # Messages about all stages are printed once.
+    assert len([line for line in messages if "pca: only 1 of" in line]) == 1
     sheets = {path: path.read_bytes() for path in (tmp_path / "pictures").rglob("*.png")}
     for path in sheets:
         path.unlink()
-    evaluation.run(store, say=said.append, overwrite=False)
+    evaluation.run(store, say=messages.append, overwrite=False)
     assert {path: path.read_bytes() for path in (tmp_path / "pictures").rglob("*.png")} == sheets
     assert sheets
     with pytest.raises(UnfitEncoder):
         replace(evaluation, probe=Conditioning(num_images=1, image_size=32)).run(
-            store, say=said.append, overwrite=False
+            store, say=messages.append, overwrite=False
         )

@@ -1,4 +1,4 @@
-"""Encoders have the tensor shapes of their weights file; nothing is resized."""
+"""Weights files for timm architectures: sizes come from the tensors, and nothing is resized."""
 
 import json
 import re
@@ -34,12 +34,14 @@ def weights_of(name: str = NAME, **changes: Any) -> dict[str, Tensor]:
     }
 
 
-# Arguments that config.json states, so that models are small.
+# Arguments in config.json that make the models small.
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 2}
 
 
-def loaded(folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any) -> Encoder:
-    """Load weights from a Hugging Face folder."""
+def load_from_folder(
+    folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **config: Any
+) -> Encoder:
+    """Write a Hugging Face folder and load it."""
     return load_encoder(folder_of(folder, dict(weights), {"architecture": name, **config}))
 
 
@@ -61,11 +63,9 @@ def loaded(folder: Path, weights: Mapping[str, Tensor], name: str = NAME, **conf
         ("eva02_base_patch14_224", {"img_size": 42}, (42, 42), 1, THREE),
     ],
 )
-def test_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes, size, prefix, note):
+def test_sizes_come_from_the_file_and_are_reported(tmp_path, name, changes, size, prefix, note):
     weights = weights_of(name, **SMALL, **changes)
-
-    encoder = loaded(tmp_path / "f", weights, name, model_args=SMALL)
-
+    encoder = load_from_folder(tmp_path / "f", weights, name, model_args=SMALL)
     assert (encoder.native_size, encoder.contents.note) == (size, note)
     patches = size[0] * size[1] // encoder.patch_size**2
     assert weights["pos_embed"].shape[1] == patches + prefix
@@ -82,11 +82,10 @@ def test_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes, size, p
         ("blocks.1.mlp.fc1.weight", (128, 64)),
     ],
 )
-def test_a_tensor_of_another_shape_is_named(tmp_path, key, shape):
+def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path, key, shape):
     weights = weights_of(**SMALL) | {key: torch.randn(shape)}
     config = {"architecture": NAME, "model_args": SMALL}
-    said = message_of(folder_of(tmp_path / "f", weights, config))
-    assert f"{key} is " in said
+    assert f"{key} is " in message_of(folder_of(tmp_path / "f", weights, config))
 
 
 ATTO = "convnext_atto"
@@ -106,10 +105,9 @@ def advised_config(line: str) -> dict[str, Any]:
         (ATTO, {"depths": (1, 1, 2, 1)}),
     ],
 )
-def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes):
+def test_the_hints_for_a_file_of_another_depth_load_it(tmp_path, name, changes):
     weights = weights_of(name, **changes)
     path = saved(tmp_path / "w.pth", weights)
-
     line = message_of(f"timm:{name}@{path}")
 
     config = advised_config(line)
@@ -119,84 +117,78 @@ def test_a_file_of_another_depth_is_told_what_loads_it(tmp_path, name, changes):
     bare = re.search(r"or `--checkpoint (mean=[^`]+)`", line)
     assert bool(bare) == ("reg_token" not in weights and name != ATTO)
     if bare:
-        told = load_encoder(bare[1])
-        usual: Any = timm.get_pretrained_cfg(name)
-        assert told.depth == 2
-        assert (told.mean, told.std) == (usual.mean, usual.std)
+        encoder = load_encoder(bare[1])
+        stated: Any = timm.get_pretrained_cfg(name)
+        assert encoder.depth == 2
+        assert (encoder.mean, encoder.std) == (stated.mean, stated.std)
 
 
-def test_numbers_that_timm_would_change_on_the_way_are_refused(tmp_path, monkeypatch):
+def test_weights_that_timm_changes_on_loading_are_refused(tmp_path, monkeypatch):
     load = timm.models.VisionTransformer.load_state_dict
 
-    def changed(model: Any, weights: dict[str, Tensor], *given: Any, **more: Any) -> Any:
+    def load_changed(model: Any, weights: dict[str, Tensor], *given: Any, **more: Any) -> Any:
         return load(model, weights | {"norm.bias": weights["norm.bias"] + 1}, *given, **more)
 
-    monkeypatch.setattr(timm.models.VisionTransformer, "load_state_dict", changed)
+    monkeypatch.setattr(timm.models.VisionTransformer, "load_state_dict", load_changed)
     config = {"architecture": NAME, "model_args": SMALL}
     assert "norm.bias is " in message_of(folder_of(tmp_path / "f", weights_of(**SMALL), config))
 
 
-# 7 x 28 patches are as many as the 14 x 14 of the name.
+# 7 x 28 patches are as many as the default 14 x 14.
 @pytest.mark.parametrize(
     ("grid", "place"),
     [((7, 28), "model_args"), ((7, 28), "pretrained_cfg"), ((3, 5), "model_args")],
 )
-def test_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
+def test_a_timm_folder_states_rows_and_columns(tmp_path, grid, place):
     size = (16 * grid[0], 16 * grid[1])
     weights = weights_of(**SMALL, img_size=size)
-    said: dict[str, Any] = {"model_args": dict(SMALL)}
+    config: dict[str, Any] = {"model_args": dict(SMALL)}
     if place == "model_args":
-        said["model_args"]["img_size"] = size
+        config["model_args"]["img_size"] = size
     else:
-        said["pretrained_cfg"] = {"input_size": [3, *size]}
-
-    encoder = loaded(tmp_path / "f", weights, **said)
-
+        config["pretrained_cfg"] = {"input_size": [3, *size]}
+    encoder = load_from_folder(tmp_path / "f", weights, **config)
     assert encoder.native_size == size
     assert_same_weights(encoder.module.get_submodule("model"), weights)
 
 
-OF_ANOTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
+OTHER_SIZE = "pos_embed is 1 x 785 x 64, expected 1 x 197 x 64"
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "problem"),
     [
-        ({"model_args": {**SMALL, "img_size": 224}}, OF_ANOTHER_SIZE),
-        (
-            {"model_args": SMALL, "pretrained_cfg": {"input_size": [3, 224, 224]}},
-            OF_ANOTHER_SIZE,
-        ),
+        ({"model_args": {**SMALL, "img_size": 224}}, OTHER_SIZE),
+        ({"model_args": SMALL, "pretrained_cfg": {"input_size": [3, 224, 224]}}, OTHER_SIZE),
         ({"model_args": [1]}, "model_args=[1], expected an object"),
         ({"pretrained_cfg": {"input_size": [3, 224]}}, "expected [3, HEIGHT, WIDTH]"),
         ({"pretrained_cfg": {"mean": [0.5]}}, "expected mean to be three numbers"),
         ({"pretrained_cfg": {"std": [0, 0, 0]}}, "expected std to be three numbers"),
     ],
 )
-def test_a_folder_of_timm_that_says_something_else_is_refused(tmp_path, config, said):
+def test_an_inconsistent_timm_folder_is_refused(tmp_path, config, problem):
     weights = weights_of(**SMALL, img_size=448)
-    assert said in message_of(folder_of(tmp_path / "f", weights, {"architecture": NAME, **config}))
+    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **config})
+    assert problem in message_of(uri)
 
 
 @pytest.mark.parametrize(
     ("place", "channels"), [("file", 1), ("model_args", 13), ("pretrained_cfg", 4)]
 )
-def test_images_of_other_channels_are_refused(tmp_path, place, channels):
+def test_other_numbers_of_channels_are_refused(tmp_path, place, channels):
     weights = weights_of(in_chans=channels, **SMALL)
-    said: dict[str, Any] = {"model_args": dict(SMALL)}
+    config: dict[str, Any] = {"model_args": dict(SMALL)}
     if place == "model_args":
-        said["model_args"]["in_chans"] = channels
-        said["pretrained_cfg"] = {"mean": [0.5] * channels, "std": [0.5] * channels}
+        config["model_args"]["in_chans"] = channels
+        config["pretrained_cfg"] = {"mean": [0.5] * channels, "std": [0.5] * channels}
     else:
-        said["pretrained_cfg"] = {"input_size": [channels, 224, 224]}
-    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **said})
-
+        config["pretrained_cfg"] = {"input_size": [channels, 224, 224]}
+    uri = folder_of(tmp_path / "f", weights, {"architecture": NAME, **config})
     error = message_of(tmp_path / "f/model.safetensors" if place == "file" else uri)
-
     assert f"{channels} channels" in error or f"64 x {channels} x 16 x 16" in error
 
 
-def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
+def test_an_assumed_number_of_heads_can_be_stated_as_the_note_says(tmp_path):
     changes = {"depth": 2, "img_size": 32, "num_heads": 6}
     weights = weights_of(**changes)
     bare = load_encoder(str(saved(tmp_path / "w.pth", weights)))
@@ -204,11 +196,10 @@ def test_heads_that_are_assumed_otherwise_are_said_as_the_note_says(tmp_path):
     assert "3 heads of 64 channels assumed" in bare.contents.note
     assert (bare.num_heads, config["model_args"]) == (3, {"num_heads": 6})
     config["model_args"] |= {"depth": 2}
-
     assert load_encoder(folder_of(tmp_path / "f", weights, config)).num_heads == 6
 
 
-def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
+def test_registers_with_the_names_of_dinov2_are_loaded_into_timm(tmp_path):
     name = "vit_small_patch14_reg4_dinov2"
     weights = weights_of(name, img_size=28, **SMALL)
     positions = torch.randn(1, 1, 64)
@@ -220,8 +211,7 @@ def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
         "mask_token": torch.zeros(1, 64),
     }
     del own["reg_token"]
-
-    encoder = loaded(tmp_path / "own", own, name, model_args=SMALL)
+    encoder = load_from_folder(tmp_path / "own", own, name, model_args=SMALL)
 
     state = encoder.module.get_submodule("model").state_dict()
     assert state.keys() == weights.keys()

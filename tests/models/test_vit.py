@@ -1,3 +1,5 @@
+"""The Vision Transformer: blocks, options, positions, registers, and its agreement with timm."""
+
 from dataclasses import replace
 
 import pytest
@@ -13,17 +15,16 @@ from ssl_bench.models.vit import Attention, Block, resize_positions, sinusoidal_
 from tests.support.faults import unchecked_types
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
-
-
+SKIPLESS = {"init": "skipless"}
 COVARIANCE = {"kind": "conv_mixer", "init": "covariance"}
 
 
-def composed(*overrides: str) -> ViTConfig:
+def compose_model(*overrides: str) -> ViTConfig:
     return build(compose_config("pretraining", overrides), "model")
 
 
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.Identity])
-def test_a_skipless_block_is_mlp_of_norm_of_attention_of_norm(norm):
+def test_a_skipless_block_has_no_residual_connections(norm):
     kind = "layernorm" if norm is torch.nn.LayerNorm else "none"
     config = ViTConfig(dim=12, num_heads=2, skip_attention=False, skip_mlp=False, norm=kind)
     block, x = Block(config, drop_path=0.0), torch.randn(2, 5, 12)
@@ -40,7 +41,7 @@ def test_a_skipless_block_is_mlp_of_norm_of_attention_of_norm(norm):
     ],
 )  # fmt: skip
 def test_the_sizes_have_the_published_number_of_parameters(name, arm, parameters):
-    config = composed(f"model=vit_{name}_{arm}")
+    config = compose_model(f"model=vit_{name}_{arm}")
     with torch.device("meta"):
         model = VisionTransformer(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
@@ -48,10 +49,10 @@ def test_the_sizes_have_the_published_number_of_parameters(name, arm, parameters
     assert (config.init, config.drop_path) == ("default" if arm == "skip" else "skipless", 0.0)
 
 
-def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
-    config = composed("model=vit_tiny_skipless", "model.init_options.alpha=2", "model.depth=3")
+def test_options_of_initialisers_can_be_overridden_and_reset():
+    config = compose_model("model=vit_tiny_skipless", "model.init_options.alpha=2", "model.depth=3")
     assert (config.init_options, config.depth) == ({"alpha": 2}, 3)
-    assert composed("model=vit_tiny_skipless", "model.init=default").init_options == {}
+    assert compose_model("model=vit_tiny_skipless", "model.init=default").init_options == {}
 
 
 @pytest.mark.parametrize(
@@ -78,18 +79,15 @@ def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
         ({"init": "mimetic", "init_options": {"parts": "vq"}}, []),
         ({"init": "zzz"}, []),
         ({"init": "skiples"}, ["model.init=skipless"]),
-        (
-            {"init": "skipless", "init_options": {"alhpa": 1.0}},
-            ["model.init_options.alpha={value}"],
-        ),
-        ({"init": "skipless", "init_options": {"alpha": "big"}}, []),
+        (SKIPLESS | {"init_options": {"alhpa": 1.0}}, ["model.init_options.alpha={value}"]),
+        (SKIPLESS | {"init_options": {"alpha": "big"}}, []),
         ({"init_options": {"alpha": 1.0}}, ["model.init_options={{}}"]),
         ({"dimm": 48}, []),
         ({"kind": "conv_mixer", "kernel_size": 4}, ["model.kernel_size=5"]),
         ({"kind": "conv_mixer", "patch_size": 5}, ["model.image_size=30"]),
         (COVARIANCE | {"init": "covariances"}, ["model.init=covariance"]),
         (COVARIANCE | {"init_options": {"sigma_0": 0.0}}, []),
-        # Positive in both the first and the last layer, but not between them.
+        # The width is positive in the first and the last block, but not in the blocks between.
         (COVARIANCE | {"init_options": {"v_sigma": -1.4}}, []),
         ({"kind": "state_space", "head_width": 6}, ["model.head_width=2"]),
         ({"kind": "state_space", "mimetic_layers": [2]}, ["model.mimetic_layers=null"]),
@@ -105,7 +103,7 @@ def test_a_wrong_configuration_is_refused_with_a_hint(wrong, ways):
     assert bool(ways) == bool(hints)
 
 
-def test_what_a_layer_cannot_compute_is_refused():
+def test_unsupported_inputs_of_layers_are_refused():
     with unchecked_types(), pytest.raises(ConfigurationError, match="'svd'"):
         OrthogonalAttention(12, 3, "svd")
     with pytest.raises(ConfigurationError, match="32 x 36"):
@@ -113,45 +111,40 @@ def test_what_a_layer_cannot_compute_is_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return cubic convolution weights, a = -0.75, a row per new place; edges are repeated."""
+    """Return the weights of cubic convolution (a = -0.75), with one row per new position."""
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):
-        place = (index + 0.5) * old / (new + margin) - 0.5
-        first = int(place // 1) - 1
+        position = (index + 0.5) * old / (new + margin) - 0.5
+        first = int(position // 1) - 1
         for tap in range(first, first + 4):
-            x = abs(place - tap)
+            x = abs(position - tap)
             near = (a + 2) * x**3 - (a + 3) * x**2 + 1
             far = a * (x**3 - 5 * x**2 + 8 * x - 4)
             weights[index, min(max(tap, 0), old - 1)] += near if x <= 1 else far
     return weights
 
 
+# In floating point, 14 * (61 / 14) is less than 61.
 @pytest.mark.parametrize("deterministic", [False, True])
-# In floating point, 14 * (61 / 14) is below 61.
 @pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28), (61, 15)])
 @pytest.mark.parametrize("margin", [0.1, 0.0])
 def test_positions_are_resized_as_in_official_dino(size, margin, deterministic, monkeypatch):
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     if deterministic:
-        # Its gradient is not deterministic on a GPU.
+        # The gradient of `interpolate` is not deterministic on a GPU.
         monkeypatch.setattr("torch.nn.functional.interpolate", None)
     positions = torch.randn(1, 1 + 14 * 14, 2)
     grid = positions[0, 1:].double().reshape(14, 14, 2)
-    expected = torch.einsum(
-        "rh,hwd,cw->rcd",
-        cubic_weights(size[0], 14, margin),
-        grid,
-        cubic_weights(size[1], 14, margin),
-    )
+    rows, cols = (cubic_weights(side, 14, margin) for side in size)
+    expected = torch.einsum("rh,hwd,cw->rcd", rows, grid, cols)
     resized = resize_positions(positions, old_size=(14, 14), new_size=size, margin=margin)
     assert torch.equal(resized[:, :1], positions[:, :1])
-    torch.testing.assert_close(
-        resized[0, 1:].reshape(*size, 2), expected.float(), rtol=0, atol=1e-5
-    )
+    patches = resized[0, 1:].reshape(*size, 2)
+    torch.testing.assert_close(patches, expected.float(), rtol=0, atol=1e-5)
 
 
-def test_sinusoidal_positions_hold_the_column_first_and_are_not_trained():
+def test_sinusoidal_positions_encode_the_column_first_and_are_fixed():
     col, row = torch.tensor(2.0), torch.tensor(1.0)
     expected = [
         f(axis * w) for axis in (col, row) for f in (torch.sin, torch.cos) for w in (1, 0.01)
@@ -162,11 +155,11 @@ def test_sinusoidal_positions_hold_the_column_first_and_are_not_trained():
     assert not positions.requires_grad
     assert torch.equal(positions[0, 1:], 2 * sinusoidal_positions(4, 4, 48))
     assert not positions[0, 0].any()
-    # Trained encoders store the scaled positions.
+    # The scale is not part of the description, because checkpoints store the scaled positions.
     assert describe_config(config) == describe_config(replace(config, position_scale=1.0))
 
 
-def test_registers_come_after_cls_and_carry_no_position():
+def test_registers_follow_cls_and_have_no_position():
     config = ViTConfig(image_size=32, patch_size=8, dim=48, depth=1, num_heads=3, num_registers=2)
     model = build_vit(config, seed=0)
     images = torch.randn(1, 3, 16, 24)
@@ -178,7 +171,7 @@ def test_registers_come_after_cls_and_carry_no_position():
     assert torch.equal(torch.cat([tokens[:, :1], tokens[:, 3:]], dim=1), without)
 
 
-def test_attention_of_a_processor_that_trains_in_bfloat16_is_float32():
+def test_attention_on_a_cpu_is_computed_in_float32_under_autocast():
     attention = Attention(32, 2, qkv_bias=False)
     x = torch.randn(3, 7, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -201,7 +194,7 @@ def plain_attention(attention: Attention, x: torch.Tensor) -> torch.Tensor:
     return heads @ attention.proj.weight.double().T + attention.proj.bias.double()
 
 
-def test_drop_path_drops_whole_samples_in_training_only():
+def test_drop_path_drops_whole_samples_only_in_training():
     block = Block(ViTConfig(dim=12, num_heads=2, drop_path=0.5), drop_path=0.5)
     torch.nn.init.zeros_(block.mlp.fc2.weight)
     torch.nn.init.zeros_(block.mlp.fc2.bias)
@@ -216,7 +209,7 @@ def test_drop_path_drops_whole_samples_in_training_only():
     assert rates == pytest.approx([0.0, 0.1, 0.2])
 
 
-def test_names_and_outputs_are_those_of_timm_both_ways():
+def test_weights_are_interchangeable_with_timm():
     theirs = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0
     ).eval()

@@ -1,8 +1,8 @@
-"""Rows 77 and 78 of the catalogue of faults: find the weights in a training checkpoint.
+"""Training checkpoints: the weights of the encoder are found among everything else.
 
-The checkpoint formats of training tools are restated from their sources: Lightning's
-ModelCheckpoint, WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's
-train.py, Composer, VISSL, I-JEPA, torchvision's and torch's reference scripts.
+The formats are restated from the sources of the training tools: Lightning's ModelCheckpoint,
+WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,
+VISSL, I-JEPA, and the reference scripts of torchvision and torch.
 """
 
 from collections.abc import Callable
@@ -36,17 +36,15 @@ QKV = "blocks.0.attn.qkv.weight"
     [lambda v: (127 * v).to(torch.int8), lambda v: v.to_sparse(), lambda v: v.to("meta")],
     ids=["int8", "sparse", "meta"],
 )
-def test_a_tensor_that_is_no_dense_float_is_named(tmp_path, capsys, spoil):
+def test_a_tensor_that_is_not_a_dense_float_is_refused_by_name(tmp_path, capsys, spoil):
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
     path = saved(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
-
     assert main(["models", str(path)]) == 4
-
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{path}: {QKV} is " in line
 
 
-def of_ours(root: Path) -> str:
+def save_own_checkpoint(root: Path) -> str:
     path = root / "last.safetensors"
     save_encoder(path, build_vit(DINO_LIKE, seed=0), {})
     with safetensors.safe_open(path, "pt") as file:
@@ -58,18 +56,18 @@ def of_ours(root: Path) -> str:
     return str(path)
 
 
-def of_timm(root: Path) -> str:
+def save_for_timm(root: Path) -> str:
     weights = build_vit(DINO_LIKE, seed=0).state_dict()
     weights[QKV] = weights[QKV].to(torch.int8)
     return f"timm:vit_tiny_patch16_224@{saved(root / 'w.pth', weights)}"
 
 
-@pytest.mark.parametrize("source", [of_ours, of_timm])
-def test_weights_of_our_own_and_of_timm_are_checked_alike(tmp_path, source):
-    assert f"{QKV} is int8, strided, on cpu" in message_of(source(tmp_path))
+@pytest.mark.parametrize("save", [save_own_checkpoint, save_for_timm])
+def test_tensors_of_own_and_timm_files_are_checked_equally(tmp_path, save):
+    assert f"{QKV} is int8, strided, on cpu" in message_of(save(tmp_path))
 
 
-def test_floats_of_any_width_and_counts_are_taken(tmp_path):
+def test_all_floats_and_int64_indices_are_accepted(tmp_path):
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         weights = {name: value.to(dtype) for name, value in timm_model().state_dict().items()}
         encoder = load_encoder(str(saved(tmp_path / "w.pth", weights)))
@@ -82,20 +80,18 @@ def test_floats_of_any_width_and_counts_are_taken(tmp_path):
     load_encoder(folder_of(tmp_path / "swin", {**swin, **index}, config))
 
 
-def test_an_index_of_another_type_than_int64_is_named(tmp_path):
+def test_an_index_that_is_not_int64_is_refused_by_name(tmp_path):
     index = {"blocks.0.attn.relative_position_index": torch.zeros(4, 4, dtype=torch.int32)}
     weights = build_vit(DINO_LIKE, seed=0).state_dict() | index
-
-    said = message_of(saved(tmp_path / "w.pth", {"model": weights}))
-
-    assert "relative_position_index is int32" in said
+    message = message_of(saved(tmp_path / "w.pth", {"model": weights}))
+    assert "relative_position_index is int32" in message
 
 
 @pytest.mark.parametrize(("name", "wrapped"), [(5, True), (("a", 1), False)])
-def test_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):
+def test_a_name_that_is_not_a_string_is_refused(tmp_path, name, wrapped):
     weights: dict[Any, Tensor] = {**timm_model().state_dict(), name: torch.zeros(3)}
-    said = message_of(saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights))
-    assert f"{tmp_path / 'w.pth'}: the name [{name!r}] is no string" in said
+    path = saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights)
+    assert f"{path}: the key [{name!r}]" in message_of(path)
 
 
 ADAM = {
@@ -108,100 +104,96 @@ CALLBACKS = {
 }
 
 
-def behind(prefix: str, weights: Weights) -> Weights:
+def add_prefix(prefix: str, weights: Weights) -> Weights:
     return {prefix + name: value for name, value in weights.items()}
 
 
-def inside(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as a wrapper of a block and of the patches does."""
+def wrap_modules(wrapper: str, weights: Weights) -> Weights:
+    """Rename weights as wrappers around a block and around the patch embedding do."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()
     }
 
 
-def averaged(weights: Weights, times: int) -> Weights:
-    return {**behind("module.", weights), "n_averaged": torch.tensor(times)}
+def average_model(weights: Weights, times: int) -> Weights:
+    return {**add_prefix("module.", weights), "n_averaged": torch.tensor(times)}
 
 
-# Files in which only one entry can be the weights (`w`) of an encoder.
+# Files in which only one entry, `w`, can be the weights of an encoder.
 ALONE: dict[str, Callable[[Weights], dict[str, Any]]] = {
     "torch's example": lambda w: {
-        "epoch": 3, "arch": "vit", "state_dict": behind("module.", w), "scheduler": {},
+        "epoch": 3, "arch": "vit", "state_dict": add_prefix("module.", w), "scheduler": {},
         "best_acc1": torch.tensor([71.2]), "optimizer": ADAM,
     },
     "Lightning": lambda w: {
-        "state_dict": behind("model._orig_mod.", w), "callbacks": CALLBACKS, "loops": {},
+        "state_dict": add_prefix("model._orig_mod.", w), "callbacks": CALLBACKS, "loops": {},
         "optimizer_states": [ADAM], "lr_schedulers": [{}], "hyper_parameters": {"lr": 1},
     },
     "Composer": lambda w: {
-        "state": {"model": behind("model.", w), "optimizers": {"AdamW": ADAM}},
+        "state": {"model": add_prefix("model.", w), "optimizers": {"AdamW": ADAM}},
         "rng": [{"torch": torch.get_rng_state()}],
     },
     "VISSL": lambda w: {"classy": {"base_model": {"model": {"trunk": w, "heads": {"w.w": ADAM}}}}},
-    "AveragedModel, compiled": lambda w: behind("_orig_mod.", averaged(w, 3)),
-    "DINO's student alone": lambda w: {"student": behind("module.backbone.", w), "epoch": 1},
+    "AveragedModel, compiled": lambda w: add_prefix("_orig_mod.", average_model(w, 3)),
+    "DINO's student alone": lambda w: {"student": add_prefix("module.backbone.", w), "epoch": 1},
     "a list": lambda w: {"models": [w]},
-    "numbers beside": lambda w: {**w, "epoch": torch.tensor(3), "best_acc": torch.tensor(0.7)},
-    "tensors beside": lambda w: {"network": {"net": w}, "class_weights": torch.ones(10)},
-    "both": lambda w: inside("_fsdp_wrapped_module._checkpoint_wrapped_module", w),
-    "data-parallel blocks": lambda w: behind("module.", inside("module", w)),
-    "a teacher that is none": lambda w: {"student": w, "teacher": {"conv1.weight": ADAM}},
+    "with numbers": lambda w: {**w, "epoch": torch.tensor(3), "best_acc": torch.tensor(0.7)},
+    "with other tensors": lambda w: {"network": {"net": w}, "class_weights": torch.ones(10)},
+    "two wrappers": lambda w: wrap_modules("_fsdp_wrapped_module._checkpoint_wrapped_module", w),
+    "data-parallel blocks": lambda w: add_prefix("module.", wrap_modules("module", w)),
+    "a teacher of another kind": lambda w: {"student": w, "teacher": {"conv1.weight": ADAM}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
-def test_whatever_is_written_around_a_model_is_taken_off(tmp_path, wrap):
+def test_the_wrappers_around_a_model_are_removed(tmp_path, wrap):
     weights = timm_model().state_dict()
-
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights))))
-
     assert encoder.loaded_keys == len(weights)
     assert "is used, not" not in encoder.contents.note
     assert_same_weights(encoder.module, weights)
 
 
-# With two encoders: the first one is used, and the second one is not.
+# Files with two encoders. The first one, `w`, is used, and the other one, `o`, is ignored.
 TWO: dict[str, Callable[[Weights, Weights], dict[str, Any]]] = {
     "timm": lambda w, o: {"state_dict": o, "state_dict_ema": w, "optimizer": ADAM},
-    "DINO, flat": lambda w, o: behind("student.", o) | behind("teacher.", w),
-    "in capitals": lambda w, o: {"net": o, "modelEMA": w},
-    "in one dictionary": lambda w, o: behind("net.", o) | behind("ema.module.", w),
-    "within the other": lambda w, o: o | behind("ema.", w),
-    "a student's own": lambda w, o: {"student": o, "student_ema": w},
-    "BYOL": lambda w, o: behind("online.net.", o) | behind("target.net.", w) | {
+    "DINO, flat": lambda w, o: add_prefix("student.", o) | add_prefix("teacher.", w),
+    "capital letters": lambda w, o: {"net": o, "modelEMA": w},
+    "in one dictionary": lambda w, o: add_prefix("net.", o) | add_prefix("ema.module.", w),
+    "a prefix in the other": lambda w, o: o | add_prefix("ema.", w),
+    "EMA of a student": lambda w, o: {"student": o, "student_ema": w},
+    "BYOL": lambda w, o: add_prefix("online.net.", o) | add_prefix("target.net.", w) | {
         "online_predictor.0.weight": torch.ones(2, 2),
     },
-    "AveragedModel, not yet": lambda w, o: {"model": w, "swa_model": averaged(o, 0)},
-    "as an attribute": lambda w, o: {
-        "state_dict": behind("net.", o) | behind("ema.", averaged(w, 3)),
+    "AveragedModel, not yet": lambda w, o: {"model": w, "swa_model": average_model(o, 0)},
+    "EMA as an attribute": lambda w, o: {
+        "state_dict": add_prefix("net.", o) | add_prefix("ema.", average_model(w, 3)),
     },
     "Lightning": lambda w, o: {
-        "state_dict": behind("m.", w), "current_model_state": behind("m.", o),
+        "state_dict": add_prefix("m.", w), "current_model_state": add_prefix("m.", o),
         "averaging_state": {"n_averaged": torch.tensor(3)},
     },
     "Lightning, not yet": lambda w, o: {
-        "state_dict": behind("m.", o), "current_model_state": behind("m.", w),
+        "state_dict": add_prefix("m.", o), "current_model_state": add_prefix("m.", w),
         "averaging_state": {"n_averaged": torch.tensor(0)},
     },
     "Lightning's SWA": lambda w, o: {
-        "state_dict": behind("m.", o),
+        "state_dict": add_prefix("m.", o),
         "callbacks": {"SWA{'lrs': 0.1}": {"n_averaged": 3, "average_model_state": w}},
     },
     "Lightning's SWA, not yet": lambda w, o: {
-        "state_dict": behind("m.", w),
+        "state_dict": add_prefix("m.", w),
         "callbacks": {"SWA": {"n_averaged": 0, "average_model_state": o}},
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrap", TWO.values(), ids=TWO)
-def test_of_two_encoders_the_averaged_one_is_announced(tmp_path, wrap):
+def test_the_averaged_encoder_of_two_is_used_and_reported(tmp_path, wrap):
     weights = timm_model().state_dict()
     other = {name: value + 1 for name, value in weights.items()}
-
     encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
-
     assert_same_weights(encoder.module, weights)
     assert " is used, not " in encoder.contents.note
     assert encoder.contents.ignored
@@ -213,20 +205,23 @@ TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
-        ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "a ResNet"),
-        ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "a ResNet"),
+        ({"net": add_prefix("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "a ResNet"),
+        ({**add_prefix("module.", RESNET), "n_averaged": torch.tensor(3)}, "a ResNet"),
         ({"net": WHOLE, "ema": TORN}, "29/30 keys fit"),
         ({"optimizer": ADAM}, "got optimizer/"),
         ({"best_acc1": torch.tensor(0.5)}, "got best_acc1"),
         ({"a": WHOLE, "b": TORN}, "contains 2 encoders (a, b)"),
-        (WHOLE | behind("module.", WHOLE), "contains 2 encoders (the encoder without a prefix, "),
-        (behind("net.", WHOLE) | {"a.b": torch.ones(1)}, "contains a.b, "),
+        (
+            WHOLE | add_prefix("module.", WHOLE),
+            "contains 2 encoders (the encoder without a prefix, ",
+        ),
+        (add_prefix("net.", WHOLE) | {"a.b": torch.ones(1)}, "contains a.b, "),
         ({"model": WHOLE, "ema": [torch.ones(3)]}, "contains ema, "),
         (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "contains norm.bias twice"),
         (WHOLE | {"fc_norm.weight": WHOLE["norm.weight"]}, "contains norm.weight twice"),
     ],
 )
-def test_a_refusal_says_the_true_reason(tmp_path, content, said):
-    assert said in message_of(saved(tmp_path / "w.pth", content))
+def test_a_refusal_states_its_reason(tmp_path, content, problem):
+    assert problem in message_of(saved(tmp_path / "w.pth", content))

@@ -26,7 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save random colour images, in turn in each folder."""
+    """Save random colour images, distributed evenly over the folders."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -37,13 +37,15 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return a run of eight steps of two images. `parts` are its components or train options."""
+    """Return a plan of eight steps of two images. `parts` are components or options of training."""
     names = ("model", "objective", "optimizer", "monitor", "init_from")
-    given = {name: parts.pop(name) for name in names if name in parts}
-    usual = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}
+    components = {name: parts.pop(name) for name in names if name in parts}
+    defaults = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}
     train = {"batch_size": 2, "max_steps": 8, "num_workers": 0, "seed": 3, **parts}
     options = DataOptions(root=str(root), **data or {})
-    return Pretraining(**{**usual, **given, "data": options, "train": TrainOptions(**train)})
+    return Pretraining(
+        **{**defaults, **components, "data": options, "train": TrainOptions(**train)}
+    )
 
 
 def stopped_after_a_step(plan: Pretraining, out: Path) -> None:

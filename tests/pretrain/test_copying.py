@@ -1,4 +1,4 @@
-"""The copying task: its strings, its loss, accuracies counted by hand, and training runs."""
+"""The copying task: its strings, loss and accuracies, and training runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +36,12 @@ TRAIN = TrainOptions(batch_size=8, max_steps=6, warmup_epochs=0.0, num_workers=0
 PLAN = Pretraining(model=TINY, objective=TASK, optimizer=AdamW(lr=0.3), train=TRAIN)
 
 
-def test_a_row_is_the_string_a_mark_the_string_and_a_stop():
+def test_a_row_is_a_string_a_separator_the_string_and_a_stop():
     rows = make_rows(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
     assert rows.tolist() == [[2, 0, 3, 4, 2, 0, 3, 5], [1, 1, 1, 4, 1, 1, 1, 5]]
 
 
-def test_a_string_hangs_on_its_own_generator_and_every_letter_is_as_likely():
+def test_a_string_depends_on_its_generator_and_letters_are_uniform():
     maker = StringMaker(length=50, letters=5)
     samples = [GeneratedStrings()[index] for index in range(200)]
 
@@ -50,31 +50,29 @@ def test_a_string_hangs_on_its_own_generator_and_every_letter_is_as_likely():
 
     whole = cut(*range(200))
     assert torch.equal(cut(*range(120, 200)), whole[120:])
-    # 2,000 each, five deviations of a count of 10,000 with probability 1 / 5.
+    # The expected count is 2,000, and the tolerance five standard deviations.
     assert whole.flatten().bincount().tolist() == pytest.approx([2000] * 5, abs=5 * 40)
 
 
-def answering(answers: torch.Tensor, tokens: int) -> torch.Tensor:
+def logits_of(answers: torch.Tensor, tokens: int) -> torch.Tensor:
     return 50 * F.one_hot(answers, tokens).float()
 
 
-def test_the_loss_asks_for_the_copy_and_the_stop_alone():
+def test_the_loss_is_computed_over_the_copy_and_the_stop():
     rows = make_rows(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
     learner = TASK.build(TINY, Timeline(6, 6), seed=0)
     answers = rows[:, 1:].clone()
     answers[:, :3] = 5
-
-    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    loss, report = learner.loss(lambda _: logits_of(answers, 6), (rows,), 0)
     assert (float(loss), float(report["train_letters"])) == (pytest.approx(0, abs=1e-6), 100)
-
-    # One of eight answers is wrong by 50: the stop, which is no letter.
+    # One of eight answers is wrong by 50. It is the stop, which does not count as a letter.
     answers[0, -1] = 0
-    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    loss, report = learner.loss(lambda _: logits_of(answers, 6), (rows,), 0)
     assert (float(loss), float(report["train_letters"])) == (pytest.approx(50 / 8), 100)
 
-    # Two of six letters too.
+    # Two of the six letters are wrong, too.
     answers[1, 3:5] = 0
-    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    loss, report = learner.loss(lambda _: logits_of(answers, 6), (rows,), 0)
     assert float(loss) == pytest.approx(3 * 50 / 8)
     assert float(report["train_letters"]) == pytest.approx(100 * 4 / 6)
 
@@ -85,60 +83,56 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """Predict the letter that is `back` tokens earlier, whatever the weights are."""
+    """A model that predicts the letter `back` tokens earlier, independently of its weights."""
 
     def __init__(self, back: int) -> None:
         super().__init__(TINY)
         self.back = back
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return answering(tokens.roll(self.back, 1), 6)
+        return logits_of(tokens.roll(self.back, 1), 6)
 
 
-def test_tests_come_when_an_epoch_is_over_and_ask_for_the_letters_of_the_copy():
-    # In strings of 3 the letter after `|` stood 3 tokens before it.
+def test_test_strings_are_copied_after_every_epoch():
+    # In strings of length 3, the right letter is 3 tokens earlier.
     test = CopyingTest(replace(TASK, test_strings=40), Copier(3), Timeline(10, 4))
-
-    due = {step: test.measures(step) for step in range(1, 11)}
-
-    assert {step for step, found in due.items() if found} == {4, 8, 10}
+    due = {step: test.measure_if_due(step) for step in range(1, 11)}
+    assert {step for step, measures in due.items() if measures} == {4, 8, 10}
     assert due[10] == due[4]
     assert (due[10]["letters_3"], due[10]["strings_3"]) == (100, 100)
     assert due[10]["letters_5"] < 60
     assert due[10]["strings_5"] < 10
-    # From `|` on, "| 2 0" and "| 1 2", or "0 3 |" and "2 1 |" where one looks back two tokens.
+    # From `|` on, these models predict "| 2 0" and "| 1 2", or "0 3 |" and "2 1 |".
     strings = torch.tensor([[2, 0, 3], [1, 2, 1]])
     for back in (0, 2):
         assert find_correct_letters(Copier(back), strings, 4).tolist() == [[False] * 3] * 2
 
 
-def test_fixed_strings_are_those_of_their_length_alone():
+def test_test_strings_depend_only_on_their_length():
     assert torch.equal(draw_test_strings(5, 4, 6), draw_test_strings(5, 4, 9)[:6])
     one, other = draw_test_strings(5, 4, 6), draw_test_strings(6, 4, 5)
     assert not torch.equal(one.flatten(), other.flatten())
 
 
 @pytest.mark.slow
-def test_a_run_logs_how_far_it_copies(tmp_path):
+def test_a_run_logs_its_test_accuracies(tmp_path):
     PLAN.run(tmp_path, device="cpu")
-
     rows = log_rows(tmp_path)
     assert {"letters_3", "strings_3", "letters_5", "strings_5"} <= rows[-1].keys()
     assert not any("letters_3" in row for row in rows[:-1])
     assert rows[0]["loss"] == pytest.approx(np.log(6), rel=0.1)
 
 
-def test_a_run_folder_without_records_shows_its_last_row(tmp_path, capsys):
+def test_report_and_table_show_the_last_row_of_a_run_without_records(tmp_path, capsys):
     folder = tmp_path / "copied"
     replace(PLAN, train=replace(TRAIN, max_steps=2)).run(folder, device="cpu")
     last = log_rows(folder)[-1]
-
     for command in ("report", "table"):
         assert main([command, "--out", str(folder)]) == 3
-        said = capsys.readouterr().err
+        message = capsys.readouterr().err
         for name in ("letters_5", "strings_5"):
-            assert f"{name} {last[name]:.4g}" in said
-        assert str(folder / "log.jsonl") in said
+            assert f"{name} {last[name]:.4g}" in message
+        assert str(folder / "log.jsonl") in message
 
 
 def test_a_dry_run_counts_strings(tmp_path):
@@ -157,7 +151,7 @@ def test_a_dry_run_counts_strings(tmp_path):
         ({"objective": Supervised()}, "reads tokens"),
     ],
 )
-def test_images_and_strings_do_not_go_together(changes, message):
+def test_options_for_images_are_refused(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         replace(Pretraining(model=TINY, objective=TASK), **changes)
 

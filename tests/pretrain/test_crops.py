@@ -1,7 +1,7 @@
-"""Crops and augmentation: the operations, their order, and the distributions they are drawn from.
+"""Crops and augmentation: operations, their order, and the distributions of their parameters.
 
-The operations of a batch are torchvision's. RandAugment's operations are timm's, pixel by pixel.
-Erasing and mixing draw from the same distributions as timm.
+Augmentations of a batch are compared with torchvision. RandAugment, erasing and mixing are compared
+with timm.
 """
 
 import random
@@ -71,8 +71,8 @@ GPU = [
 ]
 
 
-def draw(crops, *, images, views=10) -> AugmentationParams:
-    """Return the parameters of many images, shape [images * views], ordered by image."""
+def draw_params(crops, *, images, views=10) -> AugmentationParams:
+    """Return the parameters of all views, ordered by image."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -84,25 +84,23 @@ def normalised(pixels):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_a_batch_of_mixed_looks_equals_torchvision_image_by_image(device):
-    # Smooth random colours with a grey patch, where hue has no meaning.
+def test_augmentation_of_a_batch_equals_torchvision(device):
+    # The images have smooth colours and a grey patch, for which hue is undefined.
     coarse = torch.rand(6, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     pixels = torch.nn.functional.interpolate(coarse, size=(20, 28), mode="bilinear")
     pixels[:, :, :4, :4] = 0.3
     pixels = (pixels * 255).byte()
     crops = MultiCrop(hue=0.5, blur_sigma=(0.1, 2.0), grey_probability=0.4)
-    params = draw(crops, images=1, views=6)
+    params = draw_params(crops, images=1, views=6)
     params = replace(params, solarize=torch.tensor([True, False] * 3))
-
     ours = augment(pixels.to(device), params, solarize_threshold=0.5).cpu()
-
     assert 0 < params.grey.sum() < 6 or 0 < params.jitter.sum() < 6
     for view in range(6):
-        reference = one_by_one(pixels[view], params, view)
+        reference = augment_with_torchvision(pixels[view], params, view)
         torch.testing.assert_close(ours[view], reference, atol=5e-5, rtol=0)
 
 
-def one_by_one(pixels, params, view):
+def augment_with_torchvision(pixels, params, view):
     image = pixels.float() / 255
     image = image.flip(-1) if params.flip[view] else image
     if params.jitter[view]:
@@ -114,8 +112,8 @@ def one_by_one(pixels, params, view):
     return normalised(tvf.solarize(image, 0.5) if params.solarize[view] else image)
 
 
-def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
-    params = draw(MultiCrop(), images=1500)
+def test_augmentations_have_the_official_probabilities_and_ranges():
+    params = draw_params(MultiCrop(), images=1500)
 
     for name, share in {"flip": 0.5, "jitter": 0.8, "grey": 0.2}.items():
         assert getattr(params, name).float().mean() == pytest.approx(share, abs=0.015)
@@ -127,7 +125,7 @@ def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
     assert blurred == pytest.approx([1, 0.1, *[0.5] * 8], abs=0.05)
     sigma = params.blur_sigma[params.blur_sigma > 0]
     assert follows((sigma.numpy() - 0.1) / 1.9, uniform.cdf)
-    # Strengths are uniform, and each of 24 orders is equally likely.
+    # Strengths are uniform, and all 24 orders are equally likely.
     lowest, width = np.array([0.6, 0.6, 0.8, -0.1]), np.array([0.8, 0.8, 0.4, 0.2])
     for shares in ((params.factors.numpy() - lowest) / width).T:
         assert follows(shares, uniform.cdf)
@@ -136,30 +134,25 @@ def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
     assert (counts - 1 / 24).abs().max() < 0.008
 
 
-def test_no_two_parameters_are_drawn_from_the_same_number():
-    halves = (0.5, 0.5, 0.5)
+def test_parameters_are_independent():
     crops = MultiCrop(
         jitter_probability=0.5, grey_probability=0.5, blur_sigma=(1.0, 2.0), hue=0.5,
-        blur_probability=(1.0, 1.0, 1.0), solarize_probability=halves,
+        blur_probability=(1.0, 1.0, 1.0), solarize_probability=(0.5, 0.5, 0.5),
     )  # fmt: skip
-    drawn = draw(crops, images=300)
-    decisions = [drawn.flip, drawn.jitter, drawn.grey, drawn.solarize, drawn.blur_sigma]
-
-    correlations = torch.corrcoef(torch.stack([*decisions, *drawn.factors.T]).double())
-
+    params = draw_params(crops, images=300)
+    values = [params.flip, params.jitter, params.grey, params.solarize, params.blur_sigma]
+    correlations = torch.corrcoef(torch.stack([*values, *params.factors.T]).double())
     assert correlations.fill_diagonal_(0).abs().max() < 0.08
 
 
-def test_a_value_of_the_threshold_is_solarized():
+def test_a_value_at_the_threshold_is_solarized():
     pixels = torch.tensor([127, 128, 129]).byte().expand(1, 3, 4, 3)
     flags = torch.zeros(1, dtype=torch.bool)
     params = AugmentationParams(
         flip=flags, jitter=flags, order=torch.arange(4)[None], factors=torch.ones(1, 4),
         grey=flags, blur_sigma=torch.zeros(1), solarize=~flags,
     )  # fmt: skip
-
     result = augment(pixels, params, solarize_threshold=128 / 255)
-
     expected = normalised(torch.tensor([127, 127, 126]).div(255).expand(3, 4, 3))
     torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-6)
 
@@ -169,9 +162,8 @@ def draw_boxes(size, scales, aspect_ratio):
     return place_boxes(numbers, np.array([size]), scales, aspect_ratio)[:, 0]
 
 
-def test_boxes_cover_the_requested_share_of_the_image_at_the_requested_ratio():
+def test_boxes_have_the_requested_areas_and_aspect_ratios():
     scales = np.array([[0.4, 1.0], [0.05, 0.4]] * 2000)
-
     boxes = draw_boxes((300, 400), scales, (3 / 4, 4 / 3))
 
     top, left, height, width = boxes.T
@@ -184,41 +176,34 @@ def test_boxes_cover_the_requested_share_of_the_image_at_the_requested_ratio():
     assert (ratio.min() > 0.73, ratio.max() < 1.36) == (True, True)
     assert np.log(ratio[1::2]).mean() == pytest.approx(0, abs=0.01)
     top, left, height, width = boxes[1::2].T
-    drawn = [top / (300 - height), left / (400 - width), area[1::2], ratio[1::2]]
-    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.08
+    values = [top / (300 - height), left / (400 - width), area[1::2], ratio[1::2]]
+    assert np.abs(np.corrcoef(values) - np.eye(4)).max() < 0.08
 
 
-def test_corners_are_as_frequent_as_those_of_torchvision():
-    # A quarter of 6 x 8 pixels at a ratio of 1: always 3 x 3, at 4 x 6 places.
-    scales = np.array([[3 / 16, 3 / 16]] * 4800)
+def test_corners_are_distributed_as_in_torchvision():
+    # A box always has 3 x 3 of 6 x 8 pixels, so it has 4 x 6 possible corners.
+    scales = np.array([[3 / 16, 3 / 16]] * 2400)
     ours = draw_boxes((6, 8), scales, (1.0, 1.0))
     torch.manual_seed(0)
     image = torch.empty(3, 6, 8)
-    theirs = [
-        RandomResizedCrop.get_params(image, [3 / 16, 3 / 16], [1.0, 1.0]) for _ in range(4800)
-    ]
-
+    area, ratio = [3 / 16, 3 / 16], [1.0, 1.0]
+    theirs = [RandomResizedCrop.get_params(image, area, ratio) for _ in range(2400)]
     counts = []
     for boxes in (ours, np.array(theirs)):
         assert (boxes[:, 2:] == 3).all()
         counts.append(np.bincount(6 * boxes[:, 0] + boxes[:, 1], minlength=24))
-
     assert (counts[0] > 0).all()
     assert as_frequent(*counts)
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
-def test_an_image_too_long_for_any_box_gives_its_center(size, box):
-    boxes = draw_boxes(size, np.array([[0.9, 1.0]]), (3 / 4, 4 / 3))
-
-    assert tuple(boxes[0]) == box
+def test_an_image_too_elongated_for_any_box_is_cropped_at_its_center(size, box):
+    assert tuple(draw_boxes(size, np.array([[0.9, 1.0]]), (3 / 4, 4 / 3))[0]) == box
 
 
-def test_a_crop_is_what_pil_cuts_out_and_resizes():
+def test_a_crop_equals_that_of_pil():
     image = picture(90, 120).permute(1, 2, 0).numpy()
-
     ours = crop(torch.from_numpy(image), np.array([10, 30, 60, 50]), 24)
-
     pil = Image.fromarray(image[10:70, 30:80]).resize((24, 24), Image.Resampling.BICUBIC)
     difference = ours.permute(1, 2, 0).int() - torch.from_numpy(np.array(pil)).int()
     assert difference.abs().max() <= 2
@@ -228,7 +213,7 @@ def test_a_crop_is_what_pil_cuts_out_and_resizes():
     ("image_size", "patch_size", "sizes"),
     [(224, 16, (224, 96)), (64, 8, (64, 24)), (96, 16, (96, 48)), (32, 16, (32, 16))],
 )
-def test_small_crops_keep_their_share_in_whole_patches(image_size, patch_size, sizes):
+def test_the_size_of_small_crops_is_a_multiple_of_the_patch(image_size, patch_size, sizes):
     assert MultiCrop().sizes(image_size, patch_size) == sizes
     assert MultiCrop(num_locals=0).sizes(image_size, patch_size) == (image_size,)
 
@@ -243,14 +228,12 @@ def cut(crops, some, *, size=12):
     return crops.cut(some, [np.random.default_rng((0, i)) for i in range(len(some))], [size])
 
 
-def test_colours_change_as_by_torchvision_in_the_drawn_order():
+def test_colour_jitter_equals_torchvision_in_every_order():
     orders, factors = [*permutations((BRIGHTNESS, CONTRAST, SATURATION))], (1.3, 0.65, 1.4)
-    jittering = replace(PLAIN, color_jitter=0.4)
-    part = cut(jittering, samples(6))
+    crops = replace(PLAIN, color_jitter=0.4)
+    part = cut(crops, samples(6))
     part = replace(part, order=torch.tensor(orders), factors=torch.tensor([factors] * 6))
-
-    images, _, _ = jittering.finish(part, CPU)
-
+    images, _, _ = crops.finish(part, CPU)
     for image, pixels, order in zip(images, part.pixels, orders, strict=True):
         expected = pixels.float() / 255
         for kind in order:
@@ -259,22 +242,19 @@ def test_colours_change_as_by_torchvision_in_the_drawn_order():
 
 
 @unchecked_types()
-def test_strengths_of_colours_are_uniform_and_all_orders_equally_frequent():
+def test_colour_jitter_has_uniform_strengths_and_orders():
     part = cut(replace(PLAIN, color_jitter=0.4), samples(1, size=2) * 1200, size=2)
-
     counts = torch.unique(part.order, dim=0, return_counts=True)[1]
-    assert counts.tolist() == pytest.approx([200] * 6, abs=5 * 13)  # of a deviation of 13
+    assert counts.tolist() == pytest.approx([200] * 6, abs=5 * 13)  # The standard deviation is 13.
     for kind in (BRIGHTNESS, CONTRAST, SATURATION):
         assert follows((part.factors[:, kind].numpy() - 0.6) / 0.8, uniform.cdf)
     assert cut(replace(PLAIN, color_jitter=1.5), samples(9)).factors.min() >= 0
 
 
-def test_cutout_hides_the_square_that_was_drawn():
+def test_cutout_hides_only_its_square():
     cutout, some = replace(PLAIN, cutout=3), samples(2)
     part = replace(cut(cutout, some), cutout=torch.tensor([[0, 3, 1, 4], [10, 13, -1, 2]]))
-
     before, after = (crops.finish(part, CPU)[0] for crops in (PLAIN, cutout))
-
     hidden = torch.zeros(2, 12, 12, dtype=torch.bool)
     hidden[0, 0:3, 1:4] = hidden[1, 10:, :2] = True
     assert torch.equal((after == 0).all(1), hidden)
@@ -283,59 +263,52 @@ def test_cutout_hides_the_square_that_was_drawn():
     assert (cut(cutout, some).cutout.view(2, 2, 2).diff() == 3).all()
 
 
-def test_images_are_erased_after_normalising_and_mixed_after_erasing():
+def test_images_are_normalised_then_erased_then_mixed():
     part = cut(replace(PLAIN, erasing_probability=1.0, mixup=1.0), samples(4))
     assert (part.erased[:, 1] > 0).all()
     assert part.mixture.own_share < 1
-
     images, _, own_share = PLAIN.finish(part, CPU)
-
     alone, _, _ = PLAIN.finish(replace(part, erased=0 * part.erased, mixture=Mixture()), CPU)
     assert torch.equal(images, mix(erase(alone, part.erased, part.noise_seed), part.mixture))
     assert own_share.item() == pytest.approx(part.mixture.own_share)
 
 
-def posterized(image, bits):
-    """Keep the highest bits. Pillow's own function refuses 0 bits."""
+def posterize(image, bits):
+    """Keep only the highest bits. The function of Pillow refuses 0 bits."""
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
 
-def test_images_of_a_whole_recipe_are_distributed_as_those_of_timm(monkeypatch):
-    count, image = 500, np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+def test_images_of_the_whole_recipe_are_distributed_as_in_timm(monkeypatch):
+    count, image = 300, np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     whole = Image.fromarray(image).resize((48, 36), Image.Resampling.BICUBIC)
     recipe: Any = {"auto_augment": RECIPE, "interpolation": "bicubic"}
     erasing: Any = {"re_prob": 0.25, "re_mode": "pixel"}
     transform: Any = create_transform(24, is_training=True, color_jitter=0.4, **recipe, **erasing)
-    monkeypatch.setattr(ImageOps, "posterize", posterized)
+    monkeypatch.setattr(ImageOps, "posterize", posterize)
     random.seed(0)
     torch.manual_seed(0)
     np.random.seed(0)
     theirs = torch.stack([transform(whole) for _ in range(count)])
-
     crops, some = SingleCrop(erasing_probability=0.25), [Sample("", np.array(whole), label=0)]
     ours, _, _ = crops.finish(cut(crops, some * count, size=24), CPU)
 
     for measure in (torch.mean, torch.std, torch.amax, torch.amin):
         assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
-    edges = (images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs))
-    corners = (images[:, 1, 0, 0] for images in (ours, theirs))
-    assert alike(*edges)
-    assert alike(*corners)
+    assert alike(*(images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs)))
+    assert alike(*(images[:, 1, 0, 0] for images in (ours, theirs)))
 
 
-def test_the_center_of_a_square_lies_anywhere_in_the_image():
+def test_the_centers_of_squares_are_uniform_over_the_image():
     generator = np.random.default_rng(0)
-
-    drawn = np.array([draw_square(generator, 4, 3) for _ in range(2000)])
-
-    assert (drawn[:, 1::2] - drawn[:, ::2] == 3).all()
-    centers, counts = np.unique(drawn[:, ::2] + 1, axis=0, return_counts=True)
+    squares = np.array([draw_square(generator, 4, 3) for _ in range(2000)])
+    assert (squares[:, 1::2] - squares[:, ::2] == 3).all()
+    centers, counts = np.unique(squares[:, ::2] + 1, axis=0, return_counts=True)
     assert centers.tolist() == [[row, col] for row in range(4) for col in range(4)]
     assert counts / 2000 == pytest.approx(np.full(16, 1 / 16), abs=0.03)
 
 
 @unchecked_types()
-def test_erased_rectangles_are_distributed_as_those_of_timm(monkeypatch):
+def test_erased_rectangles_are_distributed_as_in_timm(monkeypatch):
     size, generator = 24, np.random.default_rng(0)
     ours = np.array([draw_rectangle(generator, size, 0.5) for _ in range(DRAWS)])
     monkeypatch.setattr(
@@ -343,8 +316,7 @@ def test_erased_rectangles_are_distributed_as_those_of_timm(monkeypatch):
     )
     random.seed(0)
     theirs = np.array([edges_of_timm(RandomErasing(0.5, mode="pixel"), size) for _ in range(DRAWS)])
-
-    erased = [drawn[drawn[:, 1] > 0] for drawn in (ours, theirs)]
+    erased = [edges[edges[:, 1] > 0] for edges in (ours, theirs)]
     assert as_frequent(*([len(some), DRAWS - len(some)] for some in erased))
     for one, other in zip(*map(measure_rectangles, erased, [size] * 2), strict=True):
         assert alike(one, other)
@@ -357,7 +329,7 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return the edges that timm erases, or zeros for none."""
+    """Return the edges of the rectangle that timm erases, or zeros if it erases nothing."""
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]
@@ -365,12 +337,10 @@ def edges_of_timm(erasing, size):
     return [top, bottom, left, right]
 
 
-def test_noise_is_standard_normal_and_stays_in_its_rectangle():
+def test_erasing_fills_only_its_rectangle_with_standard_normal_noise():
     images, state = torch.full((3, 3, 40, 50), 7.0), torch.get_rng_state()
     edges = torch.tensor([(0, 40, 5, 45), (0, 0, 0, 0), (10, 30, 0, 50)])
-
     erased, again, other = (erase(images.clone(), edges, seed) for seed in (3, 3, 2))
-
     assert torch.equal(erased, again)
     assert not torch.equal(erased, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -378,22 +348,21 @@ def test_noise_is_standard_normal_and_stays_in_its_rectangle():
     expected[0, :, :, 5:45] = expected[2, :, 10:30] = True
     assert torch.equal(taken, expected)
     noise = erased[taken]
-    assert len(noise.unique()) > 0.99 * len(noise)  # each pixel and channel has its own
+    assert len(noise.unique()) > 0.99 * len(noise)  # Pixels and channels differ.
     assert follows(noise.numpy(), norm.cdf)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
-def test_mixed_images_and_their_loss_are_those_of_timm(mixture, smoothing, monkeypatch):
-    drawn = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
-    monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: drawn)
+def test_mixed_images_and_their_loss_equal_timm(mixture, smoothing, monkeypatch):
+    params = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
+    monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: params)
     monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
     labels = torch.tensor([0, 2, 1, 1])
     original = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     timms = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=3)
     images, targets = timms(original.clone(), labels)
     logits = images.flatten(1)[:, :3]
-
     mixed = mix(original, mixture)
     learner = Supervised(label_smoothing=smoothing).build(
         TINY, Timeline(10, 5), seed=1, class_names=("a", "b", "c")
@@ -405,8 +374,8 @@ def test_mixed_images_and_their_loss_are_those_of_timm(mixture, smoothing, monke
     torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, targets))
 
 
-def own_shares(drawn: list[Mixture], *, in_box: bool) -> list[float]:
-    mixed = [one for one in drawn if one != Mixture()]
+def own_shares(mixtures: list[Mixture], *, in_box: bool) -> list[float]:
+    mixed = [one for one in mixtures if one != Mixture()]
     return [one.own_share for one in mixed if (one.box is not None) == in_box]
 
 
@@ -419,27 +388,25 @@ def own_shares(drawn: list[Mixture], *, in_box: bool) -> list[float]:
     ],
 )
 @unchecked_types()
-def test_mixtures_are_distributed_as_those_of_timm(crops):
+def test_mixtures_are_distributed_as_in_timm(crops):
     size, generator = 24, np.random.default_rng(0)
     ours = [crops.draw_mixture(generator, size) for _ in range(DRAWS)]
     timms = Mixup(crops.mixup, crops.cutmix, None, crops.mix_probability, crops.switch_probability)
     np.random.seed(0)
     theirs = [mixture_of_timm(timms, size) for _ in range(DRAWS)]
 
-    counts = (
-        [d.count(Mixture()), *(len(own_shares(d, in_box=box)) for box in (True, False))]
-        for d in (ours, theirs)
-    )
-    assert as_frequent(*counts)
+    counts = ([mixtures.count(Mixture())] for mixtures in (ours, theirs))
     for in_box in (True, False):
-        one, other = (own_shares(drawn, in_box=in_box) for drawn in (ours, theirs))
+        one, other = (own_shares(mixtures, in_box=in_box) for mixtures in (ours, theirs))
         assert not one or alike(one, other)
+        counts = [[*c, len(o)] for c, o in zip(counts, (one, other), strict=True)]
+    assert as_frequent(*counts)
     for mixture in ours:
         if mixture.box:
             top, bottom, left, right = mixture.box
             rest = 1 - (bottom - top) * (right - left) / size**2
             assert mixture.own_share == pytest.approx(rest)
-    edges = (zip(*(m.box for m in drawn if m.box), strict=True) for drawn in (ours, theirs))
+    edges = (zip(*(m.box for m in mixtures if m.box), strict=True) for mixtures in (ours, theirs))
     assert all(alike(one, other) for one, other in zip(*edges, strict=True))
 
 
@@ -454,11 +421,11 @@ def mixture_of_timm(mixup, size):
 
 OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
 RECIPE = "rand-m9-mstd0.5-inc1"
-MANY = 10_000
+MANY = 3_000
 
 
 def picture(height=20, width=28) -> Tensor:
-    """Return noisy gradients of few dark values, an image that every operation changes."""
+    """Return an image of noisy dark gradients, which every operation changes."""
     rows, cols = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 40, (height, width, 3))
     slopes = np.stack([5 * rows, 4 * cols, 3 * (rows + cols)], axis=-1) % 200
@@ -466,12 +433,12 @@ def picture(height=20, width=28) -> Tensor:
 
 
 @pytest.mark.parametrize("negated", [False, True])
-def test_every_operation_leaves_the_pixels_that_timm_leaves(negated, monkeypatch):
+def test_every_operation_equals_timm(negated, monkeypatch):
     monkeypatch.setattr(random, "random", lambda: 0.9 if negated else 0.1)
     image = Image.fromarray(picture().permute(1, 2, 0).numpy())
 
     for name in OPERATIONS:
-        # Without a bit left Pillow refuses to posterize for timm.
+        # At 10.0 no bit is left, which Pillow refuses.
         largest = 9.99 if name == "PosterizeIncreasing" else 10.0
         for magnitude in (0.0, 2.5, 7.49, 9.0, largest):
             value = compute_argument(name, magnitude / 10, negate=negated)
@@ -484,81 +451,76 @@ def test_every_operation_leaves_the_pixels_that_timm_leaves(negated, monkeypatch
             assert magnitude != 9.0 or not torch.equal(ours, picture()), name
 
 
-def test_operations_follow_one_another():
+def test_operations_are_applied_in_sequence():
     both = apply_operations(picture(), [("TranslateXRel", 0.3), ("Invert", 0)])
-
     moved = apply_operations(picture(), [("TranslateXRel", 0.3)])
     assert torch.equal(both, 255 - moved)
     assert apply_operations(picture(), []).equal(picture())
-    # No bit is left.
-    nothing = compute_argument("PosterizeIncreasing", 1.0, negate=False)
-    assert not apply_operations(picture(), [("PosterizeIncreasing", nothing)]).any()
+    no_bits = compute_argument("PosterizeIncreasing", 1.0, negate=False)
+    assert not apply_operations(picture(), [("PosterizeIncreasing", no_bits)]).any()
 
 
 @cache
 @unchecked_types()
-def draws_of_ours() -> list[list[tuple[str, int | float]]]:
+def draw_operations() -> list[list[tuple[str, int | float]]]:
     generator = np.random.default_rng(0)
     return [SingleCrop().draw_operations(generator) for _ in range(MANY)]
 
 
 @cache
-def draws_of_timm() -> list[list[tuple[str, int | float]]]:
-    """Return the names and values with which timm calls operations."""
+def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
+    """Return the names and arguments of the operations that timm draws for each image."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
-    called: list[tuple[str, int | float]] = []
+    calls: list[tuple[str, int | float]] = []
     for operation in augment.ops:
 
-        def note(image, value=0, name=operation.name, **_):
-            called.append((name, value))
+        def record(image, value=0, name=operation.name, **_):
+            calls.append((name, value))
             return image
 
-        operation.aug_fn = note
+        operation.aug_fn = record
     random.seed(0)
     np.random.seed(0)
     draws = []
     for _ in range(MANY):
         augment(None)
-        draws.append(called.copy())
-        called.clear()
+        draws.append(calls.copy())
+        calls.clear()
     return draws
 
 
 @pytest.mark.slow
-def test_operations_are_drawn_and_applied_as_often_as_by_timm():
-    both = (draws_of_ours(), draws_of_timm())
+def test_operations_are_as_frequent_as_in_timm():
+    both = (draw_operations(), draw_operations_with_timm())
     names = ([name for draw in draws for name, _ in draw] for draws in both)
-    counts = [[drawn.count(name) for name in OPERATIONS] for drawn in names]
+    counts = [[one.count(name) for name in OPERATIONS] for one in names]
     lengths = [[[*map(len, draws)].count(length) for length in range(3)] for draws in both]
-
     assert as_frequent(*counts)
     assert as_frequent(*lengths)
-    # 15 operations are equally likely; two draws of probability 0.5 give 0, 1 or 2 of them.
-    assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.008)
-    assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.015)
-    pairs = [draw for draw in draws_of_ours() if len(draw) == 2]
+    # All 15 operations are equally likely. Each of two is applied with a probability of 0.5.
+    assert np.array(counts[0]) / MANY == pytest.approx(np.full(15, 1 / 15), abs=0.015)
+    assert np.array(lengths[0]) / MANY == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+    pairs = [draw for draw in draw_operations() if len(draw) == 2]
     equal = np.mean([one[0] == other[0] for one, other in pairs])
-    assert equal == pytest.approx(1 / 15, abs=0.015)
+    assert equal == pytest.approx(1 / 15, abs=0.03)
 
 
-def test_amounts_are_distributed_as_those_of_timm():
+def test_arguments_are_distributed_as_in_timm():
     for name in OPERATIONS.keys() - {"AutoContrast", "Equalize", "Invert"}:
         ours, theirs = (
             [value for draw in draws for one, value in draw if one == name]
-            for draws in (draws_of_ours(), draws_of_timm())
+            for draws in (draw_operations(), draw_operations_with_timm())
         )
         assert alike(ours, theirs), name
         assert {*np.sign(ours)} == {*np.sign(theirs)}, name
 
 
 @pytest.mark.parametrize(("magnitude", "expected"), [(0, 0.0), (4, 12.0), (10, 30.0)])
-def test_without_deviation_the_magnitude_is_the_option(magnitude, expected):
+def test_without_deviation_the_magnitude_is_constant(magnitude, expected):
     generator = np.random.default_rng(0)
     crops = SingleCrop(num_ops=3, magnitude=magnitude, magnitude_deviation=0.0)
-
-    drawn = [d for _ in range(400) for d in crops.draw_operations(generator)]
-
-    assert {abs(amount) for name, amount in drawn if name == "Rotate"} == {expected}
+    operations = [one for _ in range(400) for one in crops.draw_operations(generator)]
+    assert {abs(value) for name, value in operations if name == "Rotate"} == {expected}
 
 
 UNCHANGED = MultiCrop(
@@ -568,15 +530,13 @@ UNCHANGED = MultiCrop(
 
 
 @pytest.mark.parametrize("crops", [PLAIN, PlainCrop(**WHOLE), UNCHANGED])
-def test_each_channel_of_black_and_white_becomes_what_is_counted_by_hand(crops):
+def test_black_and_white_are_normalised_as_computed_by_hand(crops):
     image = np.zeros((8, 8, 3), dtype=np.uint8)
     image[:, 4:] = 255
     colours = DataOptions(mean=[0.0, 0.5, 0.1307], std=[1.0, 0.5, 0.3081]).normalization
-    # A box that has the whole image for its part, and so nothing is resized.
+    # The box is the whole image, so nothing is resized.
     groups = crops.cut([Sample("0", image, label=0)], [np.random.default_rng(0)], [8])
-
     views = crops.finish(groups, CPU, colours)[0][0]
-
-    # The last are the usual figures of MNIST: -0.1307 / 0.3081 and 0.8693 / 0.3081.
+    # The last channel has the usual values of MNIST: -0.1307 / 0.3081 and 0.8693 / 0.3081.
     assert views.amin((1, 2)).tolist() == pytest.approx([0.0, -1.0, -0.42421], abs=1e-5)
     assert views.amax((1, 2)).tolist() == pytest.approx([1.0, 1.0, 2.82149], abs=1e-5)

@@ -1,4 +1,4 @@
-"""`data.mean` and `data.std`, with which a run normalises its images."""
+"""`data.mean` and `data.std`, the normalisation of the images of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,27 +37,27 @@ def root(tmp_path_factory) -> Path:
         for number in range(count):
             folder = root / split / "ab"[number % 2]
             folder.mkdir(parents=True, exist_ok=True)
-            # Equal but for one pixel: no picture may be learned from and scored.
+            # One pixel differs, because no image may be in both splits.
             own = pixels.copy()
             own[len(split), number] = 255
             Image.fromarray(own).save(folder / f"{number}.png")
     return root
 
 
-def scaled(root, **data) -> Pretraining:
+def scaled_plan(root, **data) -> Pretraining:
     whole = SingleCrop((1.0, 1.0), (1.0, 1.0), flip_probability=0.0, num_ops=0)
     plan = plan_of(root, objective=Supervised(crops=whole), data=data, max_steps=2)
     return monitored(plan, accuracy_epochs=1, crop_share=1.0)
 
 
-def test_the_default_is_that_of_imagenet():
+def test_the_default_normalisation_is_that_of_imagenet():
     default = build(compose_config("pretraining", [])).data.normalization
     assert default == DataOptions().normalization == (IMAGENET_MEAN, IMAGENET_STD)
 
 
-def test_a_run_states_its_scale_for_probes_and_for_runs_that_start_from_it(root, tmp_path):
-    scaled(root, **UNIT).run(tmp_path / "unit", device="cpu")
-    scaled(root).run(tmp_path / "plain", device="cpu")
+def test_a_checkpoint_states_its_normalisation(root, tmp_path):
+    scaled_plan(root, **UNIT).run(tmp_path / "unit", device="cpu")
+    scaled_plan(root).run(tmp_path / "plain", device="cpu")
 
     unit, plain = (load_encoder(str(tmp_path / name)) for name in ("unit", "plain"))
     assert (unit.mean, unit.std) == (UNIT["mean"], UNIT["std"])
@@ -69,34 +69,31 @@ def test_a_run_states_its_scale_for_probes_and_for_runs_that_start_from_it(root,
     for name in (None, "mean", "std"):
         part = {} if name is None else {name: UNIT[name]}
         with pytest.raises(ConfigurationError) as caught:
-            replace(scaled(root, **part), init_from=start).run(tmp_path / "other", device="cpu")
+            replace(scaled_plan(root, **part), init_from=start).run(
+                tmp_path / "other", device="cpu"
+            )
         assert caught.value.hint == ("data.mean=[0.0,0.0,0.0]", "data.std=[1.0,1.0,1.0]")
-    replace(scaled(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
+    replace(scaled_plan(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 
-def test_training_and_monitor_see_the_same_scale(root, tmp_path, monkeypatch):
-    seen = {"pretrain.monitor": [], "pretrain.crops.single": []}
-    for module, ends in seen.items():
+def test_training_and_monitor_use_the_same_normalisation(root, tmp_path, monkeypatch):
+    ranges = {"pretrain.monitor": [], "pretrain.crops.single": []}
+    for module, values in ranges.items():
 
-        def noted(images, colours, ends=ends):
-            ends.append(normalise(images, colours).aminmax())
+        def record_range(images, colours, values=values):
+            values.append(tuple(value.item() for value in normalise(images, colours).aminmax()))
             return images
 
-        monkeypatch.setattr(f"{module}.normalise", noted)
-
-    scaled(root, **UNIT).run(tmp_path / "run", device="cpu")
-
-    for ends in seen.values():
-        assert ends
-        # The blank image that memory is reckoned from is black.
-        found = {(low.item(), high.item()) for low, high in ends}
-        assert found - {(0.0, 0.0)} == {(0.0, 1.0)}
+        monkeypatch.setattr(f"{module}.normalise", record_range)
+    scaled_plan(root, **UNIT).run(tmp_path / "run", device="cpu")
+    for values in ranges.values():
+        # Memory is measured with a black image.
+        assert {*values} - {(0.0, 0.0)} == {(0.0, 1.0)}
 
 
 @pytest.mark.parametrize("stated", ["[0.5, 0.5]", "grey", '["a", "b", "c"]'])
-def test_a_checkpoint_that_states_something_else_is_refused_by_name(tmp_path, stated):
+def test_a_checkpoint_with_an_invalid_mean_is_refused(tmp_path, stated):
     path = tmp_path / "encoder.safetensors"
     save_encoder(path, build_vit(TINY, seed=0), {"mean": stated})
-
     with pytest.raises(CheckpointError, match=r"encoder\.safetensors states .* not three numbers"):
         load_encoder(str(path))

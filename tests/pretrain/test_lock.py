@@ -1,4 +1,4 @@
-"""Locks of run folders: only one process writes at a time, and a killed process unlocks."""
+"""Locks of run folders: only one process writes, and the lock of a killed process is released."""
 
 import errno
 import fcntl
@@ -22,28 +22,26 @@ FORK = multiprocessing.get_context("fork")
 
 
 def start_run(*arguments: str) -> int:
-    """Start a run in another process, and return its id after its first step."""
-    child = fork(lambda: main([*arguments, "train.max_steps=100000"]), stderr=Path("said"))
+    """Start a run in another process. Return the id of the process after the first step."""
+    child = fork(lambda: main([*arguments, "train.max_steps=100000"]), stderr=Path("stderr"))
     log = Path("run", "log.jsonl")
     while not (log.exists() and log.stat().st_size):
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), Path("said").read_text()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), Path("stderr").read_text()
         time.sleep(0.01)
     return child
 
 
-def test_a_folder_in_use_is_refused_and_left_alone(workdir, capsys):
+def test_a_folder_in_use_is_refused_and_not_changed(workdir, capsys):
     child = start_run(*pretraining(workdir / "photos", "run", "train.seed=1"))
     before = Path("run/config.yaml").read_bytes()
-
-    for how in ([], ["--overwrite"]):
-        said = expect_error(
-            capsys, [*pretraining(workdir / "photos", "run", "train.seed=2"), *how], 2
-        )
-        assert f"(process {child} on " in said
-        assert "`--out FOLDER`" in said
+    for flags in ([], ["--overwrite"]):
+        words = pretraining(workdir / "photos", "run", "train.seed=2", *flags)
+        message = expect_error(capsys, words, 2)
+        assert f"(process {child} on " in message
+        assert "`--out FOLDER`" in message
 
     os.kill(child, signal.SIGTERM)
-    # A stopped run unlocks its folder.
+    # A stopped run releases its lock.
     assert exit_code(child) == 75
     assert not Path("run/.lock").exists()
     assert Path("run/config.yaml").read_bytes() == before
@@ -51,9 +49,9 @@ def test_a_folder_in_use_is_refused_and_left_alone(workdir, capsys):
 
 
 def run_processes(count: int, work, *arguments) -> None:
-    """Run a function in several forked processes that start together."""
-    together = FORK.Barrier(count)
-    children = [FORK.Process(target=work, args=(together, *arguments)) for _ in range(count)]
+    """Run a function in several forked processes that start at the same time."""
+    barrier = FORK.Barrier(count)
+    children = [FORK.Process(target=work, args=(barrier, *arguments)) for _ in range(count)]
     for child in children:
         child.start()
     for child in children:
@@ -61,21 +59,21 @@ def run_processes(count: int, work, *arguments) -> None:
     assert [child.exitcode for child in children] == [0] * count
 
 
-def contend(together, rounds: int, wins) -> None:
+def compete_for_locks(barrier, rounds: int, wins) -> None:
     for number in range(rounds):
-        together.wait()
+        barrier.wait()
         try:
             with lock_folder(Path(f"run{number}")):
                 wins[number] += 1
-                together.wait()
+                barrier.wait()
         except ConfigurationError:
-            together.wait()
+            barrier.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_last_owner_dead", [False, True])
 def test_exactly_one_of_many_processes_gets_the_lock(workdir, is_last_owner_dead):
-    rounds = 10
+    rounds = 5
     for number in range(rounds * is_last_owner_dead):
         folder = Path(f"run{number}")
 
@@ -86,15 +84,14 @@ def test_exactly_one_of_many_processes_gets_the_lock(workdir, is_last_owner_dead
         assert exit_code(fork(die_with_lock)) == -signal.SIGKILL
         assert (folder / ".lock").read_text()
     wins = FORK.Array("i", rounds)
-
-    run_processes(4, contend, rounds, wins)
+    run_processes(4, compete_for_locks, rounds, wins)
 
     assert wins[:] == [1] * rounds
     assert list(Path().glob("run*")) == []
 
 
-def take_turns(together, folder: Path, seconds: float, inside, overlaps) -> None:
-    together.wait()
+def lock_repeatedly(barrier, folder: Path, seconds: float, inside, overlaps) -> None:
+    barrier.wait()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -111,22 +108,19 @@ def take_turns(together, folder: Path, seconds: float, inside, overlaps) -> None
 @pytest.mark.slow
 def test_processes_that_lock_and_unlock_never_overlap(workdir):
     inside, overlaps = FORK.Value("i", 0), FORK.Value("i", 0)
-    # A folder that is not empty is not deleted by the process that unlocks it.
+    # The process that releases the lock does not delete a folder with other files.
     Path("run").mkdir()
     Path("run/log.jsonl").touch()
-
-    run_processes(4, take_turns, Path("run"), 0.7, inside, overlaps)
-
+    run_processes(4, lock_repeatedly, Path("run"), 0.7, inside, overlaps)
     assert overlaps.value == 0
 
 
-def test_workers_that_outlive_a_killed_run_do_not_lock_its_folder(workdir):
+def test_workers_that_outlive_a_killed_run_hold_no_lock(workdir):
     child = start_run(*pretraining(workdir / "photos", "run", "train.num_workers=2"))
     children = Path(f"/proc/{child}/task/{child}/children").read_text()
     workers = [int(number) for number in children.split()]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-
     os.kill(child, signal.SIGKILL)
     assert exit_code(child) == -signal.SIGKILL
 
@@ -155,7 +149,6 @@ def test_a_file_system_without_locks_is_reported_once(tmp_path, capsys, monkeypa
         monkeypatch.setattr(lock, "fcntl", None)
     else:
         monkeypatch.setattr(fcntl, "lockf", refuse)
-
     for _ in range(2):
         with lock_folder(tmp_path / "run"):
             assert (tmp_path / "run/.lock").is_file()
@@ -167,5 +160,4 @@ def test_a_file_system_without_locks_is_reported_once(tmp_path, capsys, monkeypa
 def test_a_run_that_cannot_begin_leaves_no_folder(workdir, capsys):
     words = ("train.batch_size=3", "train.accumulation=2")
     expect_error(capsys, pretraining(workdir / "photos", "run", *words), 2)
-
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""The log of a run, even if its file is damaged, and the same rows in TensorBoard and W&B."""
+"""The log of a run, progress lines, and trackers (TensorBoard and W&B)."""
 
 import itertools
 import math
@@ -19,21 +19,17 @@ from tests.support.faults import expect_error, pretraining
 from tests.support.runs import log_rows
 
 
-def test_a_run_continues_although_its_log_holds_other_lines(workdir):
+def test_a_run_continues_with_a_damaged_log(workdir):
     run = pretraining(workdir / "photos", "run")
     assert main([*run, "train.max_minutes=0.0"]) == 0
-    row, strange = Path("run/log.jsonl").read_bytes(), [b"[1]", b"null", b'{"epoch": 1}', b""]
-    strange += [b'{"step": "1"}', b'{"step": 1, "lo', b'{"step": 1, "\xff": 1}', bytes(40)]
-    Path("run/log.jsonl").write_bytes(b"\n".join([*strange, row, *strange]))
-
+    row, damaged = Path("run/log.jsonl").read_bytes(), [b"[1]", b"null", b'{"epoch": 1}', b""]
+    damaged += [b'{"step": "1"}', b'{"step": 1, "lo', b'{"step": 1, "\xff": 1}', bytes(40)]
+    Path("run/log.jsonl").write_bytes(b"\n".join([*damaged, row, *damaged]))
     assert main([*run, "--resume"]) == 0
-
     assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_remaining_time_counts_from_the_start_and_is_never_negative(
-    workdir, monkeypatch, capsys
-):
+def test_the_remaining_time_is_never_negative(workdir, monkeypatch, capsys):
     class ClockAfterAnHour(logging.Clock):
         def __init__(self) -> None:
             super().__init__()
@@ -43,22 +39,19 @@ def test_the_remaining_time_counts_from_the_start_and_is_never_negative(
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
     words = ("train.max_minutes=0.5", "train.epochs=1000", "train.max_steps=2000")
     assert main(pretraining(workdir / "photos", "run", *words)) == 0
-
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert line.endswith("  00:00 left")
 
 
-def test_each_step_counts_its_own_waiting_for_data(monkeypatch):
+def test_the_wait_for_data_is_measured_separately_for_each_step(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 5.0, 6.0, 6.5, 9.0])
     monkeypatch.setattr(logging.time, "monotonic", lambda: next(times))
     clock = logging.Clock()
-
     steps = []
     for _ in range(2):
         with clock.count_waiting():
             pass
         steps.append(clock.end_step())
-
     assert steps == [(5.0, 2.0), (4.0, 0.5)]
 
 
@@ -68,40 +61,39 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
     monkeypatch.setattr("pretrain.logging.time.monotonic", lambda: float(next(seconds)))
     bar = ProgressBar(total=total, done=0, quiet=False, stop_time=math.inf)
     for step in range(1, 99):
-        # Workers start in the first steps.
+        # Long waits in the first steps are ignored, because workers are starting.
         row = {"step": step, "epoch": 0, "loss": 1.0, "images_per_second": 9.0, "mfu": 1.0}
         bar.show(row | {"data_wait": 99.0 if step < 20 else late})
     bar.close()
-
     assert capsys.readouterr().err.count("train.num_workers") == is_warned
 
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """Replace wandb; return a list of the started runs and their rows."""
-    begun: list[SimpleNamespace] = []
+    """Replace wandb by a stand-in. Return the list of runs that are started."""
+    started: list[SimpleNamespace] = []
 
     def init(**options: Any) -> SimpleNamespace:
         run = SimpleNamespace(**options, rows=[], axes={}, finished=False)
         run.log = run.rows.append
         run.define_metric = lambda name, step_metric: run.axes.update({name: step_metric})
         run.finish = lambda: setattr(run, "finished", True)
-        begun.append(run)
+        started.append(run)
         return run
 
     package = ModuleType("wandb")
     package.init = init  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(sys.modules, "wandb", package)
-    return begun
+    return started
 
 
-def test_trackers_get_each_number_and_show_repeated_steps_once(tmp_path, runs):
+def test_trackers_receive_all_finite_numbers_without_repeated_steps(tmp_path, runs):
     package = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(package).EventAccumulator(str(tmp_path / "board"))
     for last_step, losses in ((0, [0.5, float("nan"), 2.5, 3.5]), (2, [0.25, 0.125])):
         board = TensorBoardLog(tmp_path / "board", last_step=last_step)
-        sent = WandbLog("skips", tmp_path / "wandb", {}, last_step=last_step)
-        journal = LogFile(tmp_path / "log.jsonl", last_step=last_step, trackers=[board, sent])
+        wandb = WandbLog("skips", tmp_path / "wandb", {}, last_step=last_step)
+        journal = LogFile(tmp_path / "log.jsonl", last_step=last_step, trackers=[board, wandb])
         for step, loss in enumerate(losses, start=last_step + 1):
             journal.write({"step": step, "epoch": step // 4, "loss": loss})
         journal.close()
@@ -118,7 +110,7 @@ def test_trackers_get_each_number_and_show_repeated_steps_once(tmp_path, runs):
     assert runs[0].rows[:2] == [{"step": 1, "epoch": 0, "loss": 0.5}, {"step": 2, "epoch": 0}]
 
 
-def test_a_run_sends_its_log_to_one_run_of_each_tracker(workdir, runs):
+def test_a_run_continues_its_run_of_each_tracker(workdir, runs):
     pytest.importorskip("tensorboard")
     words = pretraining(workdir / "photos", "run", "train.max_steps=2", "train.wandb=skips")
     assert main([*words, "train.max_minutes=0.0"]) == 0
@@ -137,12 +129,11 @@ def test_a_run_sends_its_log_to_one_run_of_each_tracker(workdir, runs):
     assert list(Path("run", BOARD).glob("events*"))
 
 
-def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
+def test_an_error_of_wandb_gives_a_hint(tmp_path, runs):
     def refuse(**_: Any) -> None:
         raise RuntimeError("no API key")
 
     sys.modules["wandb"].init = refuse  # pyrefly: ignore[missing-attribute]
-
     with pytest.raises(MachineError, match="no API key") as caught:
         WandbLog("skips", tmp_path, {}, last_step=0)
     assert caught.value.hint == ("train.wandb=null",)
@@ -155,11 +146,10 @@ def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
         ("tensorboard", "train.tensorboard=true", "pip install 'ssl-bench[track]'"),
     ],
 )
-def test_a_missing_package_is_noticed_before_anything_is_written(
+def test_a_missing_tracker_is_reported_before_anything_is_written(
     workdir, monkeypatch, capsys, package, word, remedy
 ):
     monkeypatch.delitem(sys.modules, f"torch.utils.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-
     assert remedy in expect_error(capsys, pretraining(workdir / "photos", "run", word), 5)
     assert not (workdir / "run").exists()

@@ -1,4 +1,4 @@
-"""Encoders that are kept during a run, runs that are extended, and runs that can be resumed."""
+"""Encoders that are kept during a run, extended runs, and runs of older versions."""
 
 import json
 import re
@@ -11,22 +11,24 @@ import torch
 import yaml
 from PIL import Image
 
-from pretrain.checkpoints import CONFIG, ENCODER
+from pretrain.checkpoints import CONFIG, ENCODER, save_state
 from pretrain.crops.multi import MultiCrop
+from pretrain.optimizers.recipes import Soap
 from pretrain.plan import Pretraining
 from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import component_class
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import file_sha256, read_digests
-from tests.pretrain.plans import album, plan_of, state_of, stopped_after_a_step
+from tests.pretrain.plans import TINY, album, plan_of, state_of, stopped_after_a_step
 from tests.support.faults import PRETRAIN, unchecked_types
 from tests.support.runs import assert_same_run, end_after_parts, log_rows
 
-# Thirteen pictures, two a step.
+# A step takes two of thirteen images.
 STEPS_PER_EPOCH = 6
-PCA = ("probe", "--task", "pca", "dataset.num_train=6", "dataset.num_val=4", "probe.image_size=16")
+PCA = ("probe", "--task", "pca", "dataset.num_train=2", "dataset.num_val=2", "probe.image_size=16")
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +48,13 @@ def kept(root, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_encoders_of_the_requested_epochs_stay_with_their_digests(kept, root, tmp_path):
-    found = sorted(path.name for path in kept.glob("epoch*"))
-    assert found == [f"epoch000{n}.safetensors{end}" for n in (1, 2) for end in ("", ".sha256")]
+def test_encoders_of_the_requested_epochs_are_kept_with_digests(kept, root, tmp_path):
+    names = sorted(path.name for path in kept.glob("epoch*"))
+    assert names == [f"epoch000{n}.safetensors{end}" for n in (1, 2) for end in ("", ".sha256")]
     for path in kept.glob("epoch*.safetensors"):
         digests = [d for d, _ in read_digests(path.with_name(f"{path.name}.sha256"))]
         assert digests == [file_sha256(path)]
-    # A run of the same length that stops after that epoch leaves the same encoder.
+    # A run that is stopped after this epoch has the same encoder.
     with pytest.MonkeyPatch.context() as patch:
         end_after_parts(patch, MultiCrop, 2 * STEPS_PER_EPOCH)
         with pytest.raises(Preempted):
@@ -63,12 +65,11 @@ def test_encoders_of_the_requested_epochs_stay_with_their_digests(kept, root, tm
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_an_encoder_is_found_by_its_epoch(kept):
-    found, names = load_encoder(f"{kept}@2"), [f"epoch000{n}.safetensors" for n in (1, 2)]
-    assert found.name == "run@2"
-    assert found.sha256 == file_sha256(kept / names[1])
-    assert found.sha256 != load_encoder(str(kept)).sha256
-    assert identify_encoder(f"{kept}@2").identity() == found.identity()
+def test_an_encoder_is_selected_by_its_epoch(kept):
+    encoder, names = load_encoder(f"{kept}@2"), [f"epoch000{n}.safetensors" for n in (1, 2)]
+    assert encoder.name == "run@2"
+    assert encoder.sha256 == file_sha256(kept / names[1]) != load_encoder(str(kept)).sha256
+    assert identify_encoder(f"{kept}@2").identity() == encoder.identity()
     assert load_encoder(str(kept / names[0])).name == "run@1"
     with pytest.raises(CheckpointError, match=r"@1, @2"):
         load_encoder(f"{kept}@7")
@@ -81,33 +82,32 @@ def test_an_encoder_is_found_by_its_epoch(kept):
 
 
 @pytest.mark.parametrize("epochs", ["*", "1,7"])
-def test_another_form_of_epochs_is_refused_with_a_pattern_that_works(kept, capsys, epochs):
+def test_malformed_epochs_are_refused_with_a_working_pattern(kept, capsys, epochs):
     assert main([*PCA, "--checkpoint", f"{kept}@{epochs}"]) == 4
-    said = capsys.readouterr().err
-    (pattern,) = re.findall(r"'([^']*/epoch\*)'", said)
+    (pattern,) = re.findall(r"'([^']*/epoch\*)'", capsys.readouterr().err)
     assert main([*PCA, "--dry-run", "--checkpoint", pattern.replace("runs/*", str(kept))]) == 0
-    planned = capsys.readouterr().out
-    assert "run@1" in planned
-    assert "run@2" in planned
+    output = capsys.readouterr().out
+    assert "run@1" in output
+    assert "run@2" in output
 
 
-def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
+def test_a_table_shows_scores_over_epochs(kept, tmp_path, capsys):
     out = ["--out", str(tmp_path)]
     assert main([*PCA, *out, "--checkpoint", str(kept)]) == 0
     table = ["table", *out, "--over-epochs"]
     assert main(table) == 3
     assert "train.keep_epochs=[100,200]" in capsys.readouterr().err
     assert main([*PCA, *out, "--checkpoint", f"{kept}@1", f"{kept}@2"]) == 0
-    printed = capsys.readouterr().out
-    assert "run@1" in printed
-    assert "run@2" in printed
+    output = capsys.readouterr().out
+    assert "run@1" in output
+    assert "run@2" in output
     figure = tmp_path / "epochs.png"
 
     assert main([*table, "--format", "json", "--figure", str(figure)]) == 0
     tables = json.loads(capsys.readouterr().out)
     assert {table["kind"] for table in tables} == {"epochs"}
     assert all(table["title"].endswith(", run") for table in tables)
-    shown = {
+    cells = {
         (table["metric"], table["facet"], cell["epoch"], cell["column"]): cell["value"]
         for table in tables
         for cell in table["cells"]
@@ -116,8 +116,8 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
         (one.metric, one.facet, one.details["epoch"], f"block {one.layer}"): one.value
         for one in ResultStore(tmp_path).records()
     }
-    assert shown == records
-    assert {epoch for _, _, epoch, _ in shown} == {1.0, 2.0, 3.0}
+    assert cells == records
+    assert {epoch for _, _, epoch, _ in cells} == {1.0, 2.0, 3.0}
     assert Image.open(figure).size[0] > 300
     assert main([*table, "--format", "text"]) == 0
     assert "epoch" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_an_extended_run_continues_and_resumes_bit_for_bit(root, tmp_path):
 
     rows = log_rows(out)
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
-    # Later schedules equal the schedules of a run that had this length from the start.
+    # From then on, the schedules are those of a run that had this length from the start.
     long.run(tmp_path / "whole", device="cpu")
     planned = [row["lr"] for row in log_rows(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
@@ -165,15 +165,15 @@ def test_an_extended_run_continues_and_resumes_bit_for_bit(root, tmp_path):
     assert_same_run(out, other)
 
 
-def test_an_extension_has_to_be_longer_and_changes_nothing_else(root, tmp_path):
+def test_an_extension_must_be_longer_and_change_nothing_else(root, tmp_path):
     stopped_after_a_step(plan(root, epochs=2), tmp_path)
     cases = [(1, 3, "12 steps"), (2, 3, "12 steps"), (3, 4, "seed: 3 -> 4")]
-    for epochs, seed, named in cases:
-        with pytest.raises(ConfigurationError, match=named):
+    for epochs, seed, reason in cases:
+        with pytest.raises(ConfigurationError, match=reason):
             plan(root, epochs=epochs, seed=seed).run(tmp_path, extend=True, device="cpu")
 
 
-def test_only_resume_starts_a_run_that_is_missing(workdir, capsys):
+def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
     run = ["pretrain", "--data-root", "photos", "--out", "run", *PRETRAIN, "train.max_steps=1"]
     for words in (["--resume=must"], ["--extend"]):
         assert main([*run, *words]) == 2
@@ -186,3 +186,69 @@ def test_only_resume_starts_a_run_that_is_missing(workdir, capsys):
     assert "Only --resume and --extend need run/state.pt (" in capsys.readouterr().err
     assert not Path("run/state.previous.pt").exists()
     assert main([*run, "--resume=maybe"]) == 2
+
+
+def change_state(out, removed=(), added=None):
+    """Remove keys from the configuration in the state of a run, or add some."""
+    state = state_of(out)
+    configuration = state["configuration"]
+    for key in removed:
+        *path, name = key.split(".")
+        part = configuration
+        for word in path:
+            part = part[word]
+        del part[name]
+    for key, value in (added or {}).items():
+        old = configuration.get(key)
+        configuration[key] = old | value if isinstance(old, dict) else value
+    save_state(out, state)
+
+
+NEWER = (
+    "objective.crops.hue",
+    "optimizer.betas",
+    "model.graying",
+    "train.max_grad_norm",
+    "monitor",
+)
+# States of older versions lack options, or use former names of options and modules.
+OLDER_STATES = [
+    (NEWER, {}),
+    (("model.mlp_mean",), {"model": {"init_options": {"mlp_mean": 0.5}}}),
+    ((), {"_target_": "pretrain.train.Pretraining"}),
+    ((), {"objective": {"_target_": "pretrain.former.Dino"}}),
+]
+
+
+@pytest.mark.slow
+def test_a_run_of_an_older_version_continues_bit_for_bit(root, tmp_path):
+    plan = plan_of(root, model=replace(TINY, mlp_mean=0.5), max_steps=3)
+    plan.run(tmp_path / "whole", device="cpu")
+    stopped_after_a_step(plan, tmp_path / "stopped")
+    for number, (removed, added) in enumerate(OLDER_STATES):
+        out = shutil.copytree(tmp_path / "stopped", tmp_path / f"older{number}")
+        change_state(out, removed, added)
+
+        plan.run(out, resume=True, device="cpu")
+
+        assert_same_run(tmp_path / "whole", out)
+
+
+def test_differences_from_an_older_state_are_reported(root, tmp_path):
+    out = tmp_path / "stopped"
+    stopped_after_a_step(plan_of(root, max_steps=3, max_grad_norm=3.0), out)
+    norm = {"max_grad_norm": 1.0}
+    cases = [
+        ((), {"model": {"lottery": 7}}, {}, "model.lottery: 7 -> None"),
+        ((), {"lottery": {"prize": 7}}, {}, "lottery.prize: 7 -> None"),
+        # A newer option is not at its default.
+        (("train.max_grad_norm", "model.norm"), {}, norm, "train.max_grad_norm: 3.0 -> 1.0"),
+        # The defaults of another class do not apply to the former one.
+        ((), {}, {"optimizer": Soap(lr=0.05)}, "optimizer._target_: .*AdamW -> .*Soap.*"),
+    ]
+    for number, (removed, added, options, difference) in enumerate(cases):
+        older = shutil.copytree(out, tmp_path / str(number))
+        change_state(older, removed, added)
+        with pytest.raises(ConfigurationError, match=rf"\({difference}\)"):
+            plan_of(root, max_steps=3, **options).run(older, resume=True, device="cpu")
+    assert component_class("pretrain.train.Pretraining", "_target_") is Pretraining

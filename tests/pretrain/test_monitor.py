@@ -1,4 +1,4 @@
-"""Scores that a run measures every few epochs, and the record of its accuracy."""
+"""Scores that a run measures after some epochs, and the record of its accuracy."""
 
 import json
 import math
@@ -50,17 +50,17 @@ BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Return a folder of 13 training and 10 validation images of three similar classes."""
-    return labelled(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
+    return save_classes(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
 
 
-def labelled(root, num_train, num_val, *, num_classes, noun="class"):
+def save_classes(root, num_train, num_val, *, num_classes, noun="class"):
     folders = [f"{noun}{number}" for number in range(num_classes)]
     album(root / "train", num_train, folders=folders)
     album(root / "val", num_val, folders=folders, seed=1)
     return root
 
 
-def watched(root, objective: Objective = SMALL_DINO, monitor=KNN_ONLY) -> Pretraining:
+def monitored_plan(root, objective: Objective = SMALL_DINO, monitor=KNN_ONLY) -> Pretraining:
     plan = plan_of(root, model=DROPPING, objective=objective, data={"labels": True})
     return replace(plan, monitor=monitor)
 
@@ -70,43 +70,39 @@ def watched(root, objective: Objective = SMALL_DINO, monitor=KNN_ONLY) -> Pretra
     [(SMALL_DINO, KNN_ONLY, MEASURES[:1]), (SUPERVISED, BOTH, MEASURES)],
     ids=["dino", "supervised"],
 )
-def test_a_monitor_changes_no_bit_of_a_run_and_logs_its_measures(
-    root, tmp_path, capsys, objective, monitor, names
-):
+def test_a_monitor_does_not_change_a_run(root, tmp_path, capsys, objective, monitor, names):
     state = torch.get_rng_state()
-    watched(root, objective, Monitor()).run(tmp_path / "plain", device="cpu")
+    plain = monitored_plan(root, objective, Monitor()).run(tmp_path / "plain", device="cpu")
     capsys.readouterr()
+    path = monitored_plan(root, objective, monitor).run(tmp_path / "monitored", device="cpu")
 
-    watched(root, objective, monitor).run(tmp_path / "seen", device="cpu")
-
-    plain, seen = log_rows(tmp_path / "plain"), log_rows(tmp_path / "seen")
-    assert [{k: v for k, v in row.items() if k not in MEASURES} for row in seen] == plain
-    # Six steps an epoch, and the last one.
-    measured = {row["step"]: set(MEASURES) & row.keys() for row in seen}
-    assert {step: found for step, found in measured.items() if found} == {6: {*names}, 8: {*names}}
-    assert (tmp_path / "plain" / ENCODER).read_bytes() == (tmp_path / "seen" / ENCODER).read_bytes()
+    rows = log_rows(tmp_path / "monitored")
+    without = [{k: v for k, v in row.items() if k not in MEASURES} for row in rows]
+    assert without == log_rows(tmp_path / "plain")
+    # An epoch has six steps. The last step is measured, too.
+    measures = [(row["step"], {*MEASURES} & row.keys()) for row in rows if "knn_top1" in row]
+    assert measures == [(6, {*names}), (8, {*names})]
+    assert path.read_bytes() == plain.read_bytes()
     assert torch.equal(state, torch.get_rng_state())
-    said = [line for line in capsys.readouterr().err.splitlines() if "knn_top1" in line]
-    assert said[0].startswith("step 6/8  ")
-    assert f"knn_top1 {seen[5]['knn_top1']:.1f} %" in said[0]
+    line, *_ = [line for line in capsys.readouterr().err.splitlines() if "knn_top1" in line]
+    assert line.startswith("step 6/8  ")
+    assert f"knn_top1 {rows[5]['knn_top1']:.1f} %" in line
 
 
-def test_a_resumed_run_may_change_its_monitor_which_equals_the_probe(root, tmp_path):
-    stopped_after_a_step(watched(root, monitor=Monitor()), tmp_path)
+def test_a_resumed_run_may_change_its_monitor_which_agrees_with_the_probe(root, tmp_path):
+    stopped_after_a_step(monitored_plan(root, monitor=Monitor()), tmp_path)
     monitor = replace(KNN_ONLY, neighbours=3, batch_size=4)
-    path = watched(root, monitor=monitor).run(tmp_path, resume=True, device="cpu")
-
+    path = monitored_plan(root, monitor=monitor).run(tmp_path, resume=True, device="cpu")
     assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
     probe = KNN(neighbours=[3], crop_share=1.0)
     context = ProbeContext(load_encoder(str(path)), ClassFolders(root), layers=(1,))
-    (found,) = [score for score in probe.run(context) if score.metric == "top1_k3"]
+    (value,) = [score.value for score in probe.run(context) if score.metric == "top1_k3"]
+    assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(value)
 
-    assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(found.value)
 
-
-def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, tmp_path):
+def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path):
     monitor = Monitor(accuracy_epochs=5, crop_share=0.8)
-    path = watched(root, SUPERVISED, monitor).run(tmp_path, device="cpu")
+    path = monitored_plan(root, SUPERVISED, monitor).run(tmp_path, device="cpu")
 
     state = state_of(tmp_path)["learner"]
     extractor = FeatureExtractor(load_encoder(str(path)), layers=[1], facets=["cls_normed"])
@@ -123,28 +119,25 @@ def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, 
     assert [row["step"] for row in log_rows(tmp_path) if "val_top1" in row] == [8]
 
 
-def test_an_encoder_that_diverged_measures_nothing(root, tmp_path, monkeypatch):
+def test_a_diverged_encoder_has_no_score(root, tmp_path, monkeypatch):
     loss = DinoLearner.loss
 
-    def diverging(self, network, views, step):
+    def diverge(self, network, views, step):
         if step == 5:
             torch.nn.init.constant_(self.teacher.backbone.norm.bias, math.nan)
         return loss(self, network, views, step)
 
-    monkeypatch.setattr(DinoLearner, "loss", diverging)
-    plan = watched(root, monitor=KNN_ONLY)
+    monkeypatch.setattr(DinoLearner, "loss", diverge)
+    plan = monitored_plan(root, monitor=KNN_ONLY)
     replace(plan, train=replace(plan.train, max_steps=6)).run(tmp_path, device="cpu")
-
     assert log_rows(tmp_path)[-1]["knn_top1"] is None
 
 
-def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(root, tmp_path):
+def test_a_broken_validation_image_is_reported_and_the_steps_are_saved(root, tmp_path):
     album = shutil.copytree(root, tmp_path / "album")
     (album / "val/class0/0.png").write_bytes(b"\x89PNG")
-
     with pytest.raises(DataError, match=r"class0/0\.png"):
-        watched(album).run(tmp_path / "out", device="cpu")
-
+        monitored_plan(album).run(tmp_path / "out", device="cpu")
     assert state_of(tmp_path / "out")["step"] == len(log_rows(tmp_path / "out")) == 6
 
 
@@ -157,8 +150,8 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
         (None, "monitor.root={folder}"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_training(root, tmp_path, monitor, hint):
-    plan = watched(root, monitor=monitor or KNN_ONLY)
+def test_an_impossible_monitor_is_refused_before_training(root, tmp_path, monitor, hint):
+    plan = monitored_plan(root, monitor=monitor or KNN_ONLY)
     if monitor is None:
         plan = replace(plan, data=DataOptions())
     with pytest.raises(ConfigurationError) as caught:
@@ -168,31 +161,28 @@ def test_what_cannot_be_measured_is_refused_before_training(root, tmp_path, moni
 
 
 @pytest.mark.parametrize(("num_classes", "noun"), [(2, "class"), (3, "kind")])
-def test_a_head_for_other_classes_is_not_validated(root, tmp_path, num_classes, noun):
-    other = labelled(tmp_path / "other", 3, 3, num_classes=num_classes, noun=noun)
+def test_other_validation_classes_are_refused(root, tmp_path, num_classes, noun):
+    other = save_classes(tmp_path / "other", 3, 3, num_classes=num_classes, noun=noun)
     monitor = Monitor(accuracy_epochs=1, root=str(other))
-
     with pytest.raises(ConfigurationError, match=r"the 3 classes of the run in monitor\.root"):
-        watched(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
+        monitored_plan(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
-def test_no_image_is_both_trained_on_and_scored(root, tmp_path, fingerprint):
+def test_an_image_in_both_splits_is_refused(root, tmp_path, fingerprint):
     shutil.copytree(root, tmp_path / "album")
     copy = tmp_path / "album/val/class0/copy.png"
     shutil.copy2(root / "train/class0/0.png", copy)
     data = {"labels": True, "fingerprint": fingerprint}
     monitor = Monitor(accuracy_epochs=1)
     plan = plan_of(tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor)
-
     with pytest.raises(DataError) as caught:
         plan.run(tmp_path / "run", device="cpu")
-
     assert copy.name in str(caught.value)
     assert caught.value.hint == ("data.allow_overlap=true",)
 
 
-def test_the_monitor_reads_16_bit_images_with_the_bits_of_the_run(tmp_path):
+def test_the_monitor_reads_16_bit_images(tmp_path):
     generator = np.random.default_rng(0)
     for split, name in product(("train", "val"), ("a", "b")):
         folder = tmp_path / "album" / split / name
@@ -202,43 +192,28 @@ def test_the_monitor_reads_16_bit_images_with_the_bits_of_the_run(tmp_path):
             Image.fromarray(pixels).save(folder / f"{number}.png")
     data, monitor = {"labels": True, "bits": 12}, replace(BOTH, neighbours=2)
     plan = plan_of(tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor)
-
     plan.run(tmp_path / "run", device="cpu")
-
     assert set(MEASURES) <= log_rows(tmp_path / "run")[-1].keys()
 
 
-def test_the_rank_of_a_class_counts_the_likelier_ones_and_earlier_equals():
+def test_the_rank_of_a_class_counts_larger_and_earlier_equal_logits():
     logits = torch.tensor([[0.0, 3, 1, 2], [5, 5, 5, 5], [5, 5, 5, 5], [1, 0, 0, 9]])
     labels = torch.tensor([0, 0, 2, 3])
-
     ranks = rank_true_classes(logits, labels)
-
     assert ranks.tolist() == [3, 0, 2, 0]
     assert torch.equal(ranks == 0, logits.argmax(1) == labels)
 
 
-def test_five_classes_have_no_top_5(tmp_path):
-    root = labelled(tmp_path / "album", 10, 10, num_classes=5)
+@pytest.mark.parametrize(("num_classes", "names"), [(5, {"top1"}), (6, {"top1", "top5"})])
+def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
+    root = save_classes(tmp_path / "album", 12, 12, num_classes=num_classes)
     monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))
-
-    watched(root, SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
-
-    assert "val_top5" not in log_rows(tmp_path / "run")[-1]
-    assert {record.metric for record in ResultStore(tmp_path / "results").records()} == {"top1"}
-
-
-def test_six_classes_have_a_top_5_in_log_and_records(tmp_path):
-    root = labelled(tmp_path / "album", 12, 12, num_classes=6)
-    monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))
-
-    watched(root, SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
-
+    monitored_plan(root, SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
     last, records = log_rows(tmp_path / "run")[-1], ResultStore(tmp_path / "results").records()
-    assert {record.metric: record.value for record in records} == pytest.approx(
-        {"top1": last["val_top1"], "top5": last["val_top5"]}
-    )
-    assert last["val_top1"] < last["val_top5"] < 100
+    values = {record.metric: record.value for record in records}
+    assert values == pytest.approx({name: last[f"val_{name}"] for name in names})
+    assert ("val_top5" in last) == (num_classes > 5)
+    assert num_classes == 5 or last["val_top1"] < last["val_top5"] < 100
 
 
 @pytest.fixture(scope="module")
@@ -258,31 +233,31 @@ def mnist(tmp_path_factory):
     return root
 
 
-def recorded(root, **monitor) -> Pretraining:
+def recorded_plan(root, **monitor) -> Pretraining:
     objective = Supervised(label_smoothing=0.0, crops=SingleCrop(num_ops=0))
     train: dict[str, Any] = {"epochs": 5, "max_steps": None, "batch_size": 4, "max_grad_norm": None}
     plan = plan_of(root, objective=objective, optimizer=AdamW(lr=0.5), **train)
     return replace(plan, monitor=Monitor(accuracy_epochs=1, crop_share=1.0, **monitor))
 
 
-def the_record(folder):
+def load_record(folder):
     (record,) = ResultStore(folder).records()
     return record
 
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Return the folder of a finished run and its record."""
-    place = tmp_path_factory.mktemp("finished")
-    recorded(mnist, results=str(place / "results")).run(place / "run", device="cpu")
-    return place
+    """Return a folder with a finished run and its record."""
+    folder = tmp_path_factory.mktemp("finished")
+    recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
+    return folder
 
 
-def test_the_record_has_the_value_of_the_log_and_the_correct_images(mnist, finished):
-    store, record = ResultStore(finished / "results"), the_record(finished / "results")
+def test_the_record_contains_the_logged_accuracy_and_the_correct_images(mnist, finished):
+    store, record = ResultStore(finished / "results"), load_record(finished / "results")
     last = json.loads((finished / "run" / LOG).read_text().splitlines()[-1])
     assert record.value == last["val_top1"] == 80.0
-    # Classes differ in colour, so the image in the wrong folder is classified incorrectly.
+    # The classes differ in colour, so only the misplaced image is classified incorrectly.
     ids = store.image_ids(record.dataset_fingerprint)
     hits = store.per_image(record)
     assert ids is not None
@@ -299,49 +274,46 @@ def test_the_record_has_the_value_of_the_log_and_the_correct_images(mnist, finis
     assert str(mnist) not in json.dumps(record.as_json())
 
 
-def test_a_finished_run_can_be_recorded_later_and_on_fewer_images(mnist, tmp_path):
-    plan = recorded(mnist, results=str(tmp_path / "all"))
+def test_a_finished_run_can_be_recorded_later(mnist, tmp_path):
+    plan = recorded_plan(mnist, results=str(tmp_path / "all"))
     stopped_after_a_step(plan, tmp_path / "run")
     assert not (tmp_path / "all").exists()
-    recorded(mnist).run(tmp_path / "run", resume=True, device="cpu")
+    recorded_plan(mnist).run(tmp_path / "run", resume=True, device="cpu")
     weights = (tmp_path / "run" / ENCODER).read_bytes()
     assert not (tmp_path / "all").exists()
-
     plan.run(tmp_path / "run", resume=True, device="cpu")
-    few = recorded(mnist, results=str(tmp_path / "few"), val_images=3)
+    few = recorded_plan(mnist, results=str(tmp_path / "few"), val_images=3)
     few.run(tmp_path / "run", resume=True, device="cpu")
 
     assert (tmp_path / "run" / ENCODER).read_bytes() == weights
-    whole, part = the_record(tmp_path / "all"), the_record(tmp_path / "few")
+    whole, part = load_record(tmp_path / "all"), load_record(tmp_path / "few")
     assert (whole.value, part.num_images) == (80.0, 3)
     assert part.dataset_fingerprint != whole.dataset_fingerprint
     ids = ResultStore(tmp_path / "few").image_ids(part.dataset_fingerprint)
     assert ids is not None
     assert len(ids) == 3
-    fewer = recorded(mnist, results=str(tmp_path / "fewer"), val_images=2)
+    fewer = recorded_plan(mnist, results=str(tmp_path / "fewer"), val_images=2)
     fewer.run(tmp_path / "run", resume=True, device="cpu")
-    assert the_record(tmp_path / "fewer").dataset_fingerprint != part.dataset_fingerprint
+    assert load_record(tmp_path / "fewer").dataset_fingerprint != part.dataset_fingerprint
 
 
-def test_the_recipe_describes_the_steps_that_were_taken():
+def test_the_recipe_describes_the_length_of_the_run():
     plan = {
         "train": {"epochs": 100, "max_steps": 3, "batch_size": 512},
         "optimizer": {"_target_": "pretrain.optimizers.recipes.Soap", "lr": 0.005},
     }
-
     assert describe_recipe(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
     tuned = describe_recipe(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
     assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
 
 
-def test_the_record_stands_beside_the_published_value_and_in_a_report(finished, tmp_path, capsys):
+def test_the_record_is_shown_with_the_published_value_and_in_a_report(finished, tmp_path, capsys):
     out = ["--out", str(finished / "results")]
-
     mapped = f"ViT, no skip={finished / 'run'}"
     assert main(["table", *out, "--paper", "mnist", "--as", mapped, "--format", "markdown"]) == 0
-    printed = capsys.readouterr().out
-    assert r"| ViT, no skip | 94.6 \| 80.0" in printed
-    assert "its own head after 5 epochs, batch 4, AdamW at 0.0078125, 16 px" in printed
+    output = capsys.readouterr().out
+    assert r"| ViT, no skip | 94.6 \| 80.0" in output
+    assert "its own head after 5 epochs, batch 4, AdamW at 0.0078125, 16 px" in output
     assert main(["table", *out, "--task", "supervised"]) == 0
     assert "supervised: top1 (%) on mnist test" in capsys.readouterr().out
     assert main(["report", *out, "--into", str(tmp_path / "report")]) == 0

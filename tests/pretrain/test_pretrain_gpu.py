@@ -1,4 +1,4 @@
-"""Properties that need a real GPU: compiled equals eager, no waits, bfloat16 learns."""
+"""Training on a real GPU: compiled and eager runs agree, no step waits, and bfloat16 works."""
 
 import pytest
 import torch
@@ -55,57 +55,51 @@ class Steps:
 @pytest.mark.parametrize("recipe", [AdamW(), Soap()], ids=["adamw", "soap"])
 def test_no_step_waits_for_the_device(recipe, compiled):
     steps = Steps(recipe, compile=compiled)
-    # Compiling, counting and the bases of the first gradients may wait.
+    # Compilation, FLOP counts and the first bases may wait.
     for step in range(2):
         steps.take(step)
     torch.cuda.synchronize()
-
     torch.cuda.set_sync_debug_mode("error")
     try:
-        # Up to and with a refresh of the bases.
+        # These steps include a refresh of the bases.
         reports = [steps.take(step) for step in range(2, 12)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
     assert all(report["loss"].isfinite() for report in reports)
 
 
 @real
-def test_a_compiled_run_learns_what_an_eager_one_does():
+def test_a_compiled_run_equals_an_eager_one():
     eager, compiled = (
         Steps(AdamW(lr=5e-3), compile=compile_, precision="float32").losses(range(20))
         for compile_ in (False, True)
     )
-
     torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
 
 
 @real
-def test_after_the_first_steps_nothing_is_compiled_again():
+def test_nothing_is_compiled_after_the_first_steps():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     steps = Steps(AdamW(), compile=True)
     steps.losses(range(3))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
     steps.losses(range(3, 13))
-
     assert 0 < graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @real
 @pytest.mark.parametrize("recipe", [AdamW(lr=5e-3), Soap(lr=5e-3)], ids=["adamw", "soap"])
-def test_a_bfloat16_run_learns_what_a_float32_one_does(recipe):
+def test_a_bfloat16_run_is_close_to_a_float32_one(recipe):
     high, low = (
         Steps(recipe, precision=precision, compile=False).losses(range(20))
         for precision in ("float32", "bfloat16")
     )
-
     assert (high - high[0]).abs().max() > 0.2
     torch.testing.assert_close(low, high, atol=0.05, rtol=0.02)
 
 
-def test_the_gradient_in_bfloat16_points_where_that_of_float32_does():
+def test_bfloat16_and_float32_gradients_have_the_same_direction():
     gradients = []
     for precision in ("float32", "bfloat16"):
         steps = Steps(AdamW(), precision=precision, compile=False)
@@ -113,5 +107,4 @@ def test_the_gradient_in_bfloat16_points_where_that_of_float32_does():
         steps.trainer._accumulate_gradients(0, iter([views]))
         parameters = steps.trainer.learner.student.parameters()
         gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-
     assert torch.cosine_similarity(*gradients, dim=0) > 0.99

@@ -1,4 +1,4 @@
-"""The FLOPs of a step, the default batch size, and the advice after memory has run out."""
+"""The FLOPs of a step, the default batch size, and the advice after memory ran out."""
 
 import copy
 import errno
@@ -36,53 +36,51 @@ from tests.support.faults import (
 )
 from tests.support.runs import assert_same_run, log_rows
 
-UNTYPED = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
+DEFAULTS = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
 
 
 def run(root: Path, out: str, *more: str) -> int:
-    return main(["pretrain", "--data-root", str(root), "--out", out, *UNTYPED, *more])
+    return main(["pretrain", "--data-root", str(root), "--out", out, *DEFAULTS, *more])
 
 
 @pytest.mark.parametrize(("count", "batch"), [(1, 1), (7, 1), (8, 2), (255, 32), (256, 64)])
-def test_the_default_batch_leaves_four_steps_per_epoch(count, batch):
-    assert TrainOptions().with_batch_size(count).batch == batch
-    assert TrainOptions(batch_size=7).with_batch_size(count).batch == 7
+def test_the_default_batch_allows_four_steps_per_epoch(count, batch):
+    assert TrainOptions().resolve_batch_size(count).batch == batch
+    assert TrainOptions(batch_size=7).resolve_batch_size(count).batch == 7
 
 
-def test_a_run_uses_and_states_the_default_or_given_batch(workdir, capsys):
+def test_a_run_uses_and_prints_its_batch_size(workdir, capsys):
     root = photo_folder(workdir / "few", 20)
     for out, batch, *words in (("default", 4), ("given", 10, "train.batch_size=10")):
         assert run(root, out, "train.max_steps=1", *words) == 0
-        said = capsys.readouterr().err
-        assert f"20 images, 1 steps, batch {batch}\n" in said
-        assert "next: ssl-bench probe" in said
-        written = yaml.safe_load(Path(out, "config.yaml").read_text())
-        assert written["train"]["batch_size"] == batch
+        output = capsys.readouterr().err
+        assert f"20 images, 1 steps, batch {batch}\n" in output
+        assert "next: ssl-bench probe" in output
+        config = yaml.safe_load(Path(out, "config.yaml").read_text())
+        assert config["train"]["batch_size"] == batch
 
     words = ["pretrain", "--data-root", str(root), "--batch-size", "21"]
-    assert "`train.batch_size=null`" in expect_error(capsys, [*words, "--dry-run", *UNTYPED], 2)
+    assert "`train.batch_size=null`" in expect_error(capsys, [*words, "--dry-run", *DEFAULTS], 2)
     recipe = ["experiment=dino_photographs", "train.batch_size=null"]
     assert main([*words[:3], "--dry-run", *recipe]) == 0
     assert " of 4 images, " in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(workdir, monkeypatch):
+def test_a_resumed_run_keeps_its_default_batch_size(workdir, monkeypatch):
     root = photo_folder(workdir / "few", 20)
-    # The patched default stands for a version that chooses it by the machine's memory.
+    # The older version had another default.
     with monkeypatch.context() as patch:
         patch.setattr("pretrain.options._DEFAULT_BATCH", 2)
-        assert run(root, "whole", "train.max_steps=4") == 0
-        assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
-    assert state_of(Path("part"))["step"] < 4
-
-    assert run(root, "part", "train.max_steps=4", "--resume") == 0
-
+        assert run(root, "whole", "train.max_steps=2") == 0
+        assert run(root, "part", "train.max_steps=2", "train.max_minutes=0.0") == 0
+    assert state_of(Path("part"))["step"] == 1
+    assert run(root, "part", "train.max_steps=2", "--resume") == 0
     assert_same_run(Path("whole"), Path("part"))
     assert yaml.safe_load(Path("part/config.yaml").read_text())["train"]["batch_size"] == 2
 
 
 @pytest.mark.parametrize(
-    ("images", "accumulation", "most", "found", "tried"),
+    ("images", "accumulation", "most", "expected", "tried"),
     [
         (64, 1, 8, 8, [32, 16, 8]),
         # Only divisors of the batch are tried.
@@ -91,19 +89,21 @@ def test_a_resumed_run_keeps_the_default_batch_of_an_older_version(workdir, monk
         (4, 4, 0, None, []),
     ],
 )
-def test_an_accumulation_is_doubled_until_a_part_fits(images, accumulation, most, found, tried):
-    seen = []
+def test_accumulation_is_doubled_until_a_micro_batch_fits(
+    images, accumulation, most, expected, tried
+):
+    counts = []
 
     def fits(count: int) -> bool:
-        seen.append(count)
+        counts.append(count)
         return count <= most
 
-    assert find_accumulation(images, accumulation, fits) == found
-    assert seen == tried
+    assert find_accumulation(images, accumulation, fits) == expected
+    assert counts == tried
 
 
 def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Let DINO's loss raise an error if a batch has more images, like a device with full memory."""
+    """Make the loss of DINO raise an error if a micro-batch has more images."""
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):
@@ -112,7 +112,7 @@ def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0
         return usual(self, network, views, step)
 
     monkeypatch.setattr(DinoLearner, "loss", limited)
-    # The count of FLOPs calls the loss too, on tensors that take no memory.
+    # Counting FLOPs calls the loss, too, but needs no memory.
     monkeypatch.setattr("pretrain.step.count_training_flops", lambda *_: 1e6)
 
 
@@ -128,76 +128,62 @@ def test_the_advice_after_memory_ran_out_works(workdir, capsys, monkeypatch, err
     limit_memory(monkeypatch, 2, error)
     root = photo_folder(workdir / "few", 20)
     words = pretraining(root, "run", "train.max_steps=2", "train.batch_size=8")
-
-    said = expect_error(capsys, words, 5)
-
-    assert "step 1 with 8 images" in said
-    assert "train.accumulation=4 --overwrite" in said
+    message = expect_error(capsys, words, 5)
+    assert "step 1 with 8 images" in message
+    assert "train.accumulation=4 --overwrite" in message
     assert not Path("run/state.pt").exists()
-    assert main([*words, *shlex.split(said.rpartition("use `")[2].rstrip("`"))]) == 0
+    assert main([*words, *shlex.split(message.rpartition("use `")[2].rstrip("`"))]) == 0
 
 
-def test_memory_that_runs_out_later_keeps_the_last_checkpoint(workdir, capsys, monkeypatch):
+def test_out_of_memory_in_a_later_step_keeps_the_checkpoint(workdir, capsys, monkeypatch):
     limit_memory(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"), first_step=2)
     run = pretraining(workdir / "photos", "run", "train.checkpoint_minutes=0.0")
-
-    said = expect_error(capsys, run, 5)
-
+    message = expect_error(capsys, run, 5)
     # A saved run cannot be resumed with another accumulation.
-    assert "train.accumulation=2 --out FOLDER" in said
+    assert "train.accumulation=2 --out FOLDER" in message
     assert state_of(Path("run"))["step"] == 2
 
 
-def test_memory_that_runs_out_in_the_monitor_gives_no_advice_about_steps(
-    workdir, capsys, monkeypatch
-):
+def test_out_of_memory_in_the_monitor_gives_no_advice_about_steps(workdir, capsys, monkeypatch):
     def measure(self, step):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Evaluator, "measures", measure)
+    monkeypatch.setattr(Evaluator, "measure_if_due", measure)
     words = ["monitor.knn_epochs=1", "monitor.neighbours=2"]
     words.append(f"monitor.root={class_folders(workdir / 'classes', 2)}")
-
-    said = expect_error(capsys, pretraining(workdir / "photos", "run", *words), 5)
-
-    assert "would fit" not in said
-
-
-def test_memory_for_not_even_one_image_asks_for_a_smaller_model(workdir, capsys, monkeypatch):
-    limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
-
-    said = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
-
-    assert "`model=vit_tiny_skip`" in said
-    assert "accumulation" not in said
-
-
-def test_a_supervised_run_takes_labels_by_default(workdir, capsys):
-    words = supervised(class_folders(workdir / "classes", 4), "run", "train.max_steps=1")
-    words.remove("data.labels=true")
-
-    assert main(words) == 0
-
-    assert "train_top1" in log_rows("run")[0]
-    assert "data.labels=true" in expect_error(
-        capsys, [*words, "--overwrite", "data.labels=false"], 2
+    assert "would fit" not in expect_error(
+        capsys, pretraining(workdir / "photos", "run", *words), 5
     )
 
 
-def test_a_long_run_says_early_what_takes_less(workdir, monkeypatch, capsys):
+def test_a_smaller_model_is_advised_if_a_single_image_does_not_fit(workdir, capsys, monkeypatch):
+    limit_memory(monkeypatch, 0, torch.OutOfMemoryError("CUDA out of memory"))
+    message = expect_error(capsys, pretraining(workdir / "photos", "run"), 5)
+    assert "`model=vit_tiny_skip`" in message
+    assert "accumulation" not in message
+
+
+def test_a_supervised_run_reads_labels_by_default(workdir, capsys):
+    words = supervised(class_folders(workdir / "classes", 4), "run", "train.max_steps=1")
+    words.remove("data.labels=true")
+    assert main(words) == 0
+    assert "train_top1" in log_rows("run")[0]
+    words += ["--overwrite", "data.labels=false"]
+    assert "data.labels=true" in expect_error(capsys, words, 2)
+
+
+def test_a_long_run_suggests_a_shorter_one_early(workdir, monkeypatch, capsys):
     monkeypatch.setattr(logging, "_LONG", 0.0)
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
-
     assert run(photo_folder(workdir / "few", 20), "run", "train.max_steps=5") == 0
+    lines = capsys.readouterr().err.splitlines()
+    (advice,) = [line for line in lines if "take about an hour" in line]
+    assert "train.max_steps=" in advice
+    assert [line.endswith(" left") for line in lines if line.startswith("step ")] == [True] * 5
 
-    said = capsys.readouterr().err.splitlines()
-    (longer,) = [line for line in said if "take about an hour" in line]
-    assert "train.max_steps=" in longer
-    assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
 
-
-class Summed(nn.Module):
-    """A learner whose loss is the sum of a layer's output times a random number."""
+class SumLearner(nn.Module):
+    """A learner whose loss is the sum of the outputs of a layer times a random number."""
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
@@ -212,21 +198,21 @@ class Summed(nn.Module):
     ("layer", "shape", "products"),
     [
         (nn.Linear(5, 7, bias=False), (3, 5), 3 * 5 * 7),
-        # Filters of 3 x 3 and 6 / groups channels, at 2 x 20 positions, for 6 channels.
+        # There are 6 filters of 3 x 3 x (6 / groups) values, at 20 positions of 2 images.
         (nn.Conv2d(6, 6, 3, padding=1), (2, 6, 5, 4), 9 * 6 * (2 * 20) * 6),
         (nn.Conv2d(6, 6, 3, padding=1, groups=6), (2, 6, 5, 4), 9 * (2 * 20) * 6),
     ],
 )
-def test_a_product_counts_twice_its_multiplications_and_once_more_for_each_gradient(
-    layer, shape, products
-):
+def test_flops_of_a_layer_and_its_gradients(layer, shape, products):
     values = torch.zeros(shape)
-    assert count_training_flops(Summed(layer), [values], 0) == 2 * (2 * products)
-    assert count_training_flops(Summed(layer), [values.requires_grad_()], 0) == 3 * (2 * products)
+    assert count_training_flops(SumLearner(layer), [values], 0) == 2 * (2 * products)
+    assert count_training_flops(SumLearner(layer), [values.requires_grad_()], 0) == 3 * (
+        2 * products
+    )
 
 
 @pytest.mark.parametrize("kind", ["dino", "batch statistics"])
-def test_counting_leaves_random_numbers_and_the_learner_alone(kind):
+def test_counting_flops_changes_neither_random_numbers_nor_the_learner(kind):
     if kind == "dino":
         learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
         views = [torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 8, 8)]
@@ -235,53 +221,43 @@ def test_counting_leaves_random_numbers_and_the_learner_alone(kind):
         learner = Supervised().build(model, Timeline(10, 5), seed=1, class_names=("a", "b"))
         views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
     state, before = torch.get_rng_state(), copy.deepcopy(learner.state_dict())
-
     assert count_training_flops(learner, views, 0) > 0
-
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in learner.parameters())
     assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
 
 
-def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
+def test_utilisation_is_relative_to_the_measured_rate():
     options = TrainOptions(batch_size=4, accumulation=2)
     learner = SMALL_DINO.build(TINY, Timeline(10, 10), seed=0)
     trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
     views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
     flops = 2 * count_training_flops(learner, views, 0)
-
     trainer.take_step(0, iter([views, views]))
-
     rate = measure_product_rate(CPU, torch.float32)
     assert trainer.utilisation(0.5) == pytest.approx(100 * flops / (0.5 * rate))
-    # At most 100 %, even if the machine was busy when the product was timed.
+    # It is at most 100 %, even if the machine was busy during the measurement.
     assert trainer.utilisation(flops / (2 * rate)) == pytest.approx(100)
     assert 1e8 < rate < 1e14
 
 
-def test_a_product_of_matrices_counts_two_operations_per_multiplication(monkeypatch):
+def test_the_rate_counts_two_operations_per_multiplication(monkeypatch):
     operations, multiply = [], torch.mm
 
-    def counted(left, right):
+    def count_and_multiply(left, right):
         operations.append(2 * left.shape[0] * left.shape[1] * right.shape[1])
         return multiply(left, right)
 
-    # Each round takes one second by this clock.
+    # With this clock, each round takes one second.
     monkeypatch.setattr(resources, "time", SimpleNamespace(perf_counter=count().__next__))
-    monkeypatch.setattr(torch, "mm", counted)
-
+    monkeypatch.setattr(torch, "mm", count_and_multiply)
     rate = measure_product_rate.__wrapped__(CPU, torch.float32)
-
     assert rate == sum(operations) / resources._ROUNDS
 
 
 @pytest.mark.slow
-def test_an_image_of_the_official_recipe_costs_what_its_products_do():
-    # 113.8 GFLOP: student 94.0, teacher 18.4, heads 1.4.
+def test_flops_of_an_image_in_the_official_recipe():
+    # In GFLOP: 94.0 of the student, 18.4 of the teacher, and 1.4 of the heads.
     learner = Dino().build(ViTConfig(), Timeline(100, 10), seed=0)
-
-    flops = count_training_flops(
-        learner, [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)], 0
-    )
-
-    assert flops / 1e9 == pytest.approx(113.8, rel=0.005)
+    views = [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)]
+    assert count_training_flops(learner, views, 0) / 1e9 == pytest.approx(113.8, rel=0.005)

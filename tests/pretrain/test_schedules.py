@@ -1,4 +1,4 @@
-"""Schedules compared with their closed forms at every boundary, and lengths of warm-ups."""
+"""Schedules, compared with their closed forms at every step, and the lengths of warm-ups."""
 
 import numpy as np
 import pytest
@@ -19,47 +19,39 @@ LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)
 
 
 def official_cosine(start, end, num_steps, warmup_steps):
-    """Return DINO's published schedule: a linspace, then a cosine over the remaining steps."""
+    """Return the published schedule of DINO: a linear warm-up, then a cosine."""
     steps = np.arange(num_steps - warmup_steps)
     cosine = end + 0.5 * (start - end) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate([np.linspace(0, start, warmup_steps), cosine])
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7])
-def test_the_cosine_is_the_official_table_at_every_step(warmup_steps):
+def test_cosine_equals_the_official_schedule(warmup_steps):
     schedule = Cosine(start=5e-4, end=1e-6, num_steps=20, warmup_steps=warmup_steps)
-
     values = [schedule(step) for step in range(20)]
-
     assert values == pytest.approx(official_cosine(5e-4, 1e-6, 20, warmup_steps), abs=1e-15)
 
 
-def test_a_straight_line_reaches_its_end_with_its_last_step_and_stays():
+def test_linear_is_constant_after_its_last_step():
     temperature = Linear(start=0.04, end=0.07, num_steps=4)
-
     values = [temperature(step) for step in range(6)]
-
     assert values == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.07, 0.07])
-    # With length 0, the final value is reached at once.
     assert Linear(start=0.04, end=0.07, num_steps=0)(0) == 0.07
 
 
-def test_the_triangle_is_the_published_one_at_every_step():
-    """Corners are at 0, 2/5, 4/5 and the end; the README's log has 0.005 after 1 of 25 epochs."""
+def test_triangle_equals_the_published_schedule():
     schedule = Triangle(peak=0.05, num_steps=25)
-
     values = [schedule(step) for step in range(25)]
-
-    corners = np.interp(np.arange(1, 26), [0, 10, 20, 25], [0, 0.05, 0.0025, 0])
-    assert values == pytest.approx(corners, abs=1e-15)
+    expected = np.interp(np.arange(1, 26), [0, 10, 20, 25], [0, 0.05, 0.0025, 0])
+    assert values == pytest.approx(expected, abs=1e-15)
+    # The log in the README of the authors has 0.005 after the first of 25 epochs.
     assert [round(value, 6) for value in values[:2]] == [0.005, 0.01]
     assert [round(value, 6) for value in values[9:12]] == [0.05, 0.04525, 0.0405]
     assert [round(value, 6) for value in values[-2:]] == [0.0005, 0]
 
 
-def test_the_triangle_of_a_run_takes_no_warmup():
+def test_a_triangular_run_has_no_warmup():
     timeline = Timeline(total_steps=10, steps_per_epoch=5)
-
     assert TrainOptions(schedule="triangular").lr_schedule(0.1, timeline) == Triangle(0.1, 10)
     assert TrainOptions().lr_schedule(0.1, timeline) == Cosine(0.1, 1e-6, 10, 1)
     with pytest.raises(ConfigurationError) as caught:
@@ -67,14 +59,10 @@ def test_the_triangle_of_a_run_takes_no_warmup():
     assert caught.value.hint == ("train.warmup_epochs=null",)
 
 
-@pytest.mark.parametrize(("max_steps", "steps"), [(None, 12), (5, 5), (12, 12), (13, 12)])
-def test_max_steps_only_shorten_a_run(max_steps, steps):
-    options = TrainOptions(epochs=2, batch_size=2, max_steps=max_steps)
-
-    assert options.timeline(13) == Timeline(steps, 6)
-
-
-def test_a_run_without_steps_is_refused():
+def test_max_steps_can_only_shorten_a_run():
+    for max_steps, steps in [(None, 12), (5, 5), (12, 12), (13, 12)]:
+        options = TrainOptions(epochs=2, batch_size=2, max_steps=max_steps)
+        assert options.timeline(13) == Timeline(steps, 6)
     with pytest.raises(ConfigurationError, match="at least one step"):
         Timeline(total_steps=0, steps_per_epoch=5)
 
@@ -87,12 +75,12 @@ def test_a_run_without_steps_is_refused():
         (TEMPERATURE_RISE, LONG, 300), (TEMPERATURE_RISE, SHORT, 90),
     ],
 )  # fmt: skip
-def test_a_default_takes_no_more_than_its_share_of_the_run(warmup, timeline, steps):
+def test_a_default_phase_is_limited_to_a_share_of_the_run(warmup, timeline, steps):
     assert warmup.count_steps(None, timeline) == steps
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 0), (2.5, 25), (29.0, 290), (30.0, 300)])
-def test_what_was_asked_for_is_taken_as_it_is(epochs, steps):
+def test_a_given_length_of_a_phase_is_not_limited(epochs, steps):
     assert LR_WARMUP.count_steps(epochs, SHORT) == steps
     assert TrainOptions(warmup_epochs=epochs).warmup_steps(SHORT) == steps
 

@@ -1,4 +1,4 @@
-"""Runs of a tiny encoder: the files that they write, and how they stop and continue."""
+"""Runs of a tiny encoder: their files and options, and how they stop and continue."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
-from pretrain.optimizers.recipes import AdamW, Soap
+from pretrain.optimizers.recipes import Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
 from pretrain.step import Trainer
@@ -29,7 +29,7 @@ from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import load_encoder
 from tests.pretrain.plans import SMALL_DINO, TINY, album, plan_of, state_of
 from tests.support.faults import expect_error, photo_folder, pretraining, unchecked_types
-from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
+from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 
 @pytest.fixture(scope="module")
@@ -38,29 +38,27 @@ def root(tmp_path_factory) -> Path:
     return album(tmp_path_factory.mktemp("album"))
 
 
-def do_at(monkeypatch, call, action):
-    """Call `action` when the crops of step number `call` are finished, before the step."""
+def call_before_step(monkeypatch, number, action):
+    """Call `action` before the step with this number, which counts from 1."""
     finish, calls = MultiCrop.finish, []
 
-    def counted(self, *arguments):
+    def finish_and_count(self, *arguments):
         calls.append(1)
-        if len(calls) == call:
+        if len(calls) == number:
             action()
         return finish(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", counted)
+    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
 
 
-def test_a_run_leaves_its_teacher_as_encoder_and_a_row_for_each_step(
-    root, tmp_path, capsys, monkeypatch
-):
+def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     path = plan_of(root).run(tmp_path, device="cpu")
 
-    # Without a terminal, lines report the progress.
-    where, first, *lines = capsys.readouterr().err.splitlines()
-    assert (where, first) == (f"run folder {tmp_path}", "13 images, 8 steps, batch 2")
+    # Without a terminal, the progress is printed as lines.
+    folder, images, *lines = capsys.readouterr().err.splitlines()
+    assert (folder, images) == (f"run folder {tmp_path}", "13 images, 8 steps, batch 2")
     assert len(lines) == 8
     assert re.fullmatch(
         r"step 7/8  epoch 1  loss \d\.\d{3}  [\d.]+ images/s  data wait \d+ %  "
@@ -69,7 +67,7 @@ def test_a_run_leaves_its_teacher_as_encoder_and_a_row_for_each_step(
     )
     state, encoder = state_of(tmp_path), load_encoder(str(path))
     assert encoder.native_size == (16, 16)
-    # Eight steps of six per epoch.
+    # The run has eight steps, and an epoch has six.
     assert encoder.contents.epoch == 1.33
     for name, value in encoder.module.state_dict().items():
         assert torch.equal(value, state["learner"][f"teacher.backbone.{name}"])
@@ -81,62 +79,30 @@ def test_a_run_leaves_its_teacher_as_encoder_and_a_row_for_each_step(
     lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
     assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["seed"] == 3
-    # Rates reach the optimizer, and biases are never decayed.
+    # The rates are those of the optimizer, and biases are not decayed.
     decayed, exempt = state["optimizer"]["param_groups"]
     assert decayed["lr"] == exempt["lr"] == rows[-1]["lr"] > 0
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (rows[-1]["weight_decay"], 0)
     assert rows[-1]["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
 
 
-@pytest.mark.parametrize(
-    ("number", "error", "optimizer", "seed"),
-    [
-        (signal.SIGUSR1, Preempted, Soap(lr=0.05, precondition_frequency=3), 3),
-        (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05), 7),
-    ],
-)
-def test_a_stopped_run_continues_bit_for_bit(root, tmp_path, number, error, optimizer, seed):
-    plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=optimizer, seed=seed)
-
-    assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_repeats_the_steps_after_its_checkpoint(root, tmp_path, monkeypatch):
-    plan = plan_of(root, model=replace(TINY, drop_path=0.2), checkpoint_epochs=1)
-    plan.run(tmp_path / "whole", device="cpu")
-
-    def fail():
-        raise AttributeError
-
-    do_at(monkeypatch, 8, fail)
-    with pytest.raises(AttributeError):
-        plan.run(tmp_path / "killed", device="cpu")
-    monkeypatch.undo()
-    log = tmp_path / "killed" / LOG
-    assert len(log_rows(tmp_path / "killed")) == 7
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:6]) + '{"step": 7, "l')
-    helped = replace(plan, train=replace(plan.train, num_workers=2))
-    helped.run(tmp_path / "killed", resume=True, device="cpu")
-
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
+    soap = Soap(lr=0.05, precondition_frequency=3)
+    plan = plan_of(root, model=replace(TINY, drop_path=0.2), optimizer=soap, seed=7)
+    assert_goes_on_to_the_bit(plan, tmp_path, sent=signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)]
 )
-def test_a_signal_before_the_first_step_ends_the_run_at_once(
-    root, tmp_path, monkeypatch, number, error
-):
-    def reads_the_images(images):
+def test_a_signal_before_the_first_step_ends_the_run(root, tmp_path, monkeypatch, number, error):
+    def send_signal(images):
         os.kill(os.getpid(), number)
-        pytest.fail("went on reading")
+        pytest.fail("the run continues")
 
-    monkeypatch.setattr(train, "describe_training_images", reads_the_images)
-
+    monkeypatch.setattr(train, "describe_training_images", send_signal)
     with pytest.raises(error):
         plan_of(root).run(tmp_path, device="cpu")
-
     assert not (tmp_path / LOG).exists()
 
 
@@ -148,49 +114,40 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
         ((signal.SIGINT, signal.SIGTERM), Preempted, 3),
     ],
 )
-def test_only_a_second_interrupt_ends_the_step_too(
-    root, tmp_path, monkeypatch, numbers, error, steps
-):
+def test_only_a_second_interrupt_ends_the_step(root, tmp_path, monkeypatch, numbers, error, steps):
     def send_signals():
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    do_at(monkeypatch, 3, send_signals)
-
+    call_before_step(monkeypatch, 3, send_signals)
     with pytest.raises(error):
         plan_of(root).run(tmp_path, device="cpu")
-
     assert len(log_rows(tmp_path)) == steps
 
 
-def test_a_signal_in_the_last_step_changes_nothing(root, tmp_path, monkeypatch):
-    do_at(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
-
+def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
+    call_before_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     plan_of(root).run(tmp_path, device="cpu")
-
     assert len(log_rows(tmp_path)) == 8
 
 
 def change_loss(monkeypatch, change):
-    """Replace DINO's loss by the result of `change(loss, report, step)`."""
+    """Replace the loss of DINO and its report by `change(loss, report, step)`."""
     usual = DinoLearner.loss
 
-    def changed(self, network, views, step):
+    def compute_changed(self, network, views, step):
         return change(*usual(self, network, views, step), step)
 
-    monkeypatch.setattr(DinoLearner, "loss", changed)
+    monkeypatch.setattr(DinoLearner, "loss", compute_changed)
 
 
-def test_a_run_that_stays_non_finite_stops_and_keeps_the_last_good_state(
-    root, tmp_path, monkeypatch
-):
-    change_loss(
-        monkeypatch, lambda value, report, step: (value * [1, math.nan][step in (1, 3, 4)], report)
-    )
+def test_a_run_that_stays_non_finite_stops(root, tmp_path, monkeypatch):
+    def diverge(value, report, step):
+        return value * (math.nan if step in (1, 3, 4) else 1), report
 
+    change_loss(monkeypatch, diverge)
     with pytest.raises(ConfigurationError) as caught:
         plan_of(root, non_finite_patience=2, checkpoint_minutes=0.0).run(tmp_path, device="cpu")
-
     assert "optimizer.lr={lower_rate}" in caught.value.hint
     state = state_of(tmp_path)
     assert state["step"] == 4
@@ -205,13 +162,12 @@ def test_a_collapsed_run_stops_with_a_hint(root, tmp_path, monkeypatch):
         monkeypatch,
         lambda value, report, _: (value * 0 + ceiling, report | {"teacher_entropy": ceiling}),
     )
-
     with pytest.raises(ConfigurationError, match="step 4") as caught:
         plan_of(root, collapse_patience=3).run(tmp_path, device="cpu")
     assert "optimizer.lr={lower_rate}" in caught.value.hint
 
 
-def test_a_batch_that_the_images_do_not_fill_is_refused(root, tmp_path):
+def test_an_impossible_batch_size_is_refused(root, tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         plan_of(root, batch_size=14).run(tmp_path, device="cpu")
     assert caught.value.hint[0] == "train.batch_size=null"
@@ -219,32 +175,29 @@ def test_a_batch_that_the_images_do_not_fill_is_refused(root, tmp_path):
         plan_of(root, batch_size=4, accumulation=3).run(tmp_path, device="cpu")
 
 
-def test_the_encoder_has_the_size_of_the_large_crops(root, tmp_path):
+def test_the_encoder_has_the_image_size_of_the_run(root, tmp_path):
     plan = plan_of(root, max_steps=1, data={"image_size": 32, "in_memory": True})
-
     assert load_encoder(str(plan.run(tmp_path, device="cpu"))).native_size == (32, 32)
 
 
-def test_a_skipless_encoder_trains_in_bfloat16_too(root, tmp_path):
+def test_a_skipless_encoder_trains_in_bfloat16(root, tmp_path):
     model = replace(TINY, skip_attention=False, skip_mlp=False)
     for precision in ("float32", "bfloat16"):
-        plan = plan_of(root, model=model, max_steps=2, precision=precision)
+        plan = plan_of(root, model=model, max_steps=1, precision=precision)
         plan.run(tmp_path / precision, device="cpu")
-
     high, low = (log_rows(tmp_path / name)[0]["loss"] for name in ("float32", "bfloat16"))
     assert low == pytest.approx(high, rel=0.05)
     assert low != high
 
 
 @pytest.mark.parametrize("objective", [Dino(), Mae(), Supervised()])
-def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
+def test_defaults_of_presets_and_dataclasses_agree(objective):
     name = type(objective).__name__.lower()
     built = build(compose_config("pretraining", [f"objective={name}"]))
-
     assert built.objective == replace(objective, crops=built.objective.crops)
     for name, value in vars(objective.crops).items():
-        ours = getattr(built.objective.crops, name)
-        assert ours == (list(value) if isinstance(value, tuple) else value), name
+        expected = list(value) if isinstance(value, tuple) else value
+        assert getattr(built.objective.crops, name) == expected, name
     labels = isinstance(objective, Supervised)
     assert (built.train, built.data) == (TrainOptions(), DataOptions(labels=labels))
     assert built.monitor == Monitor()
@@ -252,17 +205,16 @@ def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
 
 @pytest.mark.slow
 @unchecked_types()
-def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
+def test_accumulation_equals_the_whole_batch(root, tmp_path):
     for name, accumulation in (("whole", 1), ("parts", 2)):
-        plan = plan_of(root, batch_size=4, max_steps=4, accumulation=accumulation)
+        plan = plan_of(root, batch_size=4, max_steps=3, accumulation=accumulation)
         plan.run(tmp_path / name, device="cpu")
-
     whole, parts = (state_of(tmp_path / name)["learner"] for name in ("whole", "parts"))
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
-# Checks would be compiled too, into ten times as many graphs.
+# Type checks are disabled, because they would be compiled into ten times as many graphs.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
@@ -272,8 +224,8 @@ def test_accumulated_parts_learn_what_the_whole_batch_does(root, tmp_path):
     ],
 )
 @unchecked_types()
-def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, monkeypatch, objective):
-    # The graphs are those of any backend. Only the code that torch generates is left out.
+def test_a_compiled_run_equals_an_eager_one(root, tmp_path, monkeypatch, objective):
+    # This backend makes the same graphs as the default one, but generates no code.
     compile_usually = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module,
@@ -284,12 +236,11 @@ def test_a_compiled_run_learns_what_an_eager_one_does(root, tmp_path, monkeypatc
         plan = plan_of(root, max_steps=2, model=replace(TINY, depth=1), objective=objective)
         plan = replace(plan, train=replace(plan.train, compile=compiled))
         plan.run(tmp_path / name, device="cpu")
-
     losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_a_gpu_is_given_bfloat16_compiled_code_and_workers():
+def test_a_gpu_uses_bfloat16_compiled_code_and_workers():
     gpu, cpu, options = torch.device("cuda"), torch.device("cpu"), TrainOptions()
     for device, expected in ((gpu, True), (cpu, False)):
         assert options.uses_compile(device) == options.uses_bfloat16(device) == expected
@@ -301,7 +252,7 @@ def test_a_gpu_is_given_bfloat16_compiled_code_and_workers():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "key"),
     [
         (MultiCrop, {"global_scale": (0.5, 0.4)}, "global_scale"),
         (MultiCrop, {"blur_probability": (1.0, 0.5)}, "blur_probability"),
@@ -317,50 +268,47 @@ def test_a_gpu_is_given_bfloat16_compiled_code_and_workers():
         (DataOptions, {"mean": [0.0, 0.0, 128.0]}, r"data\.mean"),
     ],
 )
-def test_options_without_meaning_are_refused_by_name(kind, options, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_invalid_options_are_refused_by_key(kind, options, key):
+    with pytest.raises(ConfigurationError, match=key):
         kind(**options)
 
 
-def test_labels_need_a_folder_of_classes():
+def test_labels_need_a_root_folder():
     with pytest.raises(ConfigurationError) as caught:
         DataOptions(labels=True).open()
     assert caught.value.hint == ("data.root={folder}",)
 
 
 @pytest.mark.parametrize("labels", ["true", "false"])
-def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(workdir, capsys, labels):
+def test_an_archive_is_refused_with_the_command_that_unpacks_it(workdir, capsys, labels):
     shutil.make_archive("train", "zip", workdir / "photos")
-
-    said = expect_error(capsys, pretraining(Path("train.zip"), "run", f"data.labels={labels}"), 3)
-
-    assert "unzip train.zip" in said
+    words = pretraining(Path("train.zip"), "run", f"data.labels={labels}")
+    assert "unzip train.zip" in expect_error(capsys, words, 3)
 
 
-def test_a_deterministic_run_refuses_operations_without_such_a_form(tmp_path, capsys, monkeypatch):
+def test_a_deterministic_run_refuses_other_operations(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    seen, usual = [], Trainer.take_step
+    states, usual = [], Trainer.take_step
 
     def step(self, number, parts):
         is_on = torch.are_deterministic_algorithms_enabled()
-        seen.append((is_on, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+        states.append((is_on, os.environ["CUBLAS_WORKSPACE_CONFIG"]))
         if number == 1:
             raise RuntimeError("upsample_bicubic2d does not have a deterministic implementation")
         return usual(self, number, parts)
 
     monkeypatch.setattr(Trainer, "take_step", step)
     run = pretraining(photo_folder(tmp_path / "photos"), str(tmp_path / "run"), "train.max_steps=2")
+    message = expect_error(capsys, [*run, "train.deterministic=true"], 2)
 
-    said = expect_error(capsys, [*run, "train.deterministic=true"], 2)
-
-    assert seen == [(True, ":4096:8")] * 2
+    assert states == [(True, ":4096:8")] * 2
     assert not torch.are_deterministic_algorithms_enabled()
-    assert "upsample_bicubic2d" in said
-    assert "`train.deterministic=false`" in said
+    assert "upsample_bicubic2d" in message
+    assert "`train.deterministic=false`" in message
 
-    def misfit(*_):
+    def fail(*_):
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(Trainer, "take_step", misfit)
+    monkeypatch.setattr(Trainer, "take_step", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         plan_of(tmp_path / "photos", deterministic=True).run(tmp_path / "other", device="cpu")

@@ -1,4 +1,4 @@
-"""Two processes train like one. If one has a fault, both save and end with one message."""
+"""Training in two processes. If one of them fails, both save the run and end with one message."""
 
 import json
 import subprocess
@@ -17,21 +17,18 @@ from tests.support.two_ranks import AT, run_arguments
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-# Exit codes of both processes, a part of the message, and the saved step.
+# The exit codes of both processes, a part of the message, and the saved step.
 EXPECTED = {
     "image:0": ([3, 3], "photos/3.png", AT),
-    "image:1": ([3, 3], "photos/3.png", AT),
-    # The two steps that were lost changed nothing, and are not worth a checkpoint.
+    # The lost steps changed nothing, so no state is saved.
     "loss:1": ([2, 2], "not finite", None),
     "SIGTERM:0": ([75, 75], "4 of 8 steps", AT + 1),
-    "SIGHUP:1": ([75, 75], "4 of 8 steps", AT + 1),
-    # The process that got no Ctrl-C receives a request to stop.
+    # The process without Ctrl-C is requested to stop.
     "SIGINT:0": ([130, 75], "interrupted", AT + 1),
     "SIGINT:1": ([75, 130], "4 of 8 steps", AT + 1),
-    "worker:0": ([5, 5], "data worker", AT),
     "worker:1": ([5, 5], "data worker", AT),
     "images:1": ([3, 3], "no images", None),
-    # Only the first process writes the log and looks at the folder.
+    # Only the first process writes the log and checks the folder.
     "disk:0": ([5, 5], "No space left", AT + 1),
     "monitor:0": ([5, 5], "process 0 failed: AssertionError", AT - 1),
     "taken:0": ([2, 2], "already contains a run", None),
@@ -46,8 +43,8 @@ def workdir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(workdir) -> dict[str, Any]:
-    """Return how both processes ended for each fault, from one subprocess with children."""
+def results(workdir) -> dict[str, Any]:
+    """Return the exit codes and the stderr of both processes for each fault."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]
@@ -58,43 +55,41 @@ def found(workdir) -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def saved_state(place: Path, fault: str) -> dict[str, Any] | None:
-    folder = place / fault.replace(":", "-")
+def load_saved_state(root: Path, fault: str) -> dict[str, Any] | None:
+    folder = root / fault.replace(":", "-")
     return load_state(folder, torch.device("cpu"))[0] if has_state(folder) else None
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_both_processes_end_together_saved_and_with_one_message(workdir, found, fault):
+def test_both_processes_save_and_end_with_one_message(workdir, results, fault):
     codes, part, step = EXPECTED[fault]
-    lines = [line for text in found[fault]["stderr"] for line in text.splitlines()]
+    lines = [line for text in results[fault]["stderr"] for line in text.splitlines()]
     (line,) = [line for line in lines if "ssl-bench: " in line]
-    state = saved_state(workdir, fault)
-
-    assert found[fault]["codes"] == codes
+    state = load_saved_state(workdir, fault)
+    assert results[fault]["codes"] == codes
     assert part in line
     assert (state and state["step"]) == step
 
 
-def test_the_first_process_reports_what_another_cannot_read(workdir, found):
-    assert found["skipped:1"]["codes"] == [0, 0]
-    assert "3.jpg; 1 of 4 images" in found["skipped:1"]["stderr"][0]
-    assert found["skipped:1"]["stderr"][1] == ""
-    state = saved_state(workdir, "skipped:1")
+def test_the_first_process_reports_unreadable_images_of_another(workdir, results):
+    assert results["skipped:1"]["codes"] == [0, 0]
+    assert "3.jpg. So far, 1 of 4 images" in results["skipped:1"]["stderr"][0]
+    assert results["skipped:1"]["stderr"][1] == ""
+    state = load_saved_state(workdir, "skipped:1")
     assert state is not None
     assert state["left_out"] == [3]
 
 
-def test_processes_wait_for_a_slow_disk_and_for_a_monitor_up_to_the_timeout(workdir, found):
-    assert found["slow disk:0"]["codes"] == found["slow monitor:0"]["codes"] == [0, 0]
-    assert 0 not in found["slower monitor:0"]["codes"]
+def test_processes_wait_for_a_slow_disk_and_up_to_the_timeout_for_a_monitor(workdir, results):
+    assert results["slow disk:0"]["codes"] == results["slow monitor:0"]["codes"] == [0, 0]
+    assert 0 not in results["slower monitor:0"]["codes"]
 
 
 @unchecked_types()
-def test_two_processes_learn_what_one_does(workdir, found):
-    assert found["none:0"]["codes"] == [0, 0]
+def test_two_processes_train_like_one(workdir, results):
+    assert results["none:0"]["codes"] == [0, 0]
     assert main(run_arguments(workdir / "photos", workdir / "alone")) == 0
-
-    one, two = (saved_state(workdir, name) for name in ("alone", "none:0"))
+    one, two = (load_saved_state(workdir, name) for name in ("alone", "none:0"))
     assert one is not None
     assert two is not None
     for name, value in one["learner"].items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are written during training: their content, and errors that end a run."""
+"""Checkpoints that are written while training continues: their content, and errors."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from tests.support.faults import (
 )
 from tests.support.runs import flat, log_rows
 
-# Four images, two a step: saved after steps 2, 4 and 6.
+# A step takes two of four images, so the state is saved after steps 2, 4 and 6.
 EVERY_EPOCH = "train.checkpoint_epochs=1"
 
 
@@ -37,37 +37,37 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch) -> list[int]:
+def steps(monkeypatch) -> list[int]:
     """Return a list that receives an item at each step."""
     finish, steps = MultiCrop.finish, []
 
-    def counted(self, *arguments):
+    def finish_and_count(self, *arguments):
         steps.append(1)
         return finish(self, *arguments)
 
-    monkeypatch.setattr(MultiCrop, "finish", counted)
+    monkeypatch.setattr(MultiCrop, "finish", finish_and_count)
     return steps
 
 
-def test_steps_continue_while_a_state_is_written_and_do_not_change_it(workdir, monkeypatch, taken):
+def test_steps_do_not_change_a_state_that_is_being_written(workdir, monkeypatch, steps):
     words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
     usual, written = checkpoints.save_state, {}
 
-    def slow(out, state):
-        wait_until(lambda: state["step"] != 2 or len(taken) >= 4)
-        written[state["step"]] = len(taken)
+    def save_slowly(out, state):
+        wait_until(lambda: state["step"] != 2 or len(steps) >= 4)
+        written[state["step"]] = len(steps)
         usual(out, state)
         if state["step"] == 2:
             (workdir / "second").mkdir()
             usual(workdir / "second", state)
 
-    monkeypatch.setattr(checkpoints, "save_state", slow)
+    monkeypatch.setattr(checkpoints, "save_state", save_slowly)
     assert main(pretraining(workdir / "photos", "run", *words)) == 0
     monkeypatch.setattr(checkpoints, "save_state", usual)
 
     assert written[2] >= 4
     assert written[6] == 6
-    # Two runs of one step each.
+    # This run is stopped and resumed once, so it takes two steps.
     stopped = pretraining(workdir / "photos", "two", *words, "train.max_minutes=0.0")
     assert main(stopped) == 0
     assert main([*stopped, "--resume"]) == 0
@@ -84,17 +84,17 @@ def test_a_run_killed_while_it_writes_continues_from_the_previous_state(workdir)
     run = pretraining(workdir / "photos", "run", EVERY_EPOCH)
     usual = checkpoints._write
 
-    def half_of_the_second(values, file) -> None:
+    def write_half_of_the_second(values, file) -> None:
         usual(values, file)
         if values["step"] == 4:
             file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def killed() -> int:
-        checkpoints._write = half_of_the_second
+    def pretrain_and_die() -> int:
+        checkpoints._write = write_half_of_the_second
         return main(run)
 
-    assert exit_code(fork(killed, stderr=workdir / "said")) == -signal.SIGKILL
+    assert exit_code(fork(pretrain_and_die, stderr=workdir / "stderr")) == -signal.SIGKILL
 
     assert list((workdir / "run").glob(".ssl-bench-*.tmp"))
     assert state_of(workdir / "run")["step"] == 2
@@ -106,78 +106,82 @@ def test_a_run_killed_while_it_writes_continues_from_the_previous_state(workdir)
     assert file_sha256(Path("run/last.safetensors")) == file_sha256(Path("whole/last.safetensors"))
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_keeps_the_state_before(
-    workdir, capsys, monkeypatch, taken
-):
+def test_a_run_killed_between_two_renames_continues(workdir):
+    run = pretraining(workdir / "photos", "run", EVERY_EPOCH, "train.max_minutes=0.0")
+    assert main(run) == 0
+    for step, name in enumerate(("state.new.pt", "state.previous.pt"), start=2):
+        Path("run/state.pt").rename(f"run/{name}")
+        assert main([*run, "--resume"]) == 0
+        assert state_of(workdir / "run")["step"] == step
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_previous_state(workdir, capsys, monkeypatch, steps):
     write, log, full = checkpoints._write, train.logging.StepReporter.add, []
 
-    def filling(values, file) -> None:
+    def fail_from_step_4(values, file) -> None:
         if values["step"] == 4 or full:
             full.append(1)
             raise OSError(28, "No space left on device")
         write(values, file)
 
-    def waiting(self, row, *arguments, **flags):
-        # The fifth step ends after the fault.
+    def wait_and_add(self, row, *arguments, **flags):
+        # The fifth step ends after the error.
         wait_until(lambda: row["step"] != 5 or full)
         time.sleep(0.3 * (row["step"] == 5))
         log(self, row, *arguments, **flags)
 
-    monkeypatch.setattr(checkpoints, "_write", filling)
-    monkeypatch.setattr(train.logging.StepReporter, "add", waiting)
-    said = expect_error(capsys, pretraining(workdir / "photos", "run", EVERY_EPOCH), 5)
+    monkeypatch.setattr(checkpoints, "_write", fail_from_step_4)
+    monkeypatch.setattr(train.logging.StepReporter, "add", wait_and_add)
+    message = expect_error(capsys, pretraining(workdir / "photos", "run", EVERY_EPOCH), 5)
 
-    assert "No space left on device" in said
+    assert "No space left on device" in message
     assert len(log_rows("run")) == 5
     assert state_of(workdir / "run")["step"] == 2
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_waits_for_what_it_writes(workdir):
+def test_a_process_finishes_writing_before_it_exits(workdir):
     code = (
         "import time; from pathlib import Path; from pretrain.checkpoints import Saver\n"
         "saver = Saver(Path())\n"
         "saver.submit('file', lambda: (time.sleep(0.5), Path('written').touch()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
     ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
-
     assert ended.returncode == 0
     assert Path("written").is_file()
 
 
-def test_encoders_of_all_epochs_are_kept_although_the_disk_is_slow(workdir, capsys, monkeypatch):
+def test_a_slow_disk_does_not_change_the_kept_encoders(workdir, capsys, monkeypatch):
     usual, keep, kept = checkpoints.save_encoder, checkpoints.Saver.keep, []
 
-    def slow(*arguments):
+    def save_slowly(*arguments):
         # Nothing is written before the run has requested all files.
         wait_until(lambda: len(kept) >= 3, 20)
         usual(*arguments)
 
-    def counted(self, *arguments):
+    def keep_and_count(self, *arguments):
         keep(self, *arguments)
         kept.append(1)
 
     assert main(pretraining(workdir / "photos", "quick", "train.keep_every=1")) == 0
     capsys.readouterr()
-    monkeypatch.setattr(checkpoints, "save_encoder", slow)
-    monkeypatch.setattr(checkpoints.Saver, "keep", counted)
+    monkeypatch.setattr(checkpoints, "save_encoder", save_slowly)
+    monkeypatch.setattr(checkpoints.Saver, "keep", keep_and_count)
     assert main(pretraining(workdir / "photos", "run", "train.keep_every=1")) == 0
 
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for epoch in (1, 2, 3):
         name = f"epoch{epoch:04d}.safetensors"
-        assert f"epoch {epoch}: kept {name}" in said
+        assert f"epoch {epoch}: kept {name}" in output
         assert Path("run", name).read_bytes() == Path("quick", name).read_bytes()
 
 
 @pytest.mark.parametrize(("seconds", "mentions"), [(0.0, 1), (1.0, 0)])
-def test_a_slow_monitor_is_mentioned(workdir, capsys, monkeypatch, seconds, mentions):
+def test_a_slow_monitor_is_reported(workdir, capsys, monkeypatch, seconds, mentions):
     monkeypatch.setattr(train, "_MONITOR_SECONDS", seconds)
     monkeypatch.setattr(train, "_MONITOR_SHARE", seconds)
     root = class_folders(workdir / "classes", 2)
     words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
     assert main(pretraining(workdir / "photos", "run", *words, "train.max_steps=2")) == 0
-
     assert capsys.readouterr().err.count("depends on monitor.train_images") == mentions

@@ -3,17 +3,25 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.models import ConvMixerConfig, Encoder, build_encoder, encoder_from_model
 from tests.support.coloured_classes import coloured_classes
 from tests.support.photographs import noise_photographs
 
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Class folders of six colours: 30 pictures to fit to, 12 to score."""
+    """Six classes that differ in colour, with 30 training and 12 validation images in total."""
     return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> ImageFolder:
-    """Three pictures of noise."""
+    """Three noise images."""
     return noise_photographs(tmp_path / "photos")
+
+
+@pytest.fixture
+def encoder_without_cls() -> Encoder:
+    """A ConvMixer, which has only patch tokens."""
+    config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    return encoder_from_model(build_encoder(config, seed=0), name="convmixer")

@@ -1,4 +1,4 @@
-"""Attention of [CLS]: the weights of each block, the masks of its heads, and their scores."""
+"""Attention of the [CLS] token: weights of each block, masks of its heads, and their scores."""
 
 import json
 import math
@@ -48,44 +48,38 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return two blocks of an architecture of timm, with random values everywhere."""
+    """Return a timm model with two blocks and random parameters."""
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
     )
+    return timm_encoder(perturb(model.eval()), uri="memory", name=name, sha256="")
+
+
+def perturb(model: Any) -> Any:
+    """Add noise to all parameters, so that none is 0 or 1."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    return timm_encoder(model.eval(), uri="memory", name=name, sha256="")
+    return model
 
 
-def own(name: str) -> Encoder:
-    if name.startswith("vit"):
-        skip = name != "vit without skips"
-        model = vit(skip_attention=skip, skip_mlp=skip, num_registers=2)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
-        return encoder_from_model(model, name=name)
-    if name == "dinov2":
-        return small_timm("vit_small_patch14_reg4_dinov2")
-    if name == "dino":
-        return small_timm("vit_small_patch16_224")
-    if name == "norms of queries and keys":
-        return small_timm("vit_small_patch16_224", qk_norm=True)
-    if name == "eva":
-        return small_timm("eva02_tiny_patch14_224")
-    return small_timm("vit_small_patch16_dinov3")
+ENCODERS = {
+    "vit": lambda: encoder_from_model(perturb(vit(num_registers=2)), name="vit"),
+    "vit without skips": lambda: encoder_from_model(
+        perturb(vit(skip_attention=False, skip_mlp=False, num_registers=2)), name="skipless"
+    ),
+    "dino": lambda: small_timm("vit_small_patch16_224"),
+    "dinov2": lambda: small_timm("vit_small_patch14_reg4_dinov2"),
+    "norms of queries and keys": lambda: small_timm("vit_small_patch16_224", qk_norm=True),
+    "eva": lambda: small_timm("eva02_tiny_patch14_224"),
+    "dinov3": lambda: small_timm("vit_small_patch16_dinov3"),
+}
 
 
-KINDS = (
-    *("vit", "vit without skips", "dino", "dinov2", "norms of queries and keys", "eva", "dinov3"),
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_weights_give_the_output_of_attention(kind):
-    encoder = own(kind)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_recorded_weights_reproduce_the_output_of_attention(kind):
+    encoder = ENCODERS[kind]()
     extractor = FeatureExtractor(encoder, layers=[0, 1], facets=["attn_out"])
     images = torch.rand(2, 3, 2 * encoder.patch_size, 3 * encoder.patch_size)
     blocks = encoder.module.get_submodule("blocks")
@@ -98,13 +92,14 @@ def test_the_weights_give_the_output_of_attention(kind):
 
     weights = AttentionRecorder(extractor, ALL)(images)
 
-    expected = extractor(images)
-    for layer, own_weights in weights.items():
+    expected, of_cls = extractor(images), AttentionRecorder(extractor)(images)
+    for layer, block_weights in weights.items():
         block: Any = blocks.get_submodule(str(layer))
-        torch.testing.assert_close(own_weights.sum(-1), torch.ones(2, 3, own_weights.shape[2]))
-        heads = own_weights @ values[layer].unflatten(2, (3, -1)).transpose(1, 2)
-        mixed = heads.transpose(1, 2).flatten(2)
-        output = block.attn.proj(getattr(block.attn, "norm", nn.Identity())(mixed))
+        torch.testing.assert_close(block_weights.sum(-1), torch.ones(2, 3, block_weights.shape[2]))
+        torch.testing.assert_close(of_cls[layer], block_weights[:, :, :1])
+        heads = block_weights @ values[layer].unflatten(2, (3, -1)).transpose(1, 2)
+        mixing_encoder = heads.transpose(1, 2).flatten(2)
+        output = block.attn.proj(getattr(block.attn, "norm", nn.Identity())(mixing_encoder))
         scale = getattr(block, "ls1", None) or getattr(block, "gamma_1", None)
         if scale is not None:
             output = scale(output) if isinstance(scale, nn.Module) else scale * output
@@ -112,38 +107,7 @@ def test_the_weights_give_the_output_of_attention(kind):
         torch.testing.assert_close(patches, expected[layer]["attn_out"], rtol=1e-4, atol=1e-6)
 
 
-def test_the_map_is_the_softmax_over_all_tokens_in_float64():
-    model = vit(num_registers=2).double()
-    images, seen = torch.rand(1, 3, 32, 32), {}
-    block: Any = model.get_submodule("blocks.1")
-    block.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0][0]))
-    encoder = encoder_from_model(model.float(), name="tiny")
-    weights = AttentionRecorder(FeatureExtractor(encoder, layers=[1]))(images)[1][0, :, 0]
-
-    x = seen["x"].double().numpy()
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-    norm, qkv = block.norm1, block.attn.qkv
-    x = x * norm.weight.double().numpy() + norm.bias.double().numpy()
-    parts = (x @ qkv.weight.double().numpy().T + qkv.bias.double().numpy()).reshape(-1, 3, 3, 8)
-    for head in range(3):
-        logits = parts[:, 1, head] @ parts[0, 0, head] / math.sqrt(8)
-        shares = np.exp(logits) / np.exp(logits).sum()
-        np.testing.assert_allclose(weights[head].numpy(), shares, atol=1e-7)
-    assert weights.shape == (3, 1 + 2 + 16)
-
-
-def test_a_constant_added_to_all_keys_changes_nothing():
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 9, 4, generator=generator, dtype=torch.float64)
-    plain = attention_weights(q, k)
-
-    moved = attention_weights(q, k + 3 * q[:, :, :1])
-
-    torch.testing.assert_close(moved, plain)
-    assert not torch.allclose(attention_weights(q, 2 * k), plain)
-
-
-def test_scale_bias_mask_and_shared_keys_are_those_of_torch():
+def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
     generator = torch.Generator().manual_seed(0)
     q, v = torch.randn(2, 1, 4, 5, 3, generator=generator)
     k, bias = torch.randn(1, 4, 5, 3, generator=generator), torch.randn(1, 4, 5, 5)
@@ -161,14 +125,14 @@ def test_scale_bias_mask_and_shared_keys_are_those_of_torch():
     torch.testing.assert_close(weights @ v[:, :2].repeat_interleave(2, 1), expected)
 
 
-class Mixed(nn.Module):
-    """A ViT of two blocks, whose attention is a function of queries, keys and values."""
+class TwoBlocks(nn.Module):
+    """A ViT with two blocks. `mix` computes attention from queries, keys and values."""
 
     def __init__(self, mix: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.cls = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
-        self.blocks = nn.ModuleList(Mix(mix) for _ in range(2))
+        self.blocks = nn.ModuleList(MixingBlock(mix) for _ in range(2))
 
     def forward(self, images):
         patches = self.embed(images).flatten(2).mT
@@ -178,7 +142,7 @@ class Mixed(nn.Module):
         return x
 
 
-class Mix(nn.Module):
+class MixingBlock(nn.Module):
     def __init__(self, mix: Any) -> None:
         super().__init__()
         self.qkv, self.mix = nn.Linear(16, 48), mix
@@ -188,29 +152,32 @@ class Mix(nn.Module):
         return x + self.mix(q, k, v).transpose(1, 2).flatten(2)
 
 
-def mixed(mix: Any) -> Encoder:
+def mixing_encoder(mix: Any) -> Encoder:
     return Encoder.from_module(
-        Mixed(mix).eval(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
+        TwoBlocks(mix).eval(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
     )
 
 
-def fused(q, k, v):
+def fused_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def explicit(q, k, v):
+def explicit_attention(q, k, v):
     return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
 
 
-def record(encoder: Encoder) -> dict[int, torch.Tensor]:
+def record_weights(encoder: Encoder) -> dict[int, torch.Tensor]:
     images = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return AttentionRecorder(FeatureExtractor(encoder, layers=[0, 1]))(images)
 
 
 def test_fused_and_explicit_attention_give_the_same_map():
-    for one, other in zip(*(record(mixed(mix)).values() for mix in (fused, explicit)), strict=True):
-        torch.testing.assert_close(one, other)
-        assert one.shape == (1, 2, 1, 17)
+    fused, explicit = (
+        record_weights(mixing_encoder(mix)) for mix in (fused_attention, explicit_attention)
+    )
+    for layer, weights in fused.items():
+        torch.testing.assert_close(weights, explicit[layer])
+        assert weights.shape == (1, 2, 1, 17)
 
 
 def test_multihead_attention_of_torch_gives_a_map_and_keeps_its_output():
@@ -224,30 +191,26 @@ def test_multihead_attention_of_torch_gives_a_map_and_keeps_its_output():
     weights = AttentionRecorder(extractor, ALL)(images)
 
     assert torch.equal(extractor(images)[1]["token"], before[1]["token"])
-    seen = {}
-    layer.ln_1.register_forward_hook(lambda _, __, out: seen.update(x=out))
+    outputs = {}
+    layer.ln_1.register_forward_hook(lambda _, __, out: outputs.update(x=out))
     extractor(images)
-    x, attention = seen["x"], layer.attention
+    x, attention = outputs["x"], layer.attention
     expected = attention(x, x, x, average_attn_weights=False)[1]
     torch.testing.assert_close(weights[1], expected)
 
 
-def windows(q, k, v):
-    return torch.cat([fused(*(x[:, :, :9] for x in (q, k, v))), v[:, :, 9:]], 2)
+def windowed_attention(q, k, v):
+    return torch.cat([fused_attention(*(x[:, :, :9] for x in (q, k, v))), v[:, :, 9:]], 2)
 
 
-def twice(q, k, v):
-    return fused(q, k, fused(q, k, v))
+def nested_attention(q, k, v):
+    return fused_attention(q, k, fused_attention(q, k, v))
 
 
-def linear(q, k, v):
-    return q @ (k.mT @ v)
-
-
-@pytest.mark.parametrize("mix", [windows, twice, linear])
-def test_other_attention_is_refused_with_another_task(mix):
+@pytest.mark.parametrize("mix", [windowed_attention, nested_attention])
+def test_windowed_and_repeated_attention_are_refused(mix):
     with pytest.raises(UnfitEncoder) as caught:
-        record(mixed(mix))
+        record_weights(mixing_encoder(mix))
     assert caught.value.exit_code == 2
     assert caught.value.hint == ("--task", "pca")
 
@@ -265,39 +228,23 @@ def test_a_command_refuses_attention_without_softmax(tmp_path, monkeypatch, caps
 
     assert "block 0" in line
     assert "`--task pca`" in line
-    assert not list(Path("results/records").rglob("*.json"))
+    assert not list(Path("head_results/records").rglob("*.json"))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 8, 8)
-        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
-
-    def forward(self, images):
-        x = self.stem(images)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_an_encoder_without_cls_is_refused_before_images_are_read():
-    encoder = Encoder.from_module(
-        Convolutions(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
-    )
+def test_an_encoder_without_cls_is_refused_before_images_are_read(encoder_without_cls):
     with pytest.raises(UnfitEncoder) as caught:
-        Attention().require_fitting(encoder)
+        Attention().require_fitting(encoder_without_cls)
     assert caught.value.hint == ("--task", "pca")
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 7), (5, 5), (37, 37)])
-def test_the_mask_of_equal_patches_holds_the_first_60_percent(shape):
-    patches = math.prod(shape)
+def test_the_mask_of_equal_patches_contains_the_first_60_percent():
+    for shape in ((1, 1), (2, 5), (3, 7), (5, 5), (37, 37)):
+        patches = math.prod(shape)
 
-    mask = mass_masks(torch.full(shape, 0.013, dtype=torch.float64), 0.6).flatten()
+        mask = mass_masks(torch.full(shape, 0.013, dtype=torch.float64), 0.6).flatten()
 
-    kept = math.ceil(round(0.6 * patches, 9))
-    assert mask.tolist() == [True] * kept + [False] * (patches - kept)
+        first = math.ceil(round(0.6 * patches, 9))
+        assert mask.tolist() == [True] * first + [False] * (patches - first)
 
 
 def test_the_mask_of_one_dominant_logit_is_its_patch():
@@ -310,7 +257,7 @@ def test_the_mask_of_one_dominant_logit_is_its_patch():
     assert entropy_share(maps).tolist() == [0]
 
 
-def test_masks_are_those_of_the_script_of_dino():
+def test_masks_equal_those_of_the_dino_script():
     generator = np.random.default_rng(0)
     for _ in range(50):
         values = generator.exponential(size=(4, 5)) ** 3
@@ -331,14 +278,14 @@ def test_pixels_are_counted_as_in_an_enlarged_mask():
     masks = torch.rand(3, 4, 5, generator=generator) < 0.5
     truth = np.random.default_rng(0).choice(np.array([0, 1, 255], np.uint8), size=(33, 41))
 
-    counts = mask_counts(masks, truth)
+    found = mask_counts(masks, truth)
 
     large = F.interpolate(masks[None].float(), truth.shape, mode="nearest-exact")[0].bool().numpy()
     scored = truth != 255
-    for mask, own_counts in zip(large, counts, strict=True):
+    for mask, counts in zip(large, found, strict=True):
         true = truth == 1
         expected = [(mask & true).sum(), (mask & scored).sum(), true.sum(), scored.sum()]
-        assert own_counts.tolist() == expected
+        assert counts.tolist() == expected
 
 
 def test_an_image_is_scored_by_its_heads_and_their_mean():
@@ -351,10 +298,10 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
 
     result = image_result(torch.stack([top, left, flat]), truth, 0.6)
 
-    # Of seven pixels of the object, the left half holds three and four others.
+    # The left half contains three of the object's seven pixels, and four other pixels.
     assert result.jaccard is not None
     assert result.jaccard.tolist() == pytest.approx([100, 100 * 3 / 11, 100 * 7 / 11])
-    # The mean is 1, 0.75, 0.5 and 0.25 parts of 2.5, so the first two patches hold 70 %.
+    # The mean map is proportional to 1, 0.75, 0.5 and 0.25: the first two patches have 70 %.
     assert result.jaccard_mean_map == pytest.approx(100)
     assert result.entropy.tolist() == pytest.approx([0.5, 0.5, 1])
     assert result.patch_share.tolist() == pytest.approx([1, 0.5, 1])
@@ -363,7 +310,7 @@ def test_an_image_is_scored_by_its_heads_and_their_mean():
     assert image_result(torch.zeros(1, 2, 2).double(), truth, 0.6).entropy.tolist() == [1]
 
 
-def results(by_head: np.ndarray) -> list[ImageResult]:
+def head_results(by_head: np.ndarray) -> list[ImageResult]:
     same = np.full(by_head.shape[1], 0.9)
     return [
         ImageResult(row, float(row.mean()), {"centre box": 10.0}, True, same, same, False)
@@ -373,10 +320,11 @@ def results(by_head: np.ndarray) -> list[ImageResult]:
 
 def test_the_head_of_an_image_is_chosen_on_other_images():
     by_head = np.random.default_rng(3).uniform(0, 100, (11, 3))
-    by_head[:, 2] += by_head[:, 0].mean() - by_head[:, 2].mean()  # Two heads are nearly equal.
+    # Two heads are nearly equal, so that different folds choose different heads.
+    by_head[:, 2] += by_head[:, 0].mean() - by_head[:, 2].mean()
     by_head = by_head.clip(0, 100)
 
-    scores = {s.metric: s for s in block_scores(4, results(by_head), has_truth=True)}
+    scores = {s.metric: s for s in block_scores(4, head_results(by_head), has_truth=True)}
 
     order = np.random.default_rng(0).permutation(11)
     expected = np.empty(11)
@@ -393,31 +341,23 @@ def test_the_head_of_an_image_is_chosen_on_other_images():
     assert (entropy.value, entropy.unit) == (pytest.approx(0.9), "")
 
 
-def test_an_interval_of_entropy_stays_below_1():
-    (score,) = block_scores(
-        0,
-        [replace(results(np.zeros((1, 1)))[0], entropy=np.array([e])) for e in (0.8, 1.0)],
-        has_truth=False,
-    )
+def test_the_interval_of_entropy_stays_below_1():
+    (result,) = head_results(np.zeros((1, 1)))
+    images = [replace(result, entropy=np.array([entropy])) for entropy in (0.8, 1.0)]
+
+    (score,) = block_scores(0, images, has_truth=False)
+
     assert score.value == pytest.approx(0.9)
     assert score.ci95 is not None
     assert 0 <= score.ci95[0] < 0.9 < score.ci95[1] <= 1
 
 
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ({}, (32, 56)),
-        ({"max_side": 40}, (24, 40)),
-        ({"image_size": 48}, (48, 48)),
-    ],
-)
-def test_sides_are_reduced_to_multiples_of_the_patch(options, size):
-    image = np.zeros((39, 63, 3), np.uint8)
-
-    pixels = Attention(**options).prepare(Sample("x", image), 8)
-
-    assert pixels.shape == (3, *size)
+def test_sides_are_reduced_to_multiples_of_the_patch():
+    sample = Sample("x", np.zeros((39, 63, 3), np.uint8))
+    sizes = {(): (32, 56), ("max_side", 40): (24, 40), ("image_size", 48): (48, 48)}
+    for option, size in sizes.items():
+        options = dict([option] if option else [])
+        assert Attention(**options).prepare(sample, 8).shape == (3, *size)
 
 
 def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
@@ -430,7 +370,7 @@ def test_the_background_is_class_0_only_if_it_is_called_so(tmp_path):
     assert Attention().adapt_to_images(stuff, ("truth",)).truth == "classes"
     assert Attention().adapt_to_images(objects, ()).truth == "classes"
     with pytest.raises(DataError) as caught:
-        Attention()._truth(Sample("x", np.zeros((8, 8, 3), np.uint8)))
+        Attention()._object_mask(Sample("x", np.zeros((8, 8, 3), np.uint8)))
     assert caught.value.hint == ("probe.truth=none",)
 
 
@@ -443,12 +383,12 @@ def test_photographs_without_masks_get_maps_of_all_heads(photographs: ImageFolde
     assert {(r.metric, r.unit, r.num_images) for r in records} == {("entropy", "", 2)}
     assert all(0 < record.value <= 1 for record in records)
     paths = sorted(path.relative_to(store.root).as_posix() for path in store.root.rglob("*.png"))
-    names = ("block00/b.png", "block00/c.png", "block01/b.png", "block01/c.png")
-    expected = [f"dino/{name}.png" for name in (*names, "blocks-0-1/b.png", "blocks-0-1/c.png")]
+    folders = ("block00", "block01", "blocks-0-1")
+    expected = [f"dino/{folder}/{name}.png.png" for folder in folders for name in "bc"]
     assert ["/".join(path.split("/")[-3:]) for path in paths] == expected
     (path,) = store.root.rglob("block01/b.png.png")
     tiles = json.loads(Image.open(path).info[TILES])
-    # The photograph, the mean of the heads, and three heads.
+    # The tiles are the image, the mean of the heads, and the three heads.
     assert [height for *_, height in tiles] == [192] * 5
     assert tiles[0][2] == 128
 
@@ -459,7 +399,7 @@ def test_one_bright_patch_does_not_darken_the_others():
 
     colours = to_colours(values)
 
-    # The ends and the middle of viridis.
+    # These are the ends and the middle of viridis.
     assert colours[0, 0].tolist() == [68, 1, 84]
     assert colours[10, 0].tolist() == pytest.approx([33, 144, 141], abs=6)
     assert colours[-1, -1].tolist() == [253, 231, 37]
@@ -469,7 +409,7 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
-    """The values were computed from the ONNX file's own queries and keys, in another program."""
+    """The values were computed by another program from the queries and keys of the ONNX file."""
     words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
     words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Heads that pool patches by learned queries, alone and in linear classification."""
+"""Heads that pool patches with learned queries: on their own, and in linear classification."""
 
 import math
 from dataclasses import fields
@@ -34,24 +34,24 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return values that look like noise and are easy to reproduce elsewhere."""
+    """Return irregular values that another program can reproduce."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
-def bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return heads of one source, with one value per head."""
+def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
+    """Return heads of one block. Each tuple has the four parameters of a head."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
     return AttentiveHeads(*parts, *running)
 
 
-def test_outputs_and_gradients_are_those_of_the_published_module():
+def test_outputs_and_gradients_equal_those_of_the_published_module():
     # https://github.com/billpsomas/efficient-probing (b8f4fb84), float64, in training: its
     # EfficientProbing(8, num_queries=4) before a BatchNorm1d(8, affine=False, eps=1e-6) and a
     # Linear(8, 5), with cls_token, v.weight, weight and bias from waves of steps .7, 1.3, .9, 2.1.
     parts = (wave(4, 8, step=0.7), wave(8, 8, step=1.3), wave(5, 8, step=0.9), wave(5, step=2.1))
-    heads, x = bank(parts), wave(3, 6, 8, step=0.37)
+    heads, x = head_bank(parts), wave(3, 6, 8, step=0.37)
 
     seen = pool_tokens(x, parts[0][None], parts[1][None])
     losses, gradients = heads.loss_and_gradients(0, x, torch.tensor([4, 0, 2]))
@@ -69,7 +69,7 @@ def test_outputs_and_gradients_are_those_of_the_published_module():
     for gradient, (first, norm) in zip(gradients, published, strict=True):
         assert gradient.flatten()[:3].tolist() == pytest.approx(first)
         assert gradient.norm().item() == pytest.approx(norm)
-    # And in evaluation, after this one batch.
+    # In evaluation, the running statistics of this single batch are used.
     assert heads.logits(0, x)[0, 0].tolist() == pytest.approx(
         [-0.17486583677397827, 0.7256630496527329, -0.8640629011469548,
          0.1635011477024278, 1.025560796162116]
@@ -80,12 +80,12 @@ def test_a_head_has_as_many_parameters_as_published():
     sizes = {"sources": 1, "values": 1, "queries": 32, "dim": 768, "classes": 1000}
     heads = AttentiveHeads.initialize(**sizes, seed=0)
 
-    # "1383400" of their logs, logs/dino_vitb/ep.txt.
+    # The authors' log, logs/dino_vitb/ep.txt, states 1383400.
     assert sum(part.numel() for part in heads.parameters) == 1_383_400
 
 
-def trained(features: StoredFeatures, *rates: float, batch_size: int) -> AttentiveHeads:
-    """Train heads on ten images, and check the number of steps."""
+def train_heads(features: StoredFeatures, *rates: float, batch_size: int) -> AttentiveHeads:
+    """Train heads on ten images, and check the number of optimizer steps."""
     pool = AttentivePooling(queries=3, epochs=3, batch_size=batch_size, learning_rates=rates)
     steps = []
 
@@ -95,31 +95,31 @@ def trained(features: StoredFeatures, *rates: float, batch_size: int) -> Attenti
 
     labels, entries, cpu = torch.arange(10) % 4, torch.arange(10), torch.device("cpu")
     found = pool.train(features, labels, entries, classes=4, seed=5, device=cpu, progress=progress)
-    # Only whole batches train, unless there are too few images for one.
+    # Incomplete batches are left out, unless there are too few images for one batch.
     assert steps == [3 * max(1, 10 // batch_size)]
     return found.heads
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_parallel_heads_equal_separate_runs(batch_size):
+def test_parallel_heads_equal_separately_trained_heads(batch_size):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(2, 10, 2, 3, 6, generator=generator).half()
     masks = torch.zeros(10, 1, 1, dtype=torch.uint8)
 
-    both = trained(StoredFeatures((1, 4), blocks, masks), 1.0, 30.0, batch_size=batch_size)
+    both = train_heads(StoredFeatures((1, 4), blocks, masks), 1.0, 30.0, batch_size=batch_size)
 
     for (index, layer), (number, rate) in product(enumerate((1, 4)), enumerate((1.0, 30.0))):
-        alone = trained(
-            StoredFeatures((layer,), blocks[[index]], masks), rate, batch_size=batch_size
-        )
+        features = StoredFeatures((layer,), blocks[[index]], masks)
+        single = train_heads(features, rate, batch_size=batch_size)
         for item in fields(AttentiveHeads):
-            one, other = getattr(both, item.name), getattr(alone, item.name)
+            one, other = getattr(both, item.name), getattr(single, item.name)
             torch.testing.assert_close(one[index, number], other[0, 0], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(both.query[0, 0], both.query[0, 1])
 
 
 def test_lars_scales_the_update_to_the_norm_of_each_head():
-    # Lengths 5 and 10 of gradients 2 and 4: a share of .001 at rates .1 and 1.
+    # The weights have norms 5 and 10, the gradients 2 and 4. LARS multiplies the learning rates
+    # 0.1 and 1 by 0.001 times the ratio of these norms.
     parameter = torch.tensor([[[[3.0, 4.0]], [[6.0, 8.0]]]])
     gradient = torch.tensor([[[[2.0, 0.0]], [[0.0, 4.0]]]])
     bias, state, rates = torch.ones(1, 2, 1), {}, torch.tensor([0.1, 1.0])
@@ -128,7 +128,7 @@ def test_lars_scales_the_update_to_the_norm_of_each_head():
     LARS().update(bias, torch.full((1, 2, 1), 7.0), {}, rates[:, None], 1)
 
     first, second = parameter[0, :, 0].double().tolist()
-    # Once, and then .9 of it more.
+    # The first step counts once, and the second 1.9 times because of the momentum.
     assert first == pytest.approx([3 - 0.1 * 0.005 * 2.9, 4], abs=1e-5)
     assert second == pytest.approx([6, 8 - 0.01 * 2.9], abs=1e-4)
     assert bias.flatten().tolist() == pytest.approx([1 - 0.7, 1 - 7.0])
@@ -181,7 +181,7 @@ def test_options_that_do_not_fit_the_pool_are_refused(word):
         plan_probes(["classification"], ["class_folders"], ["probe.pool=attentive", word])
 
 
-def test_the_pool_is_selected_by_name():
+def test_the_command_line_selects_the_pool_by_name():
     words = ["probe.pool=attentive", "probe.pool.queries=8", "probe.training.c_values=[1.0]"]
     (planned,) = plan_probes(["classification"], ["class_folders"], words)
 

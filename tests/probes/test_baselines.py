@@ -1,4 +1,4 @@
-"""Image-independent baselines: counted by hand, and as records, tables and reports have them."""
+"""Image-independent baselines: counted by hand, and as records, tables and reports state them."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import pytest
 from probes.clustering.agreement import image_independent_baselines
 from probes.discovery import constant_baselines, score_block
 from probes.tokencut.log import ImageResult
-from probes.tokencut.scores import corloc_score, saliency_scores
+from probes.tokencut.scores import corloc_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing import draw_chart
@@ -26,12 +26,12 @@ from tests.support.spair import PAIRS, spair, write_annotation
 CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
 
 
-def searched(true, size=(100, 200)) -> ImageResult:
+def image_result(true: list[list[float]], size: tuple[int, int] = (100, 200)) -> ImageResult:
     return ImageResult(len(true), 1.0, (1, 1), CELL, size, true)
 
 
 def block_baselines(images: list[ImageResult]) -> dict[str, Baseline]:
-    """Return the baselines of the scores of boxes, by metric."""
+    """Return the baseline of each metric of boxes."""
     scores = score_block(0, "key", images, 1, constant_baselines(images))
     found = [corloc_score(0, "key", images), *scores]
     return {s.metric: b for s in found if (b := Baseline.from_details(s.details))}
@@ -46,53 +46,27 @@ def test_the_centre_box_has_half_the_area_of_the_image():
 
 
 def test_the_better_of_centre_box_and_whole_image_is_the_baseline():
-    # The centre box is a square of 70.7. The whole image shares 50 % with it, a strip at the rim 0.
+    # The centre box is a square with sides of 70.7 pixels. Its IoU with the whole image is 50 %,
+    # and its IoU with a strip at the edge is 0.
     whole, strip = [[0.0, 0.0, 100.0, 100.0]], [[0.0, 0.0, 10.0, 100.0]]
-    found = block_baselines([searched(true, (100, 100)) for true in (whole, strip, strip, strip)])
+    images = [image_result(true, (100, 100)) for true in (whole, strip, strip, strip)]
+    found = block_baselines(images)
     assert found["corloc"] == Baseline("centre box", 25.0)
-    # One of four boxes is right, all equally sure: precision 1/4 up to a recall of 1/4.
+    # One of four boxes with equal confidence is correct: precision 1/4 up to a recall of 1/4.
     assert found["ap50"].value == pytest.approx(100 * 26 / 101 / 4)
 
-    # The centre box shares 41 % with the upper three fifths, the whole image 60 %.
-    found = block_baselines([searched([[0.0, 0.0, 100.0, 60.0]], (100, 100))])
+    # The object is the upper 60 % of the image. The IoU of the centre box is 41 %.
+    found = block_baselines([image_result([[0.0, 0.0, 100.0, 60.0]], (100, 100))])
     assert found["corloc"] == found["ap50"] == Baseline("whole image", 100.0)
-    # At three of ten IoUs: .5, .55 and .6.
+    # An IoU of 0.6 is enough for three of the ten thresholds: 0.5, 0.55 and 0.6.
     for metric in ("ar100", "ap", "ap_coco"):
         assert found[metric].answer == "whole image"
         assert found[metric].value == pytest.approx(30.0)
 
 
-@pytest.mark.parametrize(("side", "of_accuracy"), [(2, "empty mask"), (9, "whole image")])
-def test_no_constant_mask_beats_the_baseline_of_masks(side, of_accuracy):
-    # Of 10 x 10 pixels the middle ones, and squares near and in a corner.
-    box, masks = np.zeros((10, 10), bool), np.zeros((2, 10, 10), bool)
-    box[1:8, 1:8] = masks[0, 1 : 1 + side, 1 : 1 + side] = masks[1, :side, :side] = True
-    constant = {"centre box": box, "empty mask": box & False, "whole image": box | True}
-
-    def by_hand(metric, answer):
-        both, union, true = (x.sum((1, 2)) for x in (answer & masks, answer | masks, masks))
-        precision, recall = both / answer.sum() if answer.any() else 1.0, both / true
-        total = 0.3 * precision + recall
-        f_score = 1.3 * precision * recall / np.where(total > 0, total, 1)
-        accuracy = (answer == masks).mean((1, 2))
-        return 100 * {"accuracy": accuracy, "iou": both / union}.get(metric, f_score).mean()
-
-    cells = {"0/key": {"object": [0, 0, 1, 100], "degenerate": False}}
-    images = []
-    for mask in masks:
-        counts = [int(x.sum()) for x in (box & mask, box, mask, mask | True)]
-        images.append(ImageResult(0, 1.0, (1, 1), cells, (10, 10), [], centre=counts))
-    for score in saliency_scores(0, "key", images):
-        values = {name: by_hand(score.metric, answer) for name, answer in constant.items()}
-        best = max(values, key=lambda name: values[name])
-        assert score.metric != "accuracy" or best == of_accuracy
-        baseline = Baseline.from_details(score.details)
-        assert baseline is not None
-        assert (baseline.answer, baseline.value) == (best, pytest.approx(values[best]))
-
-
 def test_a_single_cluster_is_the_baseline_if_one_class_is_frequent():
-    # Random halves, each assigned to another class, are right in about half of the images.
+    # If two random halves are assigned to different classes, only about half of the images are
+    # correct.
     table = np.array([[48, 2], [42, 8]])
     metrics = ["accuracy_matched", "miou_matched", "purity", "ami"]
 
@@ -103,7 +77,7 @@ def test_a_single_cluster_is_the_baseline_if_one_class_is_frequent():
     assert (found["purity"].answer, found["ami"].answer) == ("random clusters", "random clusters")
 
 
-def test_the_best_and_most_frequent_answers_are_counted_by_hand():
+def test_the_best_and_the_most_frequent_answer_counted_by_hand():
     assert Baseline.best({"a": 1.0, "b": 2.0, "c": 2.0}) == Baseline("b", 2.0)
     assert Baseline.best({"a": float("nan"), "b": -5.0}) == Baseline("b", -5.0)
     named, counts = predict_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
@@ -115,7 +89,7 @@ def test_the_best_and_most_frequent_answers_are_counted_by_hand():
 
 
 def run_baselines(words: list[str]) -> dict[str, Baseline]:
-    """Run a probe and return the baseline of each metric."""
+    """Run a probe. Return the baseline of each metric."""
     assert main(words) == 0
     found = {r.metric: Baseline.from_details(r.details) for r in records()}
     assert found
@@ -123,7 +97,7 @@ def run_baselines(words: list[str]) -> dict[str, Baseline]:
     return {metric: baseline for metric, baseline in found.items() if baseline}
 
 
-def test_the_middle_is_the_baseline_of_points_that_end_there(workdir):
+def test_the_middle_is_the_baseline_if_all_points_move_there(workdir):
     base = spair(workdir / "spair", PAIRS[:1])
     ends = {"src_kps": [[4, 4], [40, 4], [40, 28]], "trg_kps": [[20, 30], [21, 29], [19, 31]]}
     write_annotation(base, PAIRS[0], **ends)
@@ -134,7 +108,7 @@ def test_the_middle_is_the_baseline_of_points_that_end_there(workdir):
 
 @pytest.mark.parametrize("task", ["segmentation", "retrieval"])
 def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
-    # Of 32 x 40 pixels 16 x 16 are of an object and one row is ignored.
+    # An image has 32 x 40 pixels. The object has 16 x 16 pixels, and one row is ignored.
     share = 100 * (31 * 40 - 256) / (31 * 40)
     for metric, baseline in run_baselines(probing(task, "voc2012", voc(workdir / "voc"))).items():
         assert baseline.answer == "constant class background"
@@ -143,28 +117,27 @@ def test_the_baseline_of_masks_is_the_share_of_the_background(workdir, task):
 
 
 @pytest.mark.parametrize("task", ["knn", "classification"])
-def test_the_baseline_of_classes_is_the_share_of_the_largest(workdir, task):
+def test_the_baseline_of_classes_is_the_share_of_the_largest_class(workdir, task):
     words = probing(task, "class_folders", coloured_classes(workdir / "classes"))
     for metric, baseline in run_baselines(words).items():
-        # Six classes of two pictures each.
+        # Each of the six classes has two images.
         assert baseline.value == pytest.approx(100 * (5 if "top5" in metric else 1) / 6)
 
 
 @pytest.mark.parametrize(("strength", "is_still"), [("0.001", True), ("0.33", False)])
-def test_the_same_place_is_always_right_if_nothing_moves(workdir, strength, is_still):
+def test_the_baseline_of_warps_is_perfect_only_if_nothing_moves(workdir, strength, is_still):
     words = probing("correspondence", "folder", workdir / "photos", "probe.warp=homography")
     baseline = run_baselines([*words, f"probe.strength={strength}"])["pck_0.05"]
     assert (baseline == Baseline("same place", 100.0)) == is_still
     assert is_still or baseline.value < 100
 
 
-def baselined(**changes):
-    baseline = Baseline("centre box", 31.25)
-    return replace(cell(**changes), details=baseline.as_details())
+def cell_with_baseline(**changes):
+    return replace(cell(**changes), details=Baseline("centre box", 31.25).as_details())
 
 
-def test_tables_state_the_baseline_once_and_scripts_in_every_row():
-    rows = [baselined(layer=0), baselined(layer=1)]
+def test_tables_state_the_baseline_once_and_csv_in_every_row():
+    rows = [cell_with_baseline(layer=0), cell_with_baseline(layer=1)]
     (table,) = depth_tables(rows)
 
     assert "image-independent baseline (centre box): 31.2\n" in render_tables([table], "text")
@@ -176,7 +149,10 @@ def test_tables_state_the_baseline_once_and_scripts_in_every_row():
 
 
 def test_the_report_draws_the_baseline_within_the_axes():
-    rows = [baselined(layer=0, value=5.0, ci95=None), baselined(layer=1, value=6.0, ci95=None)]
+    rows = [
+        cell_with_baseline(layer=0, value=5.0, ci95=None),
+        cell_with_baseline(layer=1, value=6.0, ci95=None),
+    ]
 
     (panel,) = group_into_panels(rows, list_checkpoints(rows))
     chart = draw_chart([curve(5.0, 6.0)], baselines=panel.baselines)

@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Class folders of colours that are hard to tell apart."""
+    """Class folders whose noisy colours are hard to tell apart."""
     return coloured_classes(tmp_path_factory.mktemp("noisy"), noise=250)
 
 
@@ -60,9 +60,9 @@ def test_every_facet_of_every_block_separates_colours(root):
 
     assert {cell[1] for cell in found} == facets
     assert all(s.value == 100 for s in found.values() if s.metric == "top1_oracle")
-    right = [s for s in found.values() if s.value == 100]
-    # All of 12: the twelfth root of 2.5 %.
-    assert all(s.ci95 == pytest.approx((100 * 0.025 ** (1 / 12), 100)) for s in right)
+    perfect = [s for s in found.values() if s.value == 100]
+    # If all of 12 images are correct, the lower end is the twelfth root of 2.5 %.
+    assert all(s.ci95 == pytest.approx((100 * 0.025 ** (1 / 12), 100)) for s in perfect)
     details = found[0, "cls", "top1_holdout"].details
     assert (details["num_train_images"], details["num_held_out_images"]) == (30, 3)
     assert details["unconverged_heads"] == 0
@@ -84,19 +84,19 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
     others = [i for i in range(30) if i not in split.held_out]
     for source in [(0,), (2,)] if mode == "single" else [(0, 1, 2)]:
         x, y = train.concatenate(source, "patch_mean").features, train.labels
-        seen = val.concatenate(source, "patch_mean").features
+        scored_features = val.concatenate(source, "patch_mean").features
         details = found[source[-1], "patch_mean", "top1_holdout"].details
         assert details["layers"] == list(source)
         for number, c in enumerate(QUICK["c_values"]):
-            chosen = _scikit_learn(x[others], y[others], x[held_out], y[held_out], c)
-            assert details["top1_by_rate_held_out"][number] == pytest.approx(chosen)
-            refitted = _scikit_learn(x, y, seen, val.labels, c)
-            assert details["top1_by_rate"][number] == pytest.approx(refitted)
+            expected = sklearn_accuracy(x[others], y[others], x[held_out], y[held_out], c)
+            assert details["top1_by_rate_held_out"][number] == pytest.approx(expected)
+            expected = sklearn_accuracy(x, y, scored_features, val.labels, c)
+            assert details["top1_by_rate"][number] == pytest.approx(expected)
         assert len(set(details["top1_by_rate"])) > 1
 
 
-def _scikit_learn(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Return the accuracy in percent. Channels are standardised over the training images."""
+def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
+    """Return the accuracy of scikit-learn's regression in percent, with standardised channels."""
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x.double() - mean) / deviation).numpy(), y.numpy())
@@ -105,26 +105,25 @@ def _scikit_learn(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float)
 
 
 def test_parallel_heads_equal_single_heads_in_float64():
-    # Labels do not fit into one byte.
+    # These labels do not fit into one byte.
     classes, rates, epochs, size = 300, (0.05, 0.5), 3, 8
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(2, 20, 5, generator=generator)
     labels = torch.randint(classes, (20,), generator=generator)
     labels[0] = classes - 1
-    asked = HeadSpec(LabelLoss(), False, classes, 4, torch.device("cpu"))
-    cache = StoredFeatures((3, 7), blocks[:, :, None, None], labels[:, None, None])
-    heads = Momentum(rates, epochs, size).train(
-        asked, cache, [(3,), (7,)], torch.arange(20), silent
-    )
+    spec = HeadSpec(LabelLoss(), False, classes, 4, torch.device("cpu"))
+    features = StoredFeatures((3, 7), blocks[:, :, None, None], labels[:, None, None])
+    training = Momentum(rates, epochs, size)
+    heads = training.train(spec, features, [(3,), (7,)], torch.arange(20), silent)
 
     for source in (0, 1):
         for number, rate in enumerate(rates):
             found = heads.weight[source, number].double(), heads.bias[source, number].double()
-            expected = _alone(blocks[source], labels, rate, epochs, size, classes)
+            expected = train_one_head(blocks[source], labels, rate, epochs, size, classes)
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
-def _alone(
+def train_one_head(
     x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
     """Train one head in float64 with momentum 0.9 and a cosine schedule."""
@@ -149,7 +148,7 @@ def _alone(
 def test_constant_features_are_flagged(root):
     score = scores(ClassFolders(root), within={"encoder": flat()})[0, "cls", "top1_holdout"]
 
-    # All images get one class.
+    # All images get the same prediction.
     assert score.value == pytest.approx(100 / 6)
     assert score.details["constant_features"]
 
@@ -171,7 +170,7 @@ def test_concatenated_cls_and_patches_need_a_cls_token():
         classification(facet="cls_patch_mean").require_fitting(replace(tiny(), num_prefix_tokens=0))
 
 
-def test_the_settings_of_a_protocol_are_those_of_its_training():
+def test_each_protocol_has_the_settings_of_its_training():
     default, dino, dinov2 = (
         plan_probes(["classification"], ["class_folders"], [f"probe.protocol={name}"])[0].probe
         for name in ("ssl_bench", "dino", "dinov2")
@@ -192,7 +191,7 @@ def test_the_settings_of_a_protocol_are_those_of_its_training():
             ("protocol=dinov2", "training.epochs=2", "training.batch_size=5"),
             ["central squares", "batches of 5; theirs", "over 2 epochs", "last4"],
         ),
-        # Regressions have neither batches nor epochs.
+        # Logistic regressions have neither batches nor epochs.
         (("protocol=dinov2", "training=lbfgs"), ["central squares", "last4"]),
         (
             ("pool=attentive", "pool.queries=4", "pool.epochs=1", "pool.batch_size=4"),
@@ -202,18 +201,22 @@ def test_the_settings_of_a_protocol_are_those_of_its_training():
 )
 def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
     class_folders(workdir)
-    usual = probing("classification", "class_folders", workdir, "probe.image_size=32")
-    usual = [word for word in usual if "c_values" not in word]
+    command = probing("classification", "class_folders", workdir, "probe.image_size=32")
+    command = [word for word in command if "c_values" not in word]
 
-    assert main([*usual, *(f"probe.{word}" for word in words)]) == 0
+    assert main([*command, *(f"probe.{word}" for word in words)]) == 0
 
     for record in records():
         for guess, part in zip(record.details["guesses"], parts, strict=True):
             assert part in guess
 
 
-def selected(**changes: Any) -> list[Score]:
-    """Score three heads that are correct on 1, 2 and 2 of 4 images, and on 2, 1 and 0 held out."""
+def score_three_heads(**changes: Any) -> list[Score]:
+    """Return the scores of three heads.
+
+    They are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two held-out
+    images.
+    """
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,
@@ -228,11 +231,11 @@ def selected(**changes: Any) -> list[Score]:
 
 
 def test_held_out_images_select_the_holdout_and_scored_images_the_oracle():
-    found = {score.metric: score for score in selected()}
+    found = {score.metric: score for score in score_three_heads()}
 
     values = {metric: (score.value, score.details["c_value"]) for metric, score in found.items()}
     assert [s.details["baseline"]["value"] for s in found.values()] == [75.0, 100.0] * 2
-    # The oracle is the first of equally good heads. Top-5 accuracy does not select.
+    # The oracle is the first of equally good heads. Only top-1 accuracy selects heads.
     assert values == {
         "top1_holdout": (25.0, 0.1), "top5_holdout": (50.0, 0.1),
         "top1_oracle": (50.0, 1.0), "top5_oracle": (75.0, 1.0),
@@ -243,21 +246,24 @@ def test_held_out_images_select_the_holdout_and_scored_images_the_oracle():
     assert details["top1_by_rate"] == [25.0, 50.0, 50.0]
     assert details["top1_by_rate_held_out"] == [100.0, 50.0, 0.0]
     assert (details["constant_channels_percent"], details["more"]) == (25.0, 1)
-    assert [s.metric for s in selected(held_out_ranks=None)] == ["top1_oracle", "top5_oracle"]
+    assert [s.metric for s in score_three_heads(held_out_ranks=None)] == [
+        "top1_oracle",
+        "top5_oracle",
+    ]
 
 
-def test_grid_edges_diverged_heads_and_degenerate_features_are_warned_of():
-    first, *_, last = selected()
+def test_warnings_name_grid_edges_diverged_heads_and_degenerate_features():
+    first, *_, last = score_three_heads()
     assert "c value 0.1 is at the edge" in first.details["warnings"][0]
     assert last.details["warnings"] == []
-    last = selected(held_out_ranks=torch.tensor([[1], [1], [0]]))[0]
+    last = score_three_heads(held_out_ranks=torch.tensor([[1], [1], [0]]))[0]
     assert "c value 10 is at the edge" in last.details["warnings"][0]
 
     changes = {"missing_classes": 2, "constant_share": 1.0, "hyperparameter": "learning_rate"}
     ranks = torch.tensor([[0, 1], [0, 0], [7, 7]])
-    spoilt = selected(ranks=ranks, held_out_ranks=None, **changes)[0]
+    diverged = score_three_heads(ranks=ranks, held_out_ranks=None, **changes)[0]
     parts = ("diverged: learning rate 10", "2 of 7 classes", "degenerate")
-    for warning, part in zip(spoilt.details["warnings"], parts, strict=True):
+    for warning, part in zip(diverged.details["warnings"], parts, strict=True):
         assert part in warning
 
 

@@ -1,4 +1,4 @@
-"""Agreement of clusters and classes: by hand, as in scikit-learn, and of coloured pictures."""
+"""Agreement of clusters and classes: counted by hand, compared with scikit-learn, and probed."""
 
 import math
 from dataclasses import replace
@@ -36,13 +36,12 @@ from tests.support.photographs import evaluated
 TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
-def drawn(images=60, clusters=5, classes=4):
-    """Return clusters and classes of images that agree in part, and their contingency table."""
+def draw_labels(images=60, clusters=5, classes=4):
+    """Return random clusters and classes, which agree for most images, and their table."""
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
-    guess = np.where(
-        generator.random(images) < 0.6, truth, generator.integers(clusters, size=images)
-    )
+    is_right, others = generator.random(images) < 0.6, generator.integers(clusters, size=images)
+    guess = np.where(is_right, truth, others)
     return guess, truth, contingency_table(guess, truth, clusters, classes)
 
 
@@ -51,9 +50,10 @@ def test_tables_purity_and_assignments_counted_by_hand():
     classes = np.array([0, 0, 0, 0, 1, 1, 1, 0, 1, 1])
     assert contingency_table(clusters, classes, 3, 2).tolist() == TABLE.tolist()
     assert purity(TABLE) == pytest.approx(90)
-    # The first cluster alone would take class 0; together 5 + 4 are more than 6 + 0.
+    # Class 0 has most images in the first cluster, but 5 + 4 matched images are more than 6 + 0.
     assert match_clusters(np.array([[6, 5], [4, 0]])).tolist() == [1, 0]
-    # The third cluster joins the second: 4 of 5 and 5 of 6; one to one 7 of 10 are right.
+    # The second and third clusters share a class, so the IoUs are 4/5 and 5/6. If each class has
+    # one cluster only, 7 of 10 images are correct.
     shared = majority_classes(TABLE)
     assert shared.tolist() == [0, 1, 1]
     assert miou(TABLE, shared) == pytest.approx(100 * (4 / 5 + 5 / 6) / 2)
@@ -61,30 +61,27 @@ def test_tables_purity_and_assignments_counted_by_hand():
     assert accuracy(TABLE, match_clusters(TABLE)) == pytest.approx(70)
 
 
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
-        # 4 of 5 and 3 of 5. The third cluster has no class (STEGO counts it as a further class of
-        # IoU 0, which comes to 46.7).
+def test_matched_ious_counted_by_hand():
+    for table, expected in (
+        # The IoUs are 4/5 and 3/5. The third cluster has no class. STEGO counts such a cluster as
+        # a further class with an IoU of 0, which would give 46.7.
         (TABLE, 70),
         # A class without images has no IoU, although a cluster is matched with it.
         (np.pad(TABLE, ((0, 0), (0, 1))), 70),
         ([[6, 5], [4, 0]], 100 * (4 / 10 + 5 / 11) / 2),
-        # Fewer clusters than classes leave a class without a cluster.
+        # If there are fewer clusters than classes, a class has no cluster.
         ([[3, 0, 1], [0, 2, 0]], 100 * (3 / 4 + 1 + 0) / 3),
-    ],
-)
-def test_matched_ious_counted_by_hand(table, expected):
-    assert miou(np.array(table), match_clusters(np.array(table))) == pytest.approx(expected)
+    ):
+        assert miou(np.array(table), match_clusters(np.array(table))) == pytest.approx(expected)
 
 
-def test_many_tables_at_once_are_scored_as_each_alone():
+def test_a_batch_of_tables_has_the_scores_of_single_tables():
     tables = np.random.default_rng(0).integers(9, size=(7, 5, 3))
     tables[0, :, 1:] = 0
 
     for name, score in SCORES.items():
-        each = [score(table) for table in tables]
-        np.testing.assert_allclose(score(tables), each, atol=1e-9, err_msg=name)
+        expected = [score(table) for table in tables]
+        np.testing.assert_allclose(score(tables), expected, atol=1e-9, err_msg=name)
     assert np.isnan(nmi(tables)[0])
     assert np.isnan(ami(tables)[0])
 
@@ -93,8 +90,8 @@ def test_many_tables_at_once_are_scored_as_each_alone():
     ("images", "clusters", "classes"),
     [(10, 3, 2), (18, 18, 6), (60, 50, 50), (900, 20, 7), (5000, 3, 2), (100_000, 9, 5)],
 )
-def test_scores_are_those_of_scikit_learn(images, clusters, classes):
-    guess, truth, table = drawn(images, clusters, classes)
+def test_scores_equal_those_of_scikit_learn(images, clusters, classes):
+    guess, truth, table = draw_labels(images, clusters, classes)
     adjusted = sklearn.metrics.adjusted_mutual_info_score(truth, guess, average_method="arithmetic")
     normalised = sklearn.metrics.normalized_mutual_info_score(truth, guess)
     assert ami(table) == pytest.approx(100 * adjusted, abs=1e-8)
@@ -103,7 +100,7 @@ def test_scores_are_those_of_scikit_learn(images, clusters, classes):
 
 
 def test_random_clusters_of_the_same_sizes_are_the_baseline():
-    _, truth, table = drawn()
+    _, truth, table = draw_labels()
     generator = np.random.default_rng(1)
     guess = np.repeat(np.arange(5), table.sum(1))
     shuffled = np.stack(
@@ -117,36 +114,33 @@ def test_random_clusters_of_the_same_sizes_are_the_baseline():
     assert found["nmi"].value == pytest.approx(nmi(shuffled).mean(), abs=0.2)
     for name in ("purity", "miou_matched", "accuracy_matched", "miou_majority"):
         assert found[name].value == pytest.approx(SCORES[name](shuffled).mean(), abs=1.5), name
-    # A single class or a single cluster allows only one table.
+    # With a single class or a single cluster, only one table is possible.
     for one in (table[:, :1], table.sum(0, keepdims=True)):
         baseline = image_independent_baselines(one, ["purity"])["purity"]
         assert baseline.value == pytest.approx(purity(one))
 
 
-@pytest.mark.parametrize(
-    ("counts", "share"),
-    [
+def test_the_entropy_of_unseen_cells_equals_a_loop():
+    for counts, share in (
         ([5, 3, 2, 2, 1, 1, 1, 0], 2 * 2 / (14 * 3 + 2 * 2)),
-        # Without a cell of two, the number of such cells is estimated.
+        # If no cell has a count of two, the number of such cells is estimated.
         ([5, 3, 1, 1], 2 / (9 * 1 + 2)),
-    ],
-)
-def test_the_entropy_of_unseen_cells_equals_a_loop(counts, share):
-    total, once = sum(counts), counts.count(1)
-    seen = sum(x / total * sum(1 / k for k in range(x, total)) for x in counts if x)
-    terms = ((1 - share) ** (r - total + 1) / r for r in range(total, 3000))
-    expected = seen + once / total * sum(terms)
-    assert estimate_entropy(np.array(counts)) == pytest.approx(expected, rel=1e-9)
+    ):
+        total, once = sum(counts), counts.count(1)
+        seen = sum(x / total * sum(1 / k for k in range(x, total)) for x in counts if x)
+        terms = ((1 - share) ** (r - total + 1) / r for r in range(total, 3000))
+        expected = seen + once / total * sum(terms)
+        assert estimate_entropy(np.array(counts)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_entropy_of_few_samples_is_nearly_unbiased():
     generator = np.random.default_rng(0)
-    drawn = np.stack([generator.multinomial(200, np.full(200, 1 / 200)) for _ in range(40)])
-    assert estimate_entropy(drawn).mean() == pytest.approx(np.log(200), abs=0.05)
+    counts = np.stack([generator.multinomial(200, np.full(200, 1 / 200)) for _ in range(40)])
+    assert estimate_entropy(counts).mean() == pytest.approx(np.log(200), abs=0.05)
 
 
 @pytest.mark.parametrize("strength", [0.3, 0.95])
-def test_nine_of_ten_intervals_contain_the_limit(strength):
+def test_nine_of_ten_intervals_contain_the_true_agreement(strength):
     share = strength * np.eye(10) / 10 + (1 - strength) / 100
     generator = np.random.default_rng(0)
     tables = [generator.multinomial(300, share.ravel()).reshape(10, 10) for _ in range(60)]
@@ -164,12 +158,12 @@ def test_nine_of_ten_intervals_contain_the_limit(strength):
 
 
 def test_intervals_need_three_images_for_each_pair():
-    assert image_intervals(drawn(images=59)[2]) == {}
-    _, _, table = drawn(images=60)
+    assert image_intervals(draw_labels(images=59)[2]) == {}
+    _, _, table = draw_labels(images=60)
     assert few_images_warning(table, 60) == []
     assert image_intervals(table)["ami"]
-    # A class and a cluster more: 3 for each of 30 pairs.
-    _, _, table = drawn(images=89, clusters=6, classes=5)
+    # With 6 clusters and 5 classes, three images for each of 30 pairs are needed.
+    _, _, table = draw_labels(images=89, clusters=6, classes=5)
     assert "89 images, expected at least 90 for 30 pairs" in few_images_warning(table, 89)[0]
 
 
@@ -191,20 +185,20 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Cluster two blocks, and return the scores of the second by metric."""
+    """Cluster the features of two blocks. Return the scores of the second block by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = scored(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}
 
 
-def test_colours_are_clustered_perfectly_whatever_the_length_of_vectors(colours, monkeypatch):
-    seen = []
+def test_unit_vectors_of_colours_are_clustered_perfectly(colours, monkeypatch):
+    clustered = []
 
-    def watched(unit, *more):
-        seen.append(unit)
+    def spy(unit, *more):
+        clustered.append(unit)
         return fit_kmeans(unit, *more)
 
-    monkeypatch.setattr("probes.clustering.probe.fit_kmeans", watched)
+    monkeypatch.setattr("probes.clustering.probe.fit_kmeans", spy)
     found = scores(colours)
 
     for metric in ("nmi", "ami", "purity", "miou_matched"):
@@ -216,8 +210,8 @@ def test_colours_are_clustered_perfectly_whatever_the_length_of_vectors(colours,
     assert found["ami"].ci95 is None
     details = found["nmi"].details
     assert (details["num_clusters"], details["constant_features"]) == (6, False)
-    assert len(seen) == 2
-    np.testing.assert_allclose(np.linalg.norm(seen, axis=-1), 1, atol=1e-6)
+    assert len(clustered) == 2
+    np.testing.assert_allclose(np.linalg.norm(clustered, axis=-1), 1, atol=1e-6)
 
 
 def test_more_clusters_than_classes_match_fewer_images(colours):
@@ -250,15 +244,13 @@ def test_agreement_below_chance_is_stored_and_leads_the_table(colours, tmp_path,
     shown = capsys.readouterr()
     assert "-3.2" in shown.out
     assert path.name in shown.err
-    assert (
-        choose_main_metric("clustering", [(metric, r.is_ranked) for metric, r in found.items()])
-        == "ami"
-    )
+    metrics = [(metric, record.is_ranked) for metric, record in found.items()]
+    assert choose_main_metric("clustering", metrics) == "ami"
     assert [r.unit for r in found.values()] == ["%", "%", "", "%", "%"]
     assert all(r.trained_on is None for r in found.values())
 
 
-def test_the_seed_of_a_run_is_that_of_k_means(colours):
+def test_the_seed_of_a_run_initialises_k_means(colours):
     one, same, other = (
         [s.value for s in scores(colours, seed=n, num_restarts=1, clusters_per_class=[2]).values()]
         for n in (1, 1, 3)

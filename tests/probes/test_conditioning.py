@@ -1,4 +1,4 @@
-"""The conditioning probe: its numbers are those of the matrices of the encoder itself."""
+"""The conditioning probe: decomposition of blocks, and numbers computed again from the encoder."""
 
 import copy
 import itertools
@@ -38,22 +38,22 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
-    """Leave figures blank, because the contract tests draw them. Drawing takes most of the time."""
-    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"picture"))
+def blank_figures(monkeypatch):
+    """Do not draw figures, because drawing takes most of the time. The contract tests draw them."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
 class Runner:
-    """Runs the probe on photographs, and keeps what it says."""
+    """Run the probe on three images. `messages` has the messages of all runs."""
 
     def __init__(self, photographs, folder):
-        self.photographs, self.folder, self.said = photographs, folder, []
+        self.photographs, self.folder, self.messages = photographs, folder, []
 
     def __call__(self, encoder, layers=(0, 1), out="out", *, seed=0, **options):
         options = {"num_images": 2, "image_size": encoder.native_size[0], **options}
         probe, store = Conditioning(**options), ResultStore(self.folder / out)
-        said = self.said.append
-        return evaluated(probe, self.photographs, store, encoder, layers, seed=seed, say=said)
+        say = self.messages.append
+        return evaluated(probe, self.photographs, store, encoder, layers, seed=seed, say=say)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return the encoder in float64, and what enters its first block for the first photograph."""
+    """Return the encoder in float64, and the input of its first block for the first image."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
@@ -86,7 +86,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons of all results without a number, by facet."""
+    """Return the reasons for undefined results by facet."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 
@@ -105,43 +105,37 @@ def test_the_parts_of_a_block_reproduce_its_output(config):
     normed = parts.norm1(x)
     torch.testing.assert_close(parts.heads.output(normed), parts.attention(normed))
     assert decompose_block(block, x, output + 1e-3, num_heads=2)[0] is None
-    # Three heads would be another encoder's matrices, and five do not divide the channels.
+    # With three heads the output would differ, and five heads do not divide the channels.
     for heads in (3, 5):
         other, reason = decompose_block(block, x, output, num_heads=heads)
         assert other is not None
         assert (other.heads, bool(reason)) == (None, True)
 
 
-def test_queries_and_keys_have_norms_of_their_own():
-    block = Block(12, 2, qk_norm=True).double().eval().requires_grad_(False)
-    block.get_parameter("attn.q_norm.weight").mul_(3)
-    x = normal(5, 12, seed=9)
-
-    parts, reason = decompose_block(block, x, block(x[None])[0], num_heads=2)
-
-    assert reason == ""
-    assert parts is not None
-    assert parts.heads is not None
-
-
-@pytest.mark.parametrize("is_torchs", [True, False])
-def test_blocks_of_other_packages_are_decomposed(is_torchs):
-    block = Layer(12)
-    if is_torchs:
+@pytest.mark.parametrize("kind", ["qk_norm", "torch", "tuples"])
+def test_blocks_of_other_packages_are_decomposed(kind):
+    if kind == "qk_norm":
+        block = Block(12, 2, qk_norm=True)
+        block.get_parameter("attn.q_norm.weight").data.mul_(3)
+    elif kind == "torch":
         block = nn.TransformerEncoderLayer(12, 2, 24, norm_first=True, batch_first=True)
-        # A tensor with the name of a part is no part. Some blocks keep their last weights.
+        # Some blocks store their last attention weights. A tensor is not a part of the block.
         block.attention = normal(2, 5, 5)
+    else:
+        block = Layer(12)
     block, x = block.double().eval().requires_grad_(False), normal(5, 12, seed=9)
     output = block(x[None])
 
-    parts, reason = decompose_block(block, x, (output if is_torchs else output[0])[0], num_heads=2)
+    parts, reason = decompose_block(
+        block, x, (output[0] if kind == "tuples" else output)[0], num_heads=2
+    )
 
     assert reason == ""
     assert parts is not None
     assert parts.heads is not None
 
 
-def test_spectra_are_those_of_the_matrices_of_the_encoder(run, tmp_path):
+def test_spectra_equal_those_computed_from_the_matrices_of_the_encoder(run, tmp_path):
     encoder = tiny()
 
     records = run(encoder, num_images=1)
@@ -158,9 +152,9 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder(run, tmp_path):
     weights = attn.get_parameter("qkv.weight"), attn.get_parameter("qkv.bias")
     qkv = (norm1(x)[0] @ weights[0].T + weights[1]).reshape(5, 3, 2, 6)
     softmax = [(qkv[:, 0, h] @ qkv[:, 1, h].T / 6**0.5).softmax(1) for h in range(2)]
-    for metric, of in (("condition_number", condition), ("effective_rank", rank)):
+    for metric, compute in (("condition_number", condition), ("effective_rank", rank)):
         value = find(records, 0, "attention_matrix", metric).value
-        assert value == pytest.approx(sum(map(of, softmax)) / 2, rel=1e-4)
+        assert value == pytest.approx(sum(map(compute, softmax)) / 2, rel=1e-4)
     outputs = {
         "attention": update, "attention_skip": middle, "mlp": mlp, "mlp_skip": middle + mlp,
     }  # fmt: skip
@@ -176,17 +170,17 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder(run, tmp_path):
     )
     # The input of the CKA matrix is the patch embedding, even if only the last block is scored.
     run(encoder, layers=(1,), out="last", num_images=1)
-    (every,), (last,) = (list((tmp_path / o).rglob("*-cka.npy")) for o in ("out", "last"))
+    (every,), (last,) = (list((tmp_path / out).rglob("*-cka.npy")) for out in ("out", "last"))
     np.testing.assert_array_equal(np.load(last), np.load(every)[[0, 2]][:, [0, 2]])
     with np.load(str(every).replace("-cka.npy", "-spectra.npz")) as arrays:
         assert arrays["block00_attention_matrix"].shape == (1, 2, 5)
         assert arrays["block01_mlp"].shape == (1, 1, 5)
 
 
-def test_a_silent_attention_is_infinite_in_records_and_tables(run, tmp_path):
+def test_attention_with_zero_output_is_infinite_in_records_and_tables(run, tmp_path):
     encoder = tiny()
     with torch.no_grad():
-        # Uniform attention of equal values: rank one, then an output of zeros.
+        # Attention is uniform, so its matrix has rank one. All values are 0, so the output is 0.
         encoder.module.get_parameter("blocks.0.attn.qkv.weight").zero_()
         encoder.module.get_parameter("blocks.0.attn.qkv.bias").zero_()
 
@@ -216,34 +210,34 @@ def test_constant_tokens_have_no_cka_and_are_reported(run):
     records = run(encoder)
 
     assert math.isnan(find(records, 0, "token", "cka_with_input").value)
-    assert any("block 0: cka_with_input of token is undefined" in line for line in run.said)
+    assert any("block 0: cka_with_input of token is undefined" in line for line in run.messages)
     assert find(records, 0, "mlp", "condition_number").value == math.inf
     assert find(records, 0, "mlp", "effective_rank").value == pytest.approx(1)
     assert find(records, 0, "mlp", "mean_cosine").value == pytest.approx(1)
     assert find(records, 1, "attention_matrix", "condition_number").value == math.inf
 
 
-class _TakesPositions(nn.Module):
+class PositionAttention(nn.Module):
     def forward(self, tokens, positions):
         return tokens * positions
 
 
-def without_mlp(layer, tokens):
+def forward_without_mlp(layer, tokens):
     layer._modules.pop("mlp", None)
     return tokens + layer.ln_1(tokens)
 
 
-def post_norm(layer, tokens):
+def forward_post_norm(layer, tokens):
     return layer.ln_1(tokens + layer.mlp(layer.ln_2(tokens)))
 
 
-def with_positions(layer, tokens):
-    layer.attention = _TakesPositions()
+def forward_with_positions(layer, tokens):
+    layer.attention = PositionAttention()
     middle = tokens + layer.attention(layer.ln_1(tokens), 1)
     return middle + layer.mlp(layer.ln_2(middle))
 
 
-def linear(layer, tokens):
+def forward_without_attention(layer, tokens):
     layer.attention = layer.mlp
     middle = tokens + layer.attention(layer.ln_1(tokens))
     return middle + layer.mlp(layer.ln_2(middle))
@@ -252,10 +246,10 @@ def linear(layer, tokens):
 @pytest.mark.parametrize(
     ("forward", "why", "facets"),
     [
-        (without_mlp, "no part called mlp or ffn", 5),
-        (post_norm, "gives other numbers", 5),
-        (with_positions, "ends in TypeError: _TakesPositions.forward() missing 1 required", 5),
-        (linear, "Sequential has no Linear layers called qkv and proj", 1),
+        (forward_without_mlp, "no part called mlp or ffn", 5),
+        (forward_post_norm, "gives a different output", 5),
+        (forward_with_positions, "TypeError: PositionAttention.forward() missing 1 required", 5),
+        (forward_without_attention, "Sequential has no Linear layers called qkv and proj", 1),
     ],
 )
 def test_the_reason_why_a_block_is_not_decomposed_is_stated(run, monkeypatch, forward, why, facets):
@@ -263,23 +257,23 @@ def test_the_reason_why_a_block_is_not_decomposed_is_stated(run, monkeypatch, fo
 
     reasons = undefined(run(foreign(), num_images=1))
 
-    (line,) = [line for line in run.said if "no number for" in line]
+    (line,) = [line for line in run.messages if "no number for" in line]
     assert line.startswith("conditioning: own, block 0, 1: no number for attention_matrix")
     assert len(reasons) == facets
     assert all(why in reason for reason in (*reasons.values(), line))
 
 
-def test_a_block_that_differs_when_called_alone_has_no_jacobian(run, monkeypatch):
+def test_a_block_with_another_output_in_a_separate_call_has_no_jacobian(run, monkeypatch):
     monkeypatch.setattr(BlockRecord, "run_block", lambda _, tokens: tokens + 0.1)
 
     records = run(tiny(), layers=(0,), num_images=1, protocol="jacobian_exact")
 
     assert undefined(records).keys() == {"block"}
-    assert "called alone" in undefined(records)["block"]
+    assert "called separately" in undefined(records)["block"]
 
 
 def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(run, monkeypatch, tmp_path):
-    usual = Layer.forward
+    forward_layer = Layer.forward
 
     def forward(self, images):
         tokens = self.embed(images).flatten(2).transpose(1, 2)
@@ -288,12 +282,12 @@ def test_blocks_with_further_arguments_have_no_jacobian_but_a_figure(run, monkey
         return tokens
 
     monkeypatch.setattr(Own, "forward", forward)
-    monkeypatch.setattr(Layer, "forward", lambda self, x, scale: usual(self, x * scale))
+    monkeypatch.setattr(Layer, "forward", lambda self, x, scale: forward_layer(self, x * scale))
 
     records = run(foreign(), num_images=1, protocol="jacobian_exact")
 
     assert all(math.isnan(record.value) for record in records)
-    assert len([line for line in run.said if "no number for" in line]) == 2
+    assert len([line for line in run.messages if "no number for" in line]) == 2
     assert len(list((tmp_path / "out/pictures").rglob("*.png"))) == 1
 
 
@@ -337,7 +331,7 @@ def test_a_checkpoint_equals_itself_and_differs_from_another(run, tmp_path):
     assert caught.value.hint == ("probe.compare_to={checkpoint}",)
 
 
-def test_initial_weights_are_those_of_the_seed(run, tmp_path):
+def test_the_seed_determines_the_initial_weights(run, tmp_path):
     trained = tiny()
     fresh = run(trained, layers=(0,), num_images=1)
     with torch.no_grad():
@@ -373,13 +367,11 @@ def test_encoders_of_timm_are_scored_or_the_reason_is_stated(run, name, left_out
     without = undefined(records).keys()
     assert "token" not in without
     assert left_out <= without
-    assert bool(without) == bool(left_out) == any("no number for" in line for line in run.said)
+    assert bool(without) == bool(left_out) == any("no number for" in line for line in run.messages)
 
 
 @pytest.mark.parametrize("graying", ["none", "svd"])
-def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder(
-    run, photographs, tmp_path, graying
-):
+def test_mean_logarithms_equal_those_computed_from_the_tokens(run, photographs, tmp_path, graying):
     encoder = tiny(replace(TINY, depth=3, graying=graying, graying_exponent=0.5))
     layers = (0, 2)
 
@@ -397,12 +389,12 @@ def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder(
     for layer, (column, facet) in itertools.product(layers, enumerate(("before", "after"))):
         expected = sum(pair[column] for pair in logs[: layer + 1]) / (layer + 1)
         assert find(records, layer, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
-    # A block that cannot be decomposed leaves all later means without a number.
+    # If a block cannot be decomposed, the means of all later blocks are undefined.
     block = encoder.module.get_submodule("blocks.1")
     encoder.module.set_submodule("blocks.1", nn.Sequential(block))
     again = run(encoder, layers, out="again", protocol="mean_log")
     assert {r.layer for r in again if math.isnan(r.value)} == {2}
     assert undefined(again)["before"].startswith("block 1: ")
-    # A promised picture that is not drawn would leave the results pending for ever.
+    # If the probe announced figures and did not draw them, its results would stay pending.
     assert not list((tmp_path / "out/pictures").rglob("*.png"))
     assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)

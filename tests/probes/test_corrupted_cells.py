@@ -1,4 +1,4 @@
-"""Results of corrupted images: identity, features on disk, plans, tables and refusals."""
+"""Results on corrupted images: identity, features on disk, plans, tables and refusals."""
 
 import json
 import sys
@@ -13,53 +13,53 @@ from tests.support.faults import class_folders, expect_error, probing, records, 
 pytest.importorskip("imagecorruptions")
 
 
-def knn(place: Path, *more: str) -> list[str]:
+def knn_command(place: Path, *more: str) -> list[str]:
     if not (place / "classes").exists():
         class_folders(place / "classes")
     return probing("knn", "class_folders", place / "classes", *more)
 
 
-def corruption(record: Record) -> str:
-    found = record.settings.get("corrupted")
-    return "clean" if found is None else f"{found['name']}:{found['severity']}"
+def corruption_of(record: Record) -> str:
+    corruption = record.settings.get("corrupted")
+    return "clean" if corruption is None else f"{corruption['name']}:{corruption['severity']}"
 
 
 def test_each_corruption_has_its_own_results_with_clean_training_images(workdir, capsys):
-    words = knn(workdir, "corrupt=clean,snow:1,snow:5,fog:1")
+    words = knn_command(workdir, "corrupt=clean,snow:1,snow:5,fog:1")
     assert main(words) == 0
     assert main(words) == 0
 
     found = records()
     assert capsys.readouterr().err.count("skipping 4 of 4 results") == 4
     assert len({record.digest for record in found}) == len(found) == 16
-    assert {corruption(record) for record in found} == {"clean", "snow:1", "snow:5", "fog:1"}
+    assert {corruption_of(record) for record in found} == {"clean", "snow:1", "snow:5", "fog:1"}
     assert len({record.dataset_fingerprint for record in found}) == 4
     assert len({record.trained_on for record in found}) == 1
-    assert {r.dataset for r in found if corruption(r) == "fog:1"} == {"class_folders+fog-1"}
-    (clean,) = {r.dataset_fingerprint for r in found if corruption(r) == "clean"}
-    corrupted = [r.settings["corrupted"] for r in found if corruption(r) != "clean"]
+    assert {r.dataset for r in found if corruption_of(r) == "fog:1"} == {"class_folders+fog-1"}
+    (clean,) = {r.dataset_fingerprint for r in found if corruption_of(r) == "clean"}
+    corrupted = [r.settings["corrupted"] for r in found if corruption_of(r) != "clean"]
     assert {(c["fingerprint"], c["dataset"]) for c in corrupted} == {(clean, "class_folders")}
     assert main(["table"]) == 0
     assert ", corrupted by snow 1, trained on clean images; " in capsys.readouterr().out
 
 
-def test_stored_training_features_serve_every_corruption(workdir):
+def test_stored_training_features_are_reused_for_every_corruption(workdir):
     words = probing("segmentation", "voc2012", voc(workdir / "voc"), "probe.panels=0")
     words += ["probe.tier=disk", "probe.cache=kept"]
     assert main(words) == 0
-    kept = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*") if path.is_file()}
+    times = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*") if path.is_file()}
 
     assert main([*words, "corrupt=gaussian_noise:5"]) == 0
 
-    assert kept
-    assert kept == {p: p.stat().st_mtime_ns for p in Path("kept").rglob("*") if p.is_file()}
-    assert {corruption(record) for record in records()} == {"clean", "gaussian_noise:5"}
+    assert times
+    assert times == {p: p.stat().st_mtime_ns for p in Path("kept").rglob("*") if p.is_file()}
+    assert {corruption_of(record) for record in records()} == {"clean", "gaussian_noise:5"}
     by_metric = [{r.value for r in records() if r.metric == m} for m in ("miou", "pixel_accuracy")]
     assert any(len(values) == 2 for values in by_metric)
 
 
 def test_a_sweep_has_a_job_with_its_command_for_each_corruption(workdir, capsys):
-    words = knn(workdir, "corrupt=clean,all:3")[1:]
+    words = knn_command(workdir, "corrupt=clean,all:3")[1:]
     assert main(["sweep", *words, "--dry-run", "--json"]) == 0
 
     jobs = json.loads(capsys.readouterr().out)["jobs"]
@@ -70,22 +70,21 @@ def test_a_sweep_has_a_job_with_its_command_for_each_corruption(workdir, capsys)
 
 
 def test_unreadable_images_are_left_out_of_clean_and_corrupted_scores(workdir):
-    words = knn(workdir, "--on-bad-image", "skip", "corrupt=clean,snow:1")
+    words = knn_command(workdir, "--on-bad-image", "skip", "corrupt=clean,snow:1")
     (workdir / "classes/val/cat/0.jpg").write_bytes(b"no picture")
     assert main(words) == 0
 
-    by_name = {corruption(record): record for record in records()}
+    by_name = {corruption_of(record): record for record in records()}
     assert {record.num_images for record in by_name.values()} == {5}
     corrupted = by_name["snow:1"].settings["corrupted"]
     assert corrupted["fingerprint"] == by_name["clean"].dataset_fingerprint
 
 
 def test_corruptions_that_cannot_be_applied_are_refused(workdir, capsys, monkeypatch):
-    assert "`corrupt=gaussian_noise:3`" in expect_error(
-        capsys, knn(workdir, "corrupt=gausian_noise:3"), 2
-    )
+    unknown, known = (knn_command(workdir, f"corrupt={x}") for x in ("gausian_noise:3", "snow:1"))
+    assert "`corrupt=gaussian_noise:3`" in expect_error(capsys, unknown, 2)
     # The missing package is noticed before the encoder is loaded.
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     Path("encoder.safetensors").unlink()
-    assert "'ssl-bench[corruptions]'" in expect_error(capsys, knn(workdir, "corrupt=snow:1"), 5)
+    assert "'ssl-bench[corruptions]'" in expect_error(capsys, known, 5)
     assert not Path("results").exists()

@@ -1,7 +1,8 @@
-"""Linear depth: bins, loss and metrics against numpy, training, and what a run leaves."""
+"""Linear depth: bins, loss and metrics restated in numpy, training, and records of a run."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from probes.depth.heads import (
     NUM_BINS,
@@ -42,7 +42,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def upsampled(values: np.ndarray) -> np.ndarray:
+def upsample(values: np.ndarray) -> np.ndarray:
     """Enlarge the first two axes of an array four times, by bilinear interpolation."""
     for _ in range(2):
         size = len(values)
@@ -53,25 +53,19 @@ def upsampled(values: np.ndarray) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5, 4)])
-def test_depth_is_the_mean_of_bins_weighted_by_positive_logits(shape):
-    logits = random(2, *shape, NUM_BINS)
+def test_depth_is_the_mean_of_bins_weighted_by_positive_logits():
+    for shape in ((1, 1), (2, 3), (5, 4)):
+        all_logits = random(2, *shape, NUM_BINS)
 
-    depths = decode_depth(logits, BINS)
+        depths = decode_depth(all_logits, BINS)
 
-    for own, depth in zip(logits.double().numpy(), depths, strict=True):
-        weights = np.maximum(upsampled(own), 0) + 0.1
-        expected = (weights * np.linspace(0.001, 10, 256)).sum(-1) / weights.sum(-1)
-        np.testing.assert_allclose(depth.numpy(), expected, rtol=1e-5)
-
-
-def test_negative_logits_give_the_middle_of_the_range():
-    depths = decode_depth(-random(3, 2, 2, NUM_BINS).abs(), BINS)
-
-    np.testing.assert_allclose(depths.numpy(), 5.0005, rtol=1e-6)
+        for logits, depth in zip(all_logits.double().numpy(), depths, strict=True):
+            weights = np.maximum(upsample(logits), 0) + 0.1
+            expected = (weights * np.linspace(0.001, 10, 256)).sum(-1) / weights.sum(-1)
+            np.testing.assert_allclose(depth.numpy(), expected, rtol=1e-5)
 
 
-def test_the_gradient_is_that_of_finite_differences():
+def test_the_gradient_equals_finite_differences():
     bins = torch.linspace(1, 3, 4, dtype=torch.float64)
     logits = random(2, 3, 2, 4).double().requires_grad_()
 
@@ -108,14 +102,14 @@ def test_the_loss_is_scale_invariant_up_to_its_mean_term(only_mean):
     found = scale_invariant_loss(depth, target, is_known, only_mean=only_mean)
 
     t = target.double().numpy()[is_known.numpy()]
-    for own, loss in zip(depth.double().numpy(), found, strict=True):
-        g = np.log(own[is_known.numpy()] + 0.001) - np.log(t + 0.001)
+    for predicted, loss in zip(depth.double().numpy(), found, strict=True):
+        g = np.log(predicted[is_known.numpy()] + 0.001) - np.log(t + 0.001)
         variance = 0 if only_mean else np.var(g, ddof=1)
         assert float(loss) == pytest.approx(math.sqrt(variance + 0.15 * g.mean() ** 2), rel=1e-5)
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_batch_that_is_unknown_or_right_has_no_gradient(equal):
+def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
     target = random(2, 4, 4).exp()
     depth = (target[None] if equal else 2 * target[None]).clone().requires_grad_()
     is_known = torch.full((2, 4, 4), equal)
@@ -126,8 +120,8 @@ def test_a_batch_that_is_unknown_or_right_has_no_gradient(equal):
     assert torch.autograd.grad(loss.sum(), depth)[0].abs().max() == 0
 
 
-def metrics_of(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Restate the metrics of one image, pixel by pixel."""
+def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
+    """Return the metrics of one image, computed pixel by pixel."""
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -142,19 +136,19 @@ def metrics_of(predicted: np.ndarray, depth: np.ndarray, low: float, high: float
     ]
 
 
-def test_metrics_are_those_of_single_pixels():
+def test_metrics_equal_a_computation_pixel_by_pixel():
     depth, predicted = 4 * random(6, 7).exp(), 4 * random(3, 6, 7, seed=1).exp()
     depth[0] = 0
 
     found = image_metrics(predicted, depth, (0.001, 10.0))
 
     assert (depth > 10).any()
-    for own, row in zip(predicted.double().numpy(), found.tolist(), strict=True):
-        expected = metrics_of(own, depth.double().numpy(), 0.001, 10.0)
+    for one, row in zip(predicted.double().numpy(), found.tolist(), strict=True):
+        expected = plain_metrics(one, depth.double().numpy(), 0.001, 10.0)
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_a_constant_factor_is_counted_by_hand():
+def test_metrics_of_a_constant_factor_counted_by_hand():
     depth = 1 + random(5, 5).abs()
 
     by_factor = image_metrics(torch.stack([depth, 1.2 * depth, 1.3 * depth]), depth, (0.001, 10.0))
@@ -166,20 +160,6 @@ def test_a_constant_factor_is_counted_by_hand():
     assert near["abs_rel"] == pytest.approx(0.2, abs=1e-6)
     assert far["log10"] == pytest.approx(math.log10(1.3), abs=1e-6)
     assert far["silog"] == pytest.approx(0, abs=1e-4)
-
-
-def test_ratios_do_not_change_if_all_depths_are_scaled():
-    depth, predicted = random(6, 7).exp(), random(2, 6, 7, seed=1).exp()
-
-    found = [
-        image_metrics(scale * predicted, scale * depth, (0.0, 100 * scale)) for scale in (1.0, 2.5)
-    ]
-
-    names = [*UNITS]
-    for name in ("delta1", "delta2", "delta3", "abs_rel", "log10", "silog"):
-        column = names.index(name)
-        torch.testing.assert_close(found[0][:, column], found[1][:, column], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(2.5 * found[0][:, 3], found[1][:, 3], rtol=1e-5, atol=0)
 
 
 def test_only_intervals_of_percentages_end_at_100():
@@ -203,7 +183,11 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return two layers of 8 images of 3 x 3 patches. The first layer does not show the depth."""
+    """Return features and depths of 8 images with 3 x 3 patches.
+
+    The features of the first block are noise. Those of the second block contain the depth, in the
+    patches or in the [CLS] token.
+    """
     generator = torch.Generator().manual_seed(0)
     depth = 1 + 7 * torch.rand(8, *(1, 1) if in_cls else (3, 3), generator=generator)
     depth = depth.expand(8, 3, 3)
@@ -221,13 +205,13 @@ def journal(folder: Path, minutes: float = 60, **header: Any) -> Journal:
 
 
 def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **changes: Any) -> Any:
-    own = changes.pop("journal", None) or journal(folder)
+    log = changes.pop("journal", None) or journal(folder)
     progress = changes.pop("progress", silent)
-    return training(**changes).train(features, sources, torch.arange(8), CPU, progress, own)
+    return training(**changes).train(features, sources, torch.arange(8), CPU, progress, log)
 
 
-def errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return the mean relative error of the best head of each source."""
+def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
+    """Return the mean relative error of the best head of each block."""
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -241,9 +225,9 @@ def errors(heads: Any, features: TrainingDepths) -> list[float]:
 def test_heads_learn_depth_from_patches_and_from_cls(tmp_path, in_cls):
     features = known_depths(in_cls=in_cls)
 
-    noise, shown = errors(train(features, tmp_path, **LEARNED), features)
+    of_noise, of_depth = relative_errors(train(features, tmp_path, **LEARNED), features)
 
-    assert shown < 0.1 < 0.2 < noise
+    assert of_depth < 0.1 < 0.2 < of_noise
 
 
 def test_standardised_heads_do_not_depend_on_scale_and_offset(tmp_path):
@@ -264,15 +248,6 @@ def test_standardised_heads_do_not_depend_on_scale_and_offset(tmp_path):
     assert not torch.allclose(second.predict(1, x, features.cls[1]), one, rtol=0.02, atol=0.02)
 
 
-def test_heads_of_a_block_do_not_depend_on_other_blocks(tmp_path):
-    features = known_depths()
-
-    both, alone = train(features, tmp_path), train(features, tmp_path, sources=((1,),))
-
-    assert torch.equal(both.weight[1], alone.weight[0])
-    assert torch.equal(both.bias[1], alone.bias[0])
-
-
 def test_unknown_pixels_do_not_change_heads(tmp_path):
     features = known_depths()
     labels = features.patches.labels.clone()
@@ -280,18 +255,15 @@ def test_unknown_pixels_do_not_change_heads(tmp_path):
     beyond = labels.clone()
     beyond[:, :3] = 70
 
-    heads = [
-        train(
-            TrainingDepths(StoredFeatures((0, 1), features.patches.blocks, own), features.cls),
-            tmp_path,
-        )
-        for own in (labels, beyond)
-    ]
+    unknown, far = (
+        train(replace(features, patches=replace(features.patches, labels=changed)), tmp_path)
+        for changed in (labels, beyond)
+    )
 
-    assert torch.equal(heads[0].weight, heads[1].weight)
+    assert torch.equal(unknown.weight, far.weight)
 
 
-def test_a_killed_training_continues_to_the_same_heads(tmp_path):
+def test_a_resumed_training_gives_the_same_heads(tmp_path):
     features = known_depths()
     expected = train(features, tmp_path)
 
@@ -346,7 +318,7 @@ def run(probe: Depth, root: Path, encoder: Encoder, out: Path, **changes: Any) -
     return evaluated(probe, dataset, ResultStore(out), encoder, (0, 1), **changes)
 
 
-def test_a_run_states_units_rates_and_the_mean_depth_of_training(folders, encoder, tmp_path):
+def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encoder, tmp_path):
     records = {(r.layer, r.metric): r for r in run(SMALL, folders, encoder, tmp_path)}
 
     units = {metric: record.unit for (_, metric), record in records.items()}
@@ -365,18 +337,17 @@ def test_a_run_states_units_rates_and_the_mean_depth_of_training(folders, encode
         records[0, "rmse"].details["learning_rate"] == records[0, "silog"].details["learning_rate"]
     )
 
-    # The mean training depth, resized to the images of the test.
+    # The baseline is the mean depth of the training images, resized to the size of each image.
     run_of_split = DepthRun(SMALL, context_of(encoder, DepthFolders(folders), (0, 1), tmp_path))
     trained = [5 - number for number in range(6) if 5 - number not in run_of_split.split.held_out]
     expected = np.mean([1.0 + 0.5 * number for number in trained])
     dataset = DepthFolders(folders).val()
-    outside = np.zeros((32, 40), bool)
-    outside[12, 33] = True
-    for sample in dataset:
-        assert sample.depth is not None
     rmse = []
     mean = run_of_split.mean_depth(run_of_split.compute_features().patches.labels[trained])
     assert float(mean[8, 14]) == pytest.approx(expected)
+    # Places without a depth (0) do not count.
+    depths = torch.tensor([[[2.0, 0.0, 0.0]], [[4.0, 1.0, 0.0]]])
+    assert run_of_split.mean_depth(depths).tolist() == [[3.0, 1.0, pytest.approx(7 / 3)]]
     assert float(mean[0, 0]) == pytest.approx(float(mean[mean > 0].mean()), rel=0.2)
     for sample in dataset:
         depth = torch.from_numpy(sample.depth)
@@ -388,7 +359,7 @@ def test_a_run_states_units_rates_and_the_mean_depth_of_training(folders, encode
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """The second rate is the best one on held-out images, and the first on scored ones."""
+        """Make the second rate the best on held-out images, and the first on scored images."""
         delta1 = [10, 90] if mean_depth is None else [80, 20]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))
         metrics[..., 0] = delta1
@@ -404,7 +375,7 @@ def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch
 
 
 def test_without_held_out_images_the_scored_images_choose_the_rate(folders, encoder, tmp_path):
-    probe = Depth(image_size=32, learning_rates=(1e-4, 1e-2), epochs=2, holdout=0.0, panels=0)
+    probe = replace(SMALL, learning_rates=(1e-4, 1e-2), epochs=2, holdout=0.0, panels=0)
 
     records = {(r.layer, r.metric): r for r in run(probe, folders, encoder, tmp_path)}
 
@@ -418,8 +389,7 @@ def test_without_held_out_images_the_scored_images_choose_the_rate(folders, enco
 
 def test_features_in_a_temporary_file_give_the_same_results(folders, encoder, tmp_path):
     in_memory = run(SMALL, folders, encoder, tmp_path / "memory")
-    options = {"memory_gib": 0.0, "cache": str(tmp_path / "cache")}
-    probe = Depth(image_size=32, learning_rates=(1e-3, 1e-2), epochs=3, panels=1, **options)
+    probe = replace(SMALL, memory_gib=0.0, cache=str(tmp_path / "cache"))
 
     on_disk = run(probe, folders, encoder, tmp_path / "disk")
 
@@ -437,7 +407,7 @@ def test_features_in_a_temporary_file_give_the_same_results(folders, encoder, tm
     ],
 )
 def test_heads_of_other_features_and_of_several_blocks(folders, encoder, tmp_path, options, blocks):
-    probe = Depth(image_size=32, learning_rates=(1e-3,), epochs=2, panels=0, **options)
+    probe = replace(SMALL, learning_rates=(1e-3,), epochs=2, panels=0, **options)
 
     records = run(probe, folders, encoder, tmp_path)
 
@@ -445,31 +415,13 @@ def test_heads_of_other_features_and_of_several_blocks(folders, encoder, tmp_pat
     assert all(math.isfinite(record.value) for record in records)
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Conv2d(3, 4, 8, 8)
-        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
-
-    def forward(self, images):
-        x = self.stem(images)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_an_encoder_without_cls_is_scored_by_its_patches(folders, tmp_path):
-    encoder = Encoder.from_module(
-        Convolutions(), patch_size=8, image_size=32, mean=0.5, std=0.5, blocks="blocks"
-    )
-
-    records = run(SMALL, folders, encoder, tmp_path)
+def test_an_encoder_without_cls_is_scored_by_its_patches(folders, encoder_without_cls, tmp_path):
+    records = run(SMALL, folders, encoder_without_cls, tmp_path)
 
     assert {record.layer for record in records} == {0, 1}
 
 
-def test_a_figure_shows_photograph_depth_and_each_block(folders, encoder, tmp_path):
+def test_a_figure_shows_image_depth_and_each_block(folders, encoder, tmp_path):
     run(SMALL, folders, encoder, tmp_path)
 
     (path,) = tmp_path.rglob("*.png")

@@ -1,4 +1,4 @@
-"""The second eigenvector: beside LAPACK's dense solution, on made-up graphs and on photographs."""
+"""The second eigenvector of a graph of tokens, compared with the dense solution of LAPACK."""
 
 import itertools
 from collections import Counter
@@ -21,7 +21,10 @@ TAU, EPS = 0.2, 1e-5
 
 
 def dense_solution(features, *, weighted=False, tau=TAU):
-    """Independent restatement: second and third generalised eigenpair of (D - A, D)."""
+    """Return two eigenvalues, the second eigenvector and the degrees, computed with scipy.
+
+    The eigenvalues are the second and third generalised ones of (D - A, D).
+    """
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
     weights = np.where(cosines > tau, cosines if weighted else 1.0, EPS).astype(np.float64)
@@ -32,7 +35,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Tokens around a few directions: connected graphs with a few clusters."""
+    """Return noisy tokens around a few random directions. Their graph is connected."""
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -41,13 +44,16 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Each token is linked to its neighbours within about 1.8 `reach` only: tiny gaps."""
+    """Return tokens that are linked only if their distance is below about 1.8 `reach`.
+
+    The gap between the eigenvalues of their graph is tiny.
+    """
     places = np.arange(num_tokens)
     return np.exp(-(((places[:, None] - places) / reach) ** 2)).astype(np.float32)
 
 
 def blobs(*sizes):
-    """Groups of equal tokens, orthogonal to one another."""
+    """Return groups of equal tokens. Tokens of different groups are orthogonal."""
     return np.repeat(np.eye(len(sizes), 8, dtype=np.float32), sizes, axis=0)
 
 
@@ -59,7 +65,7 @@ def angle(found, vector, degrees):
 
 @pytest.mark.parametrize(("weighted", "tau"), [(False, TAU), (True, TAU), (False, -0.1)])
 @pytest.mark.parametrize("num_tokens", [8, 65, 150])
-def test_the_vector_is_that_of_the_dense_generalised_problem(num_tokens, weighted, tau):
+def test_the_vector_equals_the_dense_solution(num_tokens, weighted, tau):
     features = clouds(num_tokens, seed=num_tokens)
     values, vector, degrees = dense_solution(features, weighted=weighted, tau=tau)
 
@@ -72,11 +78,8 @@ def test_the_vector_is_that_of_the_dense_generalised_problem(num_tokens, weighte
     assert not found.degenerate
 
 
-@pytest.mark.parametrize(
-    "features",
-    # Small gaps do not spoil the vector.
-    [*(clouds(200, seed, spread=1.3) for seed in range(2)), chain(300)],
-)
+# The last graph has a small gap.
+@pytest.mark.parametrize("features", [clouds(200, 0, spread=1.3), chain(300)])
 def test_the_certificate_bounds_the_true_angle(features, monkeypatch):
     monkeypatch.setattr(eigensolver, "solve_dense", None)
 
@@ -87,7 +90,7 @@ def test_the_certificate_bounds_the_true_angle(features, monkeypatch):
     assert found.gap == pytest.approx(values[1] - values[0], rel=1e-3)
 
 
-def test_what_lanczos_cannot_certify_goes_to_the_dense_solver(monkeypatch):
+def test_the_dense_solver_is_used_if_lanczos_does_not_converge(monkeypatch):
     features = chain(200)
     monkeypatch.setattr(eigensolver, "_MAX_PRODUCTS", 12)
     _, vector, degrees = dense_solution(features)
@@ -99,11 +102,11 @@ def test_what_lanczos_cannot_certify_goes_to_the_dense_solver(monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [3, 100])
-def test_graphs_of_no_answer_are_flagged(num_tokens):
+def test_graphs_without_a_unique_answer_are_degenerate(num_tokens):
     complete = second_eigenvector(blobs(num_tokens), tau=TAU, eps=EPS)
     lonely = second_eigenvector(np.eye(num_tokens, dtype=np.float32), tau=TAU, eps=EPS)
     zeros = second_eigenvector(np.zeros((num_tokens, 4), np.float32), tau=TAU, eps=EPS)
-    # A double eigenvalue: equal tokens, then parts with a structure of their own.
+    # These graphs have a double eigenvalue, because they have three unconnected parts.
     equal = second_eigenvector(blobs(*3 * [num_tokens]), tau=TAU, eps=EPS)
     parts = np.kron(np.eye(3), clouds(num_tokens, seed=4)).astype(np.float32)
 
@@ -121,7 +124,7 @@ def test_graphs_of_no_answer_are_flagged(num_tokens):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_zero_token_is_linked_to_nothing_not_even_to_itself(weighted):
+def test_a_zero_token_has_no_links(weighted):
     features = clouds(40, seed=2)
     features[[7, 9]] = 0
     values, vector, degrees = dense_solution(features, weighted=weighted)
@@ -162,12 +165,12 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
     assert afterwards == (8, {2})
 
 
-# Threads of BLAS make a matrix of this size several times as slow.
+# BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
-    """Compare the vectors of all blocks and facets of encoders with and without skip connections.
+    """Check the vectors of all blocks and facets of encoders with and without skip connections.
 
-    `at_least` so many graphs have a unique vector.
+    `at_least` is the minimum number of graphs with a unique vector.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):
@@ -180,7 +183,7 @@ def compare_with_dense_solutions(images, *, at_least: int) -> None:
         part = torch.from_numpy(image[:200, :270].copy()).permute(2, 0, 1)[None] / 255
         facets = [v for of_block in extractor(part).values() for v in of_block.values()]
         maps = [values[0].float().flatten(0, 1).numpy() for values in facets]
-        # In deep blocks of random encoders all patches are alike, unless they are centred.
+        # In deep blocks of random encoders, patches are similar unless they are centred.
         for tokens in [*maps, *(one - one.mean(0) for one in maps), maps[0] + 1e3]:
             found = second_eigenvector(tokens, tau=TAU, eps=EPS)
             unit = tokens / np.linalg.norm(tokens, axis=1, keepdims=True)
@@ -196,12 +199,12 @@ def compare_with_dense_solutions(images, *, at_least: int) -> None:
     assert numbers["complete"] >= 2 * len(images), numbers
 
 
-def test_vectors_of_a_photograph_are_those_of_the_dense_problem():
+def test_vectors_of_a_photograph_equal_the_dense_solution():
     compare_with_dense_solutions([skimage.data.chelsea()], at_least=17)
 
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_vectors_of_six_photographs_are_those_of_the_dense_problem(photos):
+def test_vectors_of_three_photographs_equal_the_dense_solution(photos):
     images = Voc(root=photos).discovery()
-    compare_with_dense_solutions([images[i].image for i in range(0, 60, 10)], at_least=106)
+    compare_with_dense_solutions([images[i].image for i in range(0, 60, 20)], at_least=50)

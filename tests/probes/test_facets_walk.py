@@ -1,4 +1,4 @@
-"""Every probe on a submodule of a block, from the command line."""
+"""Every probe with a submodule of a block as its facet, from the command line."""
 
 from pathlib import Path
 
@@ -17,21 +17,15 @@ def data(workdir):
     class_folders(workdir)
 
 
-def words(task: str, facet: str, *more: str) -> list[str]:
+def command(task: str, facet: str, *more: str) -> list[str]:
     dataset = "class_folders" if task in ("knn", "classification", "clustering") else "voc2012"
-    stored = ["probe.tier=disk", "probe.cache=cache"] if task == "segmentation" else []
-    return [
-        *probing(task, dataset, Path()),
-        "--layer",
-        "all",
-        f"probe.facet={facet}",
-        *stored,
-        *more,
-    ]
+    on_disk = ["probe.tier=disk", "probe.cache=cache"] if task == "segmentation" else []
+    words = probing(task, dataset, Path(), "--layer", "all", f"probe.facet={facet}")
+    return [*words, *on_disk, *more]
 
 
-def probed(task: str, facet: str, out: str = "results") -> list[Record]:
-    assert main([*words(task, facet), "--out", out]) == 0
+def run(task: str, facet: str, out: str = "results") -> list[Record]:
+    assert main([*command(task, facet), "--out", out]) == 0
     return records(out)
 
 
@@ -40,11 +34,11 @@ def has_facets(task: str) -> bool:
     return "probe.facet" in {key.name for key in keys}
 
 
-@pytest.mark.parametrize("task", filter(has_facets, SMALL))
-def test_a_probe_takes_a_submodule_of_one_block(task):
-    found = probed(task, "blocks.1.mlp.fc1")
+@pytest.mark.parametrize("task", [*filter(has_facets, SMALL)])
+def test_each_probe_accepts_a_submodule_of_one_block(task):
+    found = run(task, "blocks.1.mlp.fc1")
 
-    # Geometry also scores the patches that leave the block.
+    # Geometry also scores the output tokens of the block.
     facets = {"blocks.*.mlp.fc1", *(["token"] if task == "geometry" else [])}
     assert {(record.layer, record.facet) for record in found} == {(1, f) for f in facets}
     drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
@@ -55,18 +49,18 @@ def test_a_probe_takes_a_submodule_of_one_block(task):
 
 @pytest.mark.parametrize("task", ["geometry", "tokencut"])
 def test_a_submodule_of_all_blocks_reuses_the_block_already_scored(task, capsys):
-    first = probed(task, "blocks.1.mlp.fc1")
+    first = run(task, "blocks.1.mlp.fc1")
     capsys.readouterr()
-    everywhere = probed(task, "blocks.*.mlp.fc1")
+    everywhere = run(task, "blocks.*.mlp.fc1")
     assert {record.layer for record in everywhere} == {0, 1}
     assert f"skipping {len(first)} of {2 * len(first)} results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["retrieval", "knn"])
-def test_a_submodule_scores_as_the_facet_with_another_name(task):
-    # In our blocks, the output of the MLP is the output of the submodule.
+def test_a_submodule_has_the_scores_of_the_equal_facet(task):
+    # In our blocks, the facet mlp_out is the output of the submodule mlp.
     named, dotted = (
-        {(r.layer, r.metric): r.value for r in probed(task, facet, out=facet[:3])}
+        {(r.layer, r.metric): r.value for r in run(task, facet, out=facet[:3])}
         for facet in ("mlp_out", "blocks.*.mlp")
     )
     assert named == dotted
@@ -80,9 +74,9 @@ def test_a_submodule_scores_as_the_facet_with_another_name(task):
     ],
 )
 def test_settings_that_do_not_fit_the_facet_are_refused(capsys, facet, more, hint):
-    assert hint in expect_error(capsys, words("segmentation", facet, more), 2)
+    assert hint in expect_error(capsys, command("segmentation", facet, more), 2)
 
 
 def test_a_plan_contains_only_the_block_of_the_facet(capsys):
-    assert main([*words("tokencut", "blocks.1.attn"), "--dry-run"]) == 0
+    assert main([*command("tokencut", "blocks.1.attn"), "--dry-run"]) == 0
     assert "1 job, 1 scores: 0 finished, 1 pending" in capsys.readouterr().out

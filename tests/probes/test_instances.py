@@ -25,9 +25,8 @@ from probes.instances.ranking import (
     score_ranking,
 )
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.data.layouts.instances import SearchImages
 from ssl_bench.data.layouts.toy import ToyInstances
-from ssl_bench.data.samples import ImageSet, Sample, Search
+from ssl_bench.data.samples import ImageSet, Search
 from ssl_bench.errors import ConfigurationError, DataError, UnfitEncoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
@@ -63,7 +62,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 
 
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
-    """Return precision at k, or at the last right image if that comes earlier."""
+    """Return the precision at k, or at the rank of the last correct image if this is lower."""
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
 
@@ -82,15 +81,15 @@ def test_scores_equal_exact_fractions_without_ignored_images(hard_only, top):
         score = score_ranking(ranked, labels, database, cutoffs=(1, 5), top=top)
 
         right = {*hard} if hard_only else {*easy, *hard}
-        out = {query.row, *ignored, *(easy if hard_only else ())}
-        kept = [image in right for image in ranked.tolist() if image not in out]
+        excluded = {query.row, *ignored, *(easy if hard_only else ())}
+        is_right = [image in right for image in ranked.tolist() if image not in excluded]
         assert score is not None
-        expected = [area_by_fractions(kept[:top], sum(kept))]
-        expected += [precision_by_fractions(kept, k) for k in (1, 5)]
+        expected = [area_by_fractions(is_right[:top], sum(is_right))]
+        expected += [precision_by_fractions(is_right, k) for k in (1, 5)]
         assert score.values == pytest.approx([float(one) for one in expected], abs=1e-12)
 
 
-def test_rankings_that_were_counted_by_hand():
+def test_rankings_counted_by_hand():
     mean = (1 + (1 / 2 + 2 / 3) / 2 + (2 / 3 + 3 / 4) / 2) / 3
     assert average_precision(np.array([0, 2, 3]), 3) == pytest.approx(mean)
     assert mean == pytest.approx(0.764, abs=5e-4)
@@ -100,10 +99,10 @@ def test_rankings_that_were_counted_by_hand():
     score = score_ranking(images, query.label_images(10), images, cutoffs=(1, 5, 10))
     assert score is not None
     assert score.values.tolist() == [1, 1, 1, 1]
-    # Right images at the ranks 0 and 3 of many: at most four images count.
+    # The correct images have the ranks 0 and 3, so at most four images count.
     assert precision_at(np.array([0, 3]), 2, 10) == 2 / 4
     assert precision_at(np.array([0, 3]), 2, 3) == 1 / 3
-    # The second right image is not among the first ones.
+    # The second correct image is not among the first ones.
     assert average_precision(np.array([0]), 2) == 0.5
     assert precision_at(np.array([0]), 2, 10) == 1 / 10
     assert score_ranking(images, np.zeros(4, np.int8), images, cutoffs=(1,)) is None
@@ -111,7 +110,7 @@ def test_rankings_that_were_counted_by_hand():
 
 @pytest.mark.parametrize(("images", "right"), [(1, 1), (5, 1), (5, 2), (6, 4), (4, 4)])
 @pytest.mark.parametrize("top", [None, 2])
-def test_the_baseline_is_the_mean_over_all_orders(images, right, top):
+def test_the_baseline_equals_the_mean_over_all_orders(images, right, top):
     orders = [
         [image in chosen for image in range(images)]
         for chosen in itertools.combinations(range(images), right)
@@ -134,42 +133,39 @@ def test_equal_images_rank_in_the_order_of_the_database():
         for top in (None, 3)
     )
 
-    # The query is at the front, and is left out of the score.
+    # The query ranks first. The score ignores it.
     assert full == [0, 3, 6, 5, 1, 4]
     assert top == full[:4]
 
 
 @dataclass(frozen=True)
-class Given:
+class SameImages:
     """A dataset with the same images for every role."""
 
-    given: ImageSet
-    name: str = "given"
+    image_set: ImageSet
+    name: str = "same"
     supports: frozenset[str] = frozenset({"instances", "images"})
 
     def val(self) -> ImageSet:
-        return self.given
+        return self.image_set
 
     train = discovery = images = val
 
 
-def run(
-    probe: Instances, dataset: Any, encoder: Encoder, folder: Path, layers: Sequence[int] = (1,)
-) -> dict[str, Record]:
-    """Return the records of a run by metric."""
-    store = ResultStore(folder)
-    records = evaluated(probe, dataset, store, encoder, layers)
+def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
+    """Probe block 1. Return the records by metric."""
+    records = evaluated(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 
 
-def values_of(folder: Path, metric: str = "map") -> list[float]:
+def load_per_image(folder: Path, metric: str = "map") -> list[float]:
     store = ResultStore(folder)
     (record,) = [record for record in store.records() if record.metric == metric]
     return np.asarray(store.per_image(record)).tolist()
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine of [CLS] of each other image with that of a query, in float64."""
+    """Return the cosine similarity of the [CLS] tokens of a query and each other image."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -177,29 +173,31 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float() / 255
         vector = extractor(pixels)[1]["cls_normed"][0].double().numpy()
         vectors[sample.image_id] = vector / np.sqrt((vector**2).sum())
-    own = vectors.pop(query)
-    return {name: float(vector @ own) for name, vector in vectors.items()}
+    query_vector = vectors.pop(query)
+    return {name: float(vector @ query_vector) for name, vector in vectors.items()}
 
 
-def restated(images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False) -> list[float]:
-    """Return the average precision of each query in percent."""
+def plain_scores(
+    images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False
+) -> list[float]:
+    """Return the average precision of each query in percent, computed in float64."""
     found = []
     for sample in images:
         if (search := sample.search) is None:
             continue
-        out = search.ignored | search.bystanders | (search.matches if hard_only else set())
+        excluded = search.ignored | search.bystanders | (search.matches if hard_only else set())
         right = search.hard_matches if hard_only else search.matches | search.hard_matches
         cosines = cosines_to(sample.image_id, images, encoder, side)
-        ranked = sorted(cosines.keys() - out, key=lambda name: -cosines[name])
+        ranked = sorted(cosines.keys() - excluded, key=lambda name: -cosines[name])
         found.append(100 * float(area_by_fractions([i in right for i in ranked], len(right))))
     return found
 
 
-def test_a_dataset_with_queries_is_scored_as_restated_in_float64(toy, encoder, tmp_path):
+def test_scores_of_queries_equal_those_computed_in_float64(toy, encoder, tmp_path):
     records = run(Instances(image_size=48), toy, encoder, tmp_path)
 
-    percent = restated(toy.val(), encoder, 48)
-    assert values_of(tmp_path) == pytest.approx(percent, abs=1e-9)
+    percent = plain_scores(toy.val(), encoder, 48)
+    assert load_per_image(tmp_path) == pytest.approx(percent, abs=1e-9)
     assert {*records} == {"map", "mp_at_1", "mp_at_5", "mp_at_10"}
     record = records["map"]
     assert record.value == pytest.approx(np.mean(percent))
@@ -209,7 +207,7 @@ def test_a_dataset_with_queries_is_scored_as_restated_in_float64(toy, encoder, t
     assert record.details["baseline"] == {"answer": "random ranking", "value": chance}
 
 
-def test_landmarks_score_matches_that_are_difficult_to_find(toy, encoder, tmp_path):
+def test_landmarks_also_score_only_the_hard_matches(toy, encoder, tmp_path):
     images = toy.val()
     ids = images.ids
     searches = {
@@ -220,65 +218,15 @@ def test_landmarks_score_matches_that_are_difficult_to_find(toy, encoder, tmp_pa
         )
         for query, one in images.searches.items()
     }
-    dataset = Given(replace(images, searches=searches))
+    dataset = SameImages(replace(images, searches=searches))
 
     records = run(Instances("landmarks", max_side=None, image_size=48), dataset, encoder, tmp_path)
 
     for metric, hard_only in (("map_medium", False), ("map_hard", True)):
-        percent = restated(dataset.val(), encoder, 48, hard_only)
-        assert values_of(tmp_path, metric) == pytest.approx(percent, abs=1e-9)
+        percent = plain_scores(dataset.val(), encoder, 48, hard_only)
+        assert load_per_image(tmp_path, metric) == pytest.approx(percent, abs=1e-9)
     assert records["map_hard"].details["database"] == 12
     assert len(records) == 8
-
-
-def test_values_do_not_depend_on_the_order_of_images(toy, encoder, tmp_path):
-    images = toy.val()
-    shuffled = np.random.default_rng(0).permutation(len(images)).tolist()
-    other = replace(images, images=Reordered(images.images, tuple(shuffled)))
-
-    for name, one in (("one", images), ("other", other)):
-        run(Instances(image_size=32), Given(one), encoder, tmp_path / name)
-
-    of_queries = dict(zip(sorted(images.searches), values_of(tmp_path / "one"), strict=True))
-    queries = [image_id for image_id in other.ids if image_id in images.searches]
-    assert values_of(tmp_path / "other") == [of_queries[query] for query in queries]
-
-
-@dataclass(frozen=True)
-class Reordered:
-    """Another order of the images of a set."""
-
-    images: ImageSet
-    order: tuple[int, ...]
-    name = "reordered"
-    split = "val"
-    class_names: tuple[str, ...] = ()
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.images.ids[index] for index in self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.images[self.order[index]]
-
-    def fingerprint(self) -> str:
-        return f"{self.images.fingerprint()}{self.order}"
-
-
-def test_the_scale_of_features_does_not_matter():
-    vectors = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
-    lengths = 2.0 ** torch.arange(-10, 10)[:, None]
-    queries, database = [Query(0, NONE, NONE, NONE)], np.arange(20)
-
-    rankings = [
-        next(rank_database(unit_vectors(some), queries, database)).tolist()
-        for some in (vectors, vectors * lengths)
-    ]
-
-    assert rankings[0] == rankings[1]
 
 
 def test_copies_that_equal_their_originals_are_always_found(toy, encoder, tmp_path):
@@ -298,7 +246,7 @@ def test_the_value_of_an_image_is_the_mean_over_its_copies(toy, encoder, tmp_pat
         ("both", {}), ("jpeg", {"crop_areas": []}), ("crop", {"jpeg_qualities": []}),
     ):  # fmt: skip
         records = run(replace(both, **changes), toy, encoder, tmp_path / name)
-        found[name] = values_of(tmp_path / name), records["map"]
+        found[name] = load_per_image(tmp_path / name), records["map"]
 
     mean = np.mean([found["jpeg"][0], found["crop"][0]], axis=0)
     assert found["both"][0] == pytest.approx(mean.tolist())
@@ -317,12 +265,12 @@ def test_copies_have_the_size_of_their_image():
     assert (crop == 200).all()
     ramp = np.broadcast_to(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], image.shape)
     ends = crop_copy(ramp, 0.16)[0, [0, -1], 0].astype(int)
-    # The part is 24 of 60 columns wide, each 4 brighter than the one before, around the middle.
+    # The crop shows the 24 central ones of 60 columns, whose brightness increases by 4.
     assert ends.tolist() == pytest.approx([4 * 18, 4 * 41], abs=4)
     assert 3 < np.abs(jpeg.astype(float) - image).mean() < 80
 
 
-def test_class_folders_leave_one_image_out(encoder, tmp_path):
+def test_in_class_folders_every_image_is_a_query(encoder, tmp_path):
     root = class_folders(tmp_path / "folders")
     single = root / "val/cat"
     for name in ("0.jpg", "1.jpg"):
@@ -331,14 +279,14 @@ def test_class_folders_leave_one_image_out(encoder, tmp_path):
     records = run(Instances("class_folders", image_size=32), ClassFolders(root), encoder, tmp_path)
 
     record = records["map"]
-    # Three dogs search each other and the cat, which has no match.
+    # The database has three dogs and a cat. The cat has no match.
     assert (record.num_images, record.details["queries_without_match"]) == (3, 1)
     assert record.details["queries"] == record.details["database"] == 4
     chance = 100 * expected_average_precision(3, 2)
     assert record.details["baseline"]["value"] == pytest.approx(chance)
 
 
-def test_descriptors_are_those_of_float64(encoder):
+def test_descriptors_equal_those_of_float64(encoder):
     generator = torch.Generator().manual_seed(0)
     features = {
         "cls_normed": torch.randn(2, 5, generator=generator),
@@ -359,30 +307,23 @@ def test_descriptors_are_those_of_float64(encoder):
 
 
 @pytest.mark.parametrize("sizes", [{"image_size": 48}, {"max_side": 64}])
-def test_scales_are_averaged_for_each_image_alone(toy, encoder, tmp_path, sizes):
-    several = Instances(scales=[1.0, 0.7071, 0.5], **sizes)
-    seen = {}
-    for batch_size in (1, 16):
-        probe = replace(several, batch_size=batch_size)
-        vectors, _ = encode(probe, toy, encoder, tmp_path)
-        seen[batch_size] = vectors[1, "cls"]
-    parts = [
-        encode(Instances(scales=[scale], **sizes), toy, encoder, tmp_path)[0][1, "cls"]
-        for scale in several.scales
-    ]
+def test_descriptors_are_averaged_over_scales_for_each_image(toy, encoder, tmp_path, sizes):
+    def encode(scales: list[float], batch_size: int = 16) -> Any:
+        probe = Instances(scales=scales, batch_size=batch_size, **sizes)
+        context = context_of(encoder, toy, (1,), tmp_path)
+        return probe._encode(context, probe.split(toy))[0][1, "cls"]
 
-    torch.testing.assert_close(seen[1], seen[16], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(seen[16], sum(parts) / 3, rtol=1e-4, atol=1e-5)
+    scales = [1.0, 0.7071, 0.5]
+    single, batched = (encode(scales, batch_size) for batch_size in (1, 16))
+    parts = [encode([scale]) for scale in scales]
+
+    torch.testing.assert_close(single, batched, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batched, sum(parts) / 3, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(parts[0], parts[2], atol=1e-3)
 
 
-def encode(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> Any:
-    return probe._encode(context_of(encoder, dataset, (1,), folder), probe.split(dataset))
-
-
-@pytest.mark.parametrize(
-    ("options", "scale", "size"),
-    [
+def test_sides_are_reduced_to_multiples_of_the_patch():
+    for options, scale, size in (
         ({}, 1.0, (32, 32)),
         ({"image_size": 48}, 0.5, (24, 24)),
         ({"image_size": 48}, 0.01, (8, 8)),
@@ -391,10 +332,8 @@ def encode(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> An
         ({"max_side": 100}, 1.0, (32, 56)),
         ({"max_side": 100}, 0.5, (16, 24)),
         ({"max_side": 100, "image_size": 48}, 1.0, (48, 48)),
-    ],
-)
-def test_sides_are_reduced_to_multiples_of_the_patch(options, scale, size):
-    assert Instances(**options)._input_size((39, 60, 3), scale, (32, 32), 8) == size
+    ):
+        assert Instances(**options)._input_size((39, 60, 3), scale, (32, 32), 8) == size
 
 
 def test_a_published_dataset_gets_its_protocol(toy):
@@ -406,21 +345,19 @@ def test_a_published_dataset_gets_its_protocol(toy):
         "roxford5k_mine": ("holidays", None, None, None),
     }
     for name, expected in names.items():
-        dataset = Given(toy.val(), name=name)
+        dataset = SameImages(toy.val(), name=name)
         probe = Instances().adapt_to_images(dataset, ())
         assert (probe.protocol, probe.image_size, probe.max_side, probe.top) == expected
         assert Instances().adapt_to_images(dataset, ("protocol",)) == Instances()
-    probe = Instances(top=5).adapt_to_images(Given(toy.val(), name="copydays"), ("top",))
+    probe = Instances(top=5).adapt_to_images(SameImages(toy.val(), name="copydays"), ("top",))
     assert (probe.top, probe.facet) == (5, "cls_gem")
 
 
-def without_matches(images: SearchImages) -> SearchImages:
-    return replace(images, searches={images.ids[0]: Search(frozenset({"elsewhere"}))})
-
-
 def test_images_and_encoders_that_cannot_be_scored_are_refused(toy, encoder, tmp_path):
+    images = toy.val()
+    unmatched = replace(images, searches={images.ids[0]: Search(frozenset({"elsewhere"}))})
     with pytest.raises(DataError) as no_match:
-        run(Instances(image_size=32), Given(without_matches(toy.val())), encoder, tmp_path)
+        run(Instances(image_size=32), SameImages(unmatched), encoder, tmp_path)
     assert "data.limit=null" in no_match.value.hint
     with pytest.raises(ConfigurationError) as no_copy:
         Instances("copies", jpeg_qualities=[], crop_areas=[])
@@ -441,12 +378,8 @@ def test_queries_without_a_hard_match_leave_its_score_undefined(toy, encoder, tm
     images = toy.val()
     easy = {query: replace(one, hard_matches=frozenset()) for query, one in images.searches.items()}
 
-    records = run(
-        Instances("landmarks", image_size=32),
-        Given(replace(images, searches=easy)),
-        encoder,
-        tmp_path,
-    )
+    dataset = SameImages(replace(images, searches=easy))
+    records = run(Instances("landmarks", image_size=32), dataset, encoder, tmp_path)
 
     assert math.isnan(records["map_hard"].value)
     assert records["map_hard"].details["undefined"] == "no query has a hard match"
@@ -458,12 +391,8 @@ def test_figures_frame_right_and_wrong_images(toy, encoder, tmp_path):
     query = images.ids[0]
     search = replace(images.searches[query], ignored=frozenset(images.ids[4:8]))
 
-    run(
-        Instances(image_size=32, panels=3),
-        Given(replace(images, searches={query: search})),
-        encoder,
-        tmp_path,
-    )
+    dataset = SameImages(replace(images, searches={query: search}))
+    run(Instances(image_size=32, panels=3), dataset, encoder, tmp_path)
 
     (path,) = tmp_path.rglob("block01_cls/3-queries.png")
     figure = Image.open(path)

@@ -1,4 +1,4 @@
-"""Jacobians of blocks: exact ones, their parts B and E, and bounds of their singular values."""
+"""Jacobians of blocks: exact Jacobians, their terms B and E, and bounds of singular values."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block whose attention is sharper than at initialisation, so that E matters."""
+    """Run a block whose attention is sharper than at initialisation, so that E is large."""
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -42,7 +42,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
 
 
 def condition(values):
-    """Return the condition number of a square matrix with these singular values."""
+    """Return the condition number of a square matrix from its singular values."""
     return float(condition_number(values, len(values)))
 
 
@@ -54,7 +54,7 @@ def finite_differences(function, x, step=1e-5):
 
 @pytest.mark.parametrize("config", [TINY, PROPOSED])
 def test_jacobians_agree_with_finite_differences(config):
-    # The proposed initialisation is sharp by itself. Made sharper, its softmax would not move.
+    # The proposed initialisation is already sharp. With more sharpness, the softmax would saturate.
     functions = block_functions(block_pass(config, sharpness=6.0 if config is TINY else 0.6))
     assert functions.keys() == set(FACETS)
     for function, point in functions.values():
@@ -64,7 +64,7 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Return B and E entry by entry, vec by columns as in the paper, from the weights alone."""
+    """Return B and E, computed entry by entry. As in the paper, vec stacks columns."""
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
     heads, width = 2, dim // 2
@@ -73,16 +73,16 @@ def kronecker_terms(one):
     dominant = torch.zeros(tokens * dim, tokens * dim, dtype=torch.float64)
     perturbation = dominant.clone()
     for head in range(heads):
-        some = slice(head * width, (head + 1) * width)
-        form = query[:, some] @ key[:, some].T / math.sqrt(width)
-        product = value[:, some] @ output[some]
+        channels = slice(head * width, (head + 1) * width)
+        form = query[:, channels] @ key[:, channels].T / math.sqrt(width)
+        product = value[:, channels] @ output[channels]
         attention = F.softmax(x @ form @ x.T, dim=1)
         dominant += torch.kron(product.T.contiguous(), attention)
         for i in range(tokens):
             softmax = torch.diag(attention[i]) - torch.outer(attention[i], attention[i])
             for m in range(tokens):
                 for p in range(dim):
-                    # Logits of row i: x_i form x_j; token m moves along p.
+                    # The logits of row i are x_i form x_j. Channel p of token m changes.
                     logits = torch.zeros(tokens, dtype=torch.float64)
                     logits[m] += x[i] @ form[:, p]
                     if i == m:
@@ -93,18 +93,18 @@ def kronecker_terms(one):
     return dominant, perturbation
 
 
-def by_columns(matrix, tokens, dim):
-    """Reorder a matrix from vec row by row to vec column by column."""
+def reorder_by_columns(matrix, tokens, dim):
+    """Reorder a matrix whose vec stacks rows, so that its vec stacks columns."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 
 
-def test_b_and_e_are_those_of_equation_10_and_add_up():
+def test_b_and_e_equal_equation_10_and_add_up_to_the_jacobian():
     one = block_pass()
     functions = block_functions(one)
     tokens, dim = one.input.shape
     found = {
-        name: by_columns(exact_jacobian(*functions[name]), tokens, dim)
+        name: reorder_by_columns(exact_jacobian(*functions[name]), tokens, dim)
         for name in ("attention", "attention_skip", "dominant", "perturbation")
     }
     dominant, perturbation = kronecker_terms(one)
@@ -118,16 +118,18 @@ def test_b_and_e_are_those_of_equation_10_and_add_up():
     assert share > 0.05
 
 
-def dense(matrix):
+def linear_map(matrix):
     return LinearMap(len(matrix), lambda v: matrix @ v, lambda u: matrix.T @ u)
 
 
 def bounds_of(matrix, steps, seed=0) -> SingularValueBounds:
     test_vector = normal(len(matrix), seed=7)
-    return bound_singular_values(dense(matrix), steps=steps, seed=seed, test_vector=test_vector)
+    return bound_singular_values(
+        linear_map(matrix), steps=steps, seed=seed, test_vector=test_vector
+    )
 
 
-def with_spectrum(values, seed=0):
+def matrix_with_singular_values(values, seed=0):
     left, right = (torch.linalg.qr(normal(len(values), len(values), seed=s)).Q for s in (seed, 9))
     return left @ torch.diag(values) @ right.T
 
@@ -149,24 +151,24 @@ def test_lanczos_and_the_exact_singular_values_agree(config, is_padded):
 
 
 @pytest.mark.parametrize("steps", [3, 8, 20])
-def test_lanczos_never_overstates_and_its_bounds_hold(steps):
+def test_lanczos_bounds_contain_the_true_values(steps):
     values = torch.linspace(1, 40, 60).double()
     for seed in range(5):
-        found = bounds_of(with_spectrum(values, seed), steps, seed)
+        found = bounds_of(matrix_with_singular_values(values, seed), steps, seed)
         assert found.steps == steps
         assert found.condition_number_at_least <= 40 * (1 + 1e-12)
         assert found.condition_number_at_most >= 40 * (1 - 1e-12)
         assert (values - found.largest).abs().min() <= found.largest_residual * (1 + 1e-9)
         assert (values - found.smallest).abs().min() <= found.smallest_residual * (1 + 1e-9)
         if steps == 20:
-            # After a third of all steps, the largest value has nearly converged.
+            # After 20 of 60 steps, the largest value has nearly converged.
             assert found.largest_residual < 0.1
         assert found.largest_at_most >= 40
         assert found.smallest_at_least <= 1
 
 
 def test_a_narrow_spectrum_is_bounded_from_both_sides():
-    matrix = with_spectrum(torch.linspace(1, 2, 200).double())
+    matrix = matrix_with_singular_values(torch.linspace(1, 2, 200).double())
     found = bounds_of(matrix, 40)
     assert 1.99 < found.condition_number_at_least <= 2
     assert 2 <= found.condition_number_at_most < 2.3
@@ -177,14 +179,14 @@ def test_a_narrow_spectrum_is_bounded_from_both_sides():
 
 
 def test_vectors_stay_orthogonal_over_a_wide_spectrum():
-    matrix = with_spectrum(10.0 ** -torch.linspace(0, 10, 80).double())
-    diagonal, above = bidiagonalise(dense(matrix), normal(80, seed=3), 80)
+    matrix = matrix_with_singular_values(10.0 ** -torch.linspace(0, 10, 80).double())
+    diagonal, above = bidiagonalise(linear_map(matrix), normal(80, seed=3), 80)
     found = torch.linalg.svdvals(torch.diag(diagonal) + torch.diag(above[:-1], 1))
-    # Lost orthogonality brings copies of the large values and loses the small ones.
+    # Without orthogonality, large values would occur repeatedly, and small ones would be missing.
     np.testing.assert_allclose(found, torch.linalg.svdvals(matrix), rtol=1e-4, atol=1e-13)
 
 
-def test_the_effective_rank_is_estimated_from_one_start():
+def test_the_effective_rank_is_estimated_from_one_random_vector():
     values = torch.linspace(0, 1, 500).double() ** 4
     shares = values / values.sum()
     expected = float(torch.special.entr(shares).sum().exp())
@@ -193,28 +195,25 @@ def test_the_effective_rank_is_estimated_from_one_start():
     assert np.std(estimates) < 0.15 * expected
 
 
-@pytest.mark.parametrize(
-    ("matrix", "condition_number", "rank"),
-    [
+def test_degenerate_matrices_have_no_undefined_bounds():
+    for matrix, number, rank in (
         (torch.zeros(6, 6).double(), math.inf, 0),
-        # One start only estimates the rank.
+        # The rank is only estimated from one random vector.
         (torch.outer(normal(6), normal(6, seed=1)), math.inf, None),
         (3 * torch.eye(6).double(), 1, 6),
-    ],
-)
-def test_degenerate_matrices_have_no_undefined_bounds(matrix, condition_number, rank):
-    found = bounds_of(matrix, 6)
-    assert found.condition_number_at_least == pytest.approx(condition_number)
-    assert found.condition_number_at_most == pytest.approx(condition_number)
-    assert math.isfinite(found.effective_rank)
-    assert rank is None or found.effective_rank == pytest.approx(rank)
+    ):
+        found = bounds_of(matrix, 6)
+        assert found.condition_number_at_least == pytest.approx(number)
+        assert found.condition_number_at_most == pytest.approx(number)
+        assert math.isfinite(found.effective_rank)
+        assert rank is None or found.effective_rank == pytest.approx(rank)
 
 
 def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
     bare, whole = block_pass(BARE), block_pass(TINY)
     exact = exact_spectra(bare)["block"]
     assert condition(exact) == math.inf
-    # Each of the four tokens loses its mean; its length is lost to the norm's eps alone.
+    # The norm removes the mean of each of the four tokens. Its eps keeps their length.
     assert rank_details(exact)["rank"] == 4 * 7
     assert 1 < effective_rank(exact) < 28
     assert math.isfinite(rank_details(exact)["condition_number_of_rank"])
@@ -229,7 +228,7 @@ def test_equal_tokens_make_the_dominant_term_singular():
     one = block_pass(x=normal(1, 8).expand(4, 8).contiguous())
     spectrum = exact_spectra(one)["dominant"]
     assert condition(spectrum) == math.inf
-    # Uniform attention has rank one, the values and the output have rank 8.
+    # Uniform attention has rank one, and the product of values and output has rank 8.
     assert rank_details(spectrum)["rank"] == 8
 
 

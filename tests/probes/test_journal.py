@@ -1,4 +1,4 @@
-"""The journal of a long computation: what a later run finds in it, and what it ignores."""
+"""The journal of a long computation: the entries that a later run finds or ignores."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ STATE = {
 }
 
 
-def journal(folder, said=None, *, seed=0, minutes=0.0, is_cache=False):
-    say = print if said is None else said.append
+def journal(folder, messages=None, *, seed=0, minutes=0.0, is_cache=False):
+    say = print if messages is None else messages.append
     return Journal(folder, "work", {"seed": seed}, say=say, minutes=minutes, is_cache=is_cache)
 
 
-def test_only_the_same_header_finds_the_entries_bit_for_bit(tmp_path):
+def test_only_the_same_header_finds_the_entries_which_are_bitwise_equal(tmp_path):
     first = journal(tmp_path)
     assert first.entries == []
     first.append(STATE)
@@ -55,29 +55,29 @@ def test_entries_wait_for_a_flush_and_a_removal_forgets_them(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [-1, -40, 5])
-def test_a_line_cut_off_is_replaced_by_the_next_entry(tmp_path, cut):
-    said, first = [], journal(tmp_path)
+def test_an_incomplete_line_is_replaced_by_the_next_entry(tmp_path, cut):
+    messages, first = [], journal(tmp_path)
     first.append({"image": "a", "value": 0.25})
-    whole = first.path.read_bytes()
-    first.path.write_bytes(whole[:cut])
+    content = first.path.read_bytes()
+    first.path.write_bytes(content[:cut])
     second = journal(tmp_path)
     second.append({"image": "b"})
     second.append({"image": "c"})
 
-    assert journal(tmp_path, said).entries == [{"image": "b"}, {"image": "c"}]
-    assert not any("damaged" in line for line in said)
-    assert second.path.read_bytes().startswith(whole.split(b"\n")[0])
+    assert journal(tmp_path, messages).entries == [{"image": "b"}, {"image": "c"}]
+    assert not any("damaged" in line for line in messages)
+    assert second.path.read_bytes().startswith(content.split(b"\n")[0])
 
 
 def test_an_entry_with_a_changed_digit_is_ignored(tmp_path):
-    said, first = [], journal(tmp_path)
+    messages, first = [], journal(tmp_path)
     first.append({"value": 0.25})
     first.path.write_bytes(first.path.read_bytes().replace(b"0.25", b"0.35"))
-    assert journal(tmp_path, said).entries == []
-    assert any("damaged" in line for line in said)
+    assert journal(tmp_path, messages).entries == []
+    assert any("damaged" in line for line in messages)
 
 
-def test_a_journal_that_was_deleted_begins_with_a_header_again(tmp_path):
+def test_a_deleted_journal_begins_with_a_header_again(tmp_path):
     first = journal(tmp_path)
     first.append({"step": 1})
     first.path.unlink()

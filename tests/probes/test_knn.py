@@ -1,4 +1,4 @@
-"""k-NN classification: the vote, and the scores of every block."""
+"""k-NN classification: the vote, features, scores of every block, and refusals."""
 
 import itertools
 import math
@@ -11,18 +11,19 @@ from torchvision import transforms
 
 from probes.features.image import ImagePass
 from probes.knn import KNN
+from probes.top_k import top_k_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, central_square
-from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
+from ssl_bench.models import save_encoder
 from ssl_bench.neighbours import LabelledFeatures, knn_ranks, nearest, vote_rank
 from tests.support.coloured_classes import class_context, flat, scored, tiny
 from tests.support.faults import class_folders, encoder_file, expect_error, probing, records
 
 
-def unit(*degrees):
+def directions(*degrees):
     angles = torch.tensor(degrees).deg2rad()
     return torch.stack([angles.cos(), angles.sin()], 1)
 
@@ -38,17 +39,19 @@ def ranks(queries, targets, bank, labels, *, num_classes=4, neighbours=(1,), tem
 
 
 def test_ties_go_to_earlier_neighbours_and_lower_classes():
-    bank = unit(10.0, -10.0, 10.0, 10.0, 90.0)
+    bank = directions(10.0, -10.0, 10.0, 10.0, 90.0)
 
-    assert ranks(unit(10.0), [3], bank, [0, 1, 3, 2, 1], neighbours=(1, 2, 3)) == [[4], [1], [2]]
+    found = ranks(directions(10.0), [3], bank, [0, 1, 3, 2, 1], neighbours=(1, 2, 3))
+    assert found == [[4], [1], [2]]
     values, index = nearest(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
     assert (values.tolist(), index.tolist()) == ([[2.0, 2.0]], [[1, 3]])
     votes = torch.ones(3, 2, dtype=torch.float64)
     named = torch.tensor([[2, 1]]).expand(3, 2)
     assert vote_rank(votes, named, torch.tensor([1, 2, 0]), 3).tolist() == [0, 1, 3]
-    # At right angles exp(-1 / .0001) is below all numbers, but it stays a vote.
+    # At a right angle, the weight exp(-1 / 0.0001) is too small for a float. It still counts as a
+    # vote.
     far = {"neighbours": (2,), "temperature": 1e-4}
-    assert ranks(unit(0.0), [2], unit(0.0, 90.0), [0, 2], **far) == [[1]]
+    assert ranks(directions(0.0), [2], directions(0.0, 90.0), [0, 2], **far) == [[1]]
 
 
 DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -61,12 +64,13 @@ PATHS = [
 
 @pytest.mark.parametrize(("engine", "device"), PATHS)
 def test_classes_without_votes_are_not_in_the_top_five(engine, device):
-    # Two of class 4 and one of class 2 are near; 40 of the others are at right angles or beyond.
-    bank, labels = unit(0.0, 5.0, -5.0, *range(90, 130)), [4, 4, 2, *[0, 1, 3, 5] * 10]
+    # Two images of class 4 and one of class 2 are close. The others are at least 90 degrees away.
+    bank, labels = directions(0.0, 5.0, -5.0, *range(90, 130)), [4, 4, 2, *[0, 1, 3, 5] * 10]
     targets = [4, 2, 0, 1, 3, 5, 4, 2]
 
+    queries = LabelledFeatures(directions(0.0).expand(8, -1), torch.tensor(targets))
     found = knn_ranks(
-        LabelledFeatures(unit(0.0).expand(8, -1), torch.tensor(targets)).to(torch.device(device)),
+        queries.to(torch.device(device)),
         LabelledFeatures(bank, torch.tensor(labels)).to(torch.device(device)),
         num_classes=6,
         neighbours=[1, 3],
@@ -74,7 +78,7 @@ def test_classes_without_votes_are_not_in_the_top_five(engine, device):
         engine=engine,
     ).tolist()
 
-    # Votes are 1 and .95 for class 4, .95 for class 2, none for the others.
+    # Class 4 has the votes 1 and 0.95, class 2 has 0.95, and the others have none.
     assert found == [[0, 6, 6, 6, 6, 6, 0, 6], [0, 1, 6, 6, 6, 6, 0, 1]]
 
 
@@ -99,22 +103,20 @@ def test_the_vote_equals_a_loop_in_float64(monkeypatch, rows_at_once):
             assert rank == (expected if votes[target] else 7)
 
 
-@pytest.mark.parametrize(
-    ("height", "size", "share"),
-    [(375, 224, 0.875), (500, 224, 0.875), (64, 96, 1.0), (1201, 96, 1.0), (375, 30, 0.9)],
-)
-def test_the_central_square_equals_that_of_torchvision(height, size, share):
-    image = np.random.default_rng(0).integers(0, 256, (height, 443, 3), dtype=np.uint8)
-    bicubic = transforms.InterpolationMode.BICUBIC
-    whole = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
-    expected = np.array(transforms.CenterCrop(size)(whole)).astype(int)
+def test_the_central_square_equals_that_of_torchvision():
+    cases = (375, 224, 0.875), (500, 224, 0.875), (64, 96, 1.0), (1201, 96, 1.0), (375, 30, 0.9)
+    for height, size, share in cases:
+        image = np.random.default_rng(0).integers(0, 256, (height, 443, 3), dtype=np.uint8)
+        bicubic = transforms.InterpolationMode.BICUBIC
+        resized = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
+        expected = np.array(transforms.CenterCrop(size)(resized)).astype(int)
 
-    found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
+        found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
 
-    assert np.abs(found - expected).max() <= 1
+        assert np.abs(found - expected).max() <= 1
 
 
-def test_every_cell_is_scored_from_normed_features_of_central_squares(root):
+def test_every_score_equals_that_of_features_extracted_one_by_one(root):
     facets = ("cls", "patch_mean")
     probe = KNN(neighbours=(3, 10), facet=facets, crop_share=0.5, batch_size=5, engine="torch")
     dataset = ClassFolders(root)
@@ -123,12 +125,13 @@ def test_every_cell_is_scored_from_normed_features_of_central_squares(root):
 
     for layer, facet in itertools.product((0, 2), facets):
         queries, bank = (
-            _by_hand(layer, facet, images, share=0.5) for images in (dataset.val(), dataset.train())
+            extract_one_by_one(layer, facet, images, share=0.5)
+            for images in (dataset.val(), dataset.train())
         )
-        places = knn_ranks(queries, bank, num_classes=6, neighbours=[3, 10], temperature=0.07)
-        for (of_k, k), top in itertools.product(zip(places, (3, 10), strict=True), (1, 5)):
+        by_k = knn_ranks(queries, bank, num_classes=6, neighbours=[3, 10], temperature=0.07)
+        for (class_ranks, k), top in itertools.product(zip(by_k, (3, 10), strict=True), (1, 5)):
             score = found[layer, facet, f"top{top}_k{k}"]
-            right = of_k < top
+            right = class_ranks < top
             assert score.value == pytest.approx(100 * right.double().mean().item())
             assert score.ci95 is not None
             assert score.ci95[0] <= score.value <= score.ci95[1]
@@ -138,17 +141,18 @@ def test_every_cell_is_scored_from_normed_features_of_central_squares(root):
 
 
 @pytest.mark.parametrize("facet", ["cls", "patch_mean"])
-def test_features_are_those_of_the_central_squares(root, facet):
+def test_features_come_from_the_central_squares(root, facet):
     images, context = ClassFolders(root).val(), class_context(ClassFolders(root))
     image_pass = ImagePass(KNN(facet=facet, crop_share=0.5), context, batch_size=5)
 
     found = image_pass.run(images, range(len(images)), [2]).select(2, facet)
 
-    torch.testing.assert_close(found.features, _by_hand(2, facet, images, share=0.5).features)
+    expected = extract_one_by_one(2, facet, images, share=0.5).features
+    torch.testing.assert_close(found.features, expected)
 
 
-def _by_hand(layer: int, facet: str, images: ImageSet, *, share: float) -> LabelledFeatures:
-    """Return the feature of each image alone, with the final norm applied here."""
+def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float):
+    """Extract the feature of each image separately, and apply the final norm explicitly."""
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []
@@ -207,10 +211,9 @@ def test_default_neighbours_are_limited_to_the_number_of_images(workdir, capsys)
     }
 
 
-def test_an_encoder_without_cls_is_refused_or_left_out(workdir, capsys):
-    config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+def test_an_encoder_without_cls_is_refused_or_left_out(workdir, encoder_without_cls, capsys):
     encoder_file(workdir / "vit.safetensors")
-    save_encoder(workdir / "encoder.safetensors", build_encoder(config, seed=0), {})
+    save_encoder(workdir / "encoder.safetensors", encoder_without_cls.module, {})
     class_folders(workdir)
     tasks = ("knn", "geometry", "classification", "clustering")
 
@@ -221,8 +224,8 @@ def test_an_encoder_without_cls_is_refused_or_left_out(workdir, capsys):
     words = [*probing("knn", "class_folders", workdir)[1:], "--task", ",".join(tasks)]
     words = [word for word in words if not word.startswith("probe.")]
     assert main(["sweep", *words, "--checkpoint", "vit.safetensors", "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert all(f"left out: {task} on class_folders: encoder" in said for task in tasks)
+    messages = capsys.readouterr().err
+    assert all(f"left out: {task} on class_folders: encoder" in messages for task in tasks)
     words = probing("geometry", "class_folders", workdir, "probe.facet=patch_mean")
     assert main(words) == 0
     capsys.readouterr()
@@ -230,7 +233,7 @@ def test_an_encoder_without_cls_is_refused_or_left_out(workdir, capsys):
     assert ", 0 pending" in capsys.readouterr().out
 
 
-def test_the_top_five_of_fewer_classes_has_a_reason_and_no_number(workdir, capsys):
+def test_top5_accuracy_is_undefined_with_fewer_than_five_classes(workdir, capsys):
     class_folders(workdir)
     assert main(probing("knn", "class_folders", workdir)) == 0
     for record in records():
@@ -241,11 +244,18 @@ def test_the_top_five_of_fewer_classes_has_a_reason_and_no_number(workdir, capsy
     assert "no value for block 1: fewer than 5 classes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("num_classes", [4, 5])
+def test_top_k_accuracy_is_defined_with_k_classes(num_classes):
+    hits, labels = torch.tensor([True, False]), torch.tensor([0, num_classes - 1])
+    score = top_k_score(0, "cls", "top5", hits, labels, top=5, num_classes=num_classes, details={})
+    assert math.isnan(score.value) if num_classes == 4 else score.value == 50
+
+
 def test_equal_features_are_flagged_and_nan_is_refused(root):
     found = scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat())
 
     assert all(score.details["constant_features"] for score in found.values())
-    # All are equally near: the first three, of the first class, vote.
+    # All training images are equally close, so the first three vote, which have the same class.
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
     with pytest.raises(CheckpointError, match="block 0"):
         scored(KNN(neighbours=[3]), ClassFolders(root), encoder=flat(math.nan))

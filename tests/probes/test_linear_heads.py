@@ -1,4 +1,4 @@
-"""Linear heads that are trained by steps: all of them together equal each of them alone."""
+"""Gradient descent on a bank of linear heads, which equals separate training of each head."""
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ SOURCES, BATCH, ROWS, COLS, DIM, CLASSES = 2, 3, 4, 3, 6, 5
 GRID = (ROWS, COLS)
 RATES = (1e-3, 1e-2, 1e-1)
 SIDE = 4
-# Large, so that a step without it would show.
+# This weight decay is large, so that the tests fail without it.
 DECAY = 0.1
 
 
-def _batches(count):
+def make_batches(count):
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         features = torch.randn(SOURCES, BATCH, ROWS, COLS, DIM, generator=generator) * 3 + 2
@@ -34,18 +34,18 @@ def _batches(count):
         yield features, labels
 
 
-def _standardization():
+def make_standardization():
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(SOURCES, DIM, generator=generator)
     return Standardization(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
 
 
-def _bank(standardization):
+def make_bank(standardization):
     return LinearHeads.initialize(standardization, num_values=len(RATES), classes=CLASSES, seed=3)
 
 
-def _separate_run(source, rate, mode, batches, standardization, start, **options):
-    """Train one head with autograd, an optimizer of torch and upsampled logits."""
+def train_separately(source, rate, mode, batches, standardization, start, **options):
+    """Train one head on upsampled logits with autograd and an optimizer of torch."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
@@ -69,13 +69,13 @@ def _separate_run(source, rate, mode, batches, standardization, start, **options
         (HistogramLoss(), "nearest", 2**20, {"momentum": 0.9}),
     ],
 )
-def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_bytes, momentum):
+def test_steps_of_a_bank_equal_separate_training(monkeypatch, loss, mode, piece_bytes, momentum):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
-    standardization = _standardization()
-    bank, states = _bank(standardization), [{}, {}]
+    standardization = make_standardization()
+    bank, states = make_bank(standardization), [{}, {}]
     optimizer = SGD(weight_decay=DECAY) if momentum else HeadAdamW(DECAY)
     start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
-    for step, (features, labels) in enumerate(_batches(3)):
+    for step, (features, labels) in enumerate(make_batches(3)):
         targets = loss.targets(labels, CLASSES, GRID)
         _, gradients = bank.loss_and_gradients(features, loss, targets)
         rates = torch.tensor(RATES) / (step + 1)
@@ -83,28 +83,28 @@ def test_steps_of_the_bank_equal_separate_runs(monkeypatch, loss, mode, piece_by
     for source in range(SOURCES):
         for index, rate in enumerate(RATES):
             found = bank.weight[source, index], bank.bias[source, index]
-            expected = _separate_run(
-                source, rate, mode, _batches(3), standardization, start, **momentum
+            expected = train_separately(
+                source, rate, mode, make_batches(3), standardization, start, **momentum
             )
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_upsampled_logits_of_all_heads_are_never_in_memory():
+def test_upsampled_logits_of_all_heads_are_never_in_memory_together():
     zeros = torch.zeros(6, DIM)
     scale = Standardization(zeros, zeros + 1)
     bank = LinearHeads.initialize(scale, num_values=16, classes=21, seed=0)
-    labels, loss = torch.randint(0, 21, (1, 96, 96)).to(torch.uint8), UpsampledLoss(16)
-    targets = loss.targets(labels, 21, (6, 6))
-    with LiveBytes() as held:
-        bank.loss_and_gradients(torch.randn(6, 1, 6, 6, DIM), loss, targets)
-    upsampled = 6 * 16 * 21 * labels.numel() * 4
-    assert held.peak < upsampled / 6
+    labels, loss = torch.randint(0, 21, (1, 64, 64)).to(torch.uint8), UpsampledLoss(16)
+    targets = loss.targets(labels, 21, (4, 4))
+    with LiveBytes() as memory:
+        bank.loss_and_gradients(torch.randn(6, 1, 4, 4, DIM), loss, targets)
+    upsampled_bytes = 6 * 16 * 21 * labels.numel() * 4
+    assert memory.peak < upsampled_bytes / 4
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(SIDE)])
 def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
-    bank = _bank(_standardization())
-    features, labels = next(_batches(1))
+    bank = make_bank(make_standardization())
+    features, labels = next(make_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES, GRID)
     losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
     assert torch.equal(losses, torch.zeros(SOURCES, len(RATES)))
@@ -116,24 +116,24 @@ def test_a_batch_without_labels_has_zero_loss_and_gradient(loss):
 def test_statistics_do_not_depend_on_the_batch_size(size):
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
-    # One patch differs by the rounding of float16. The deviation of the channels is 0.7e-4 and
-    # 1.4e-4 of their mean. Only the second one is more than rounding.
+    # One patch differs from the others by 2**-10 in two channels, whose deviations are 0.7e-4 and
+    # 1.4e-4 of their mean. Only the second deviation exceeds the rounding of float16.
     blocks[:, :, :, :, 3], blocks[:, :, :, :, 4] = -1.9, 1.0
     blocks[:, 1, 0, 0, 3:5] += 2**-10
     blocks[:, 4] = 1000.0
     statistics = RunningStatistics.start(torch.device("cpu"))
-    for some in blocks.half()[:, :4].split(size, 1):
-        statistics.add(some)
+    for batch in blocks.half()[:, :4].split(size, 1):
+        statistics.add(batch)
     found = statistics.standardization(2, torch.device("cpu"))
-    chosen = blocks.half().double()[:, :4].flatten(1, 3)
-    torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
-    expected = 1 / chosen.std(1, correction=0)
+    vectors = blocks.half().double()[:, :4].flatten(1, 3)
+    torch.testing.assert_close(found.mean.double(), vectors.mean(1), rtol=1e-6, atol=1e-6)
+    expected = 1 / vectors.std(1, correction=0)
     expected[:, 2:4] = 0
     torch.testing.assert_close(found.scale.double(), expected, rtol=1e-4, atol=0)
     assert found.constant_channels() == (2, 2)
 
 
-def test_the_rate_follows_warmup_and_shape():
+def test_learning_rate_schedules_counted_by_hand():
     factors = [Schedule().factor(step, 200) for step in range(200)]
     assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert factors[10] == 1

@@ -1,4 +1,4 @@
-"""Parallel logistic regressions against those of scikit-learn."""
+"""Parallel logistic regressions, compared with those of scikit-learn."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,8 @@ C_VALUES = (1e-4, 1e-2, 1.0)
 NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
-def _digits():
-    """Two layers of 64 channels: digits as patches, and the same with the channels mixed."""
+def digit_features():
+    """Return features of two layers: digits as patches with 64 channels, and mixed channels."""
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
     count = NUM_IMAGES * SIDE**2
@@ -34,15 +34,15 @@ def _digits():
     return StoredFeatures((0, 1), blocks, torch.from_numpy(masks))
 
 
-def _train(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
+def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, **changes):
     regression = Regression(**{"c_values": C_VALUES, "batch_size": 7, **changes})
-    asked = HeadSpec(HistogramLoss(), True, classes, 0, torch.device("cpu"))
-    return regression.train(asked, features or _digits(), sources, entries, silent)
+    spec = HeadSpec(HistogramLoss(), True, classes, 0, torch.device("cpu"))
+    return regression.train(spec, features or digit_features(), sources, entries, silent)
 
 
-def _fitted(x, y, c):
-    """Return the fitted regression of scikit-learn, and the standardisation of its channels."""
-    # As in the suite, a channel without variation says nothing.
+def fit_scikit_learn(x, y, c):
+    """Return a fitted regression of scikit-learn, and a function that standardises its inputs."""
+    # As in the product, constant channels become 0.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
@@ -51,10 +51,10 @@ def _fitted(x, y, c):
 
 
 @pytest.mark.slow
-def test_all_heads_equal_the_regressions_of_scikit_learn():
-    entries, digits = torch.arange(2, NUM_IMAGES), _digits()
-    heads = _train(entries)
-    # None reached the limit: they went on until float32 has no more digits.
+def test_all_heads_equal_regressions_of_scikit_learn():
+    entries, digits = torch.arange(2, NUM_IMAGES), digit_features()
+    heads = train_heads(entries)
+    # No head reached the limit of iterations. They stopped at the precision of float32.
     assert heads.unconverged == heads.stalled
     for layer in (0, 1):
         x = digits.blocks[layer].double()
@@ -62,23 +62,23 @@ def test_all_heads_equal_the_regressions_of_scikit_learn():
         for index, c in enumerate(C_VALUES):
             weight, bias = heads.weight[layer, index].double(), heads.bias[layer, index].double()
             shares = (x.flatten(0, 2) @ weight.T + bias).softmax(1).numpy()
-            model, scaled = _fitted(fitted, labels, c)
+            model, scaled = fit_scikit_learn(fitted, labels, c)
             expected = model.predict_proba(scaled(x.flatten(0, 2).numpy()))
             assert np.abs(shares - expected).max() < 5e-3
             assert (shares.argmax(1) == expected.argmax(1)).mean() > 0.97
 
 
 @pytest.mark.parametrize("c", [1e-4, 1e-2])
-def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypatch, c):
+def test_heads_of_two_classes_equal_the_regression_of_scikit_learn(monkeypatch, c):
     monkeypatch.setattr(Regression, "gradient_tolerance", 1e-5)
-    features, entries = _digits(), torch.arange(NUM_IMAGES)
-    kept = torch.isin(features.labels, torch.tensor([1, 7], dtype=torch.uint8))
-    labels = torch.where(kept, (features.labels == 7).byte(), 255).byte()
+    features, entries = digit_features(), torch.arange(NUM_IMAGES)
+    is_labelled = torch.isin(features.labels, torch.tensor([1, 7], dtype=torch.uint8))
+    labels = torch.where(is_labelled, (features.labels == 7).byte(), 255).byte()
     x, y = features.blocks[0].double().reshape(-1, 64).numpy(), labels.reshape(-1).numpy()
-    model, scaled = _fitted(x, y, c)
-    expected = model.decision_function(scaled(x))
+    model, scaled = fit_scikit_learn(x, y, c)
+    expected = np.asarray(model.decision_function(scaled(x)))
 
-    heads = _train(entries, ((0,),), replace(features, labels=labels), classes=2, c_values=[c])
+    heads = train_heads(entries, ((0,),), replace(features, labels=labels), classes=2, c_values=[c])
 
     weight, bias = heads.weight[0, 0].double(), heads.bias[0, 0].double()
     found = torch.from_numpy(x) @ (weight[1] - weight[0]) + bias[1] - bias[0]
@@ -86,27 +86,28 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(monkeypat
 
 
 def test_heads_that_reach_the_limit_of_iterations_are_counted():
-    heads = _train(torch.arange(NUM_IMAGES), max_iterations=2)
+    heads = train_heads(torch.arange(NUM_IMAGES), max_iterations=2)
     assert heads.unconverged == (len(C_VALUES),) * 2
     assert heads.stalled == (0, 0)
 
 
-def test_each_convex_problem_ends_by_itself():
+def test_each_convex_problem_stops_separately():
     scales = torch.tensor([1e-3, 1e4, 1.0], dtype=torch.float64)
     centers = torch.tensor([[3.0, -1.0], [1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     curvature = torch.tensor([1.0, 30.0], dtype=torch.float64)
     computed: list[list[int]] = []
 
-    def objective(chosen, values):
-        """Return two parabolas, one that starts at its minimum, and one with a wrong gradient."""
-        computed.append(chosen.tolist())
-        away = values - torch.cat([centers, torch.zeros(1, 2)])[chosen]
-        factors = torch.cat([scales, torch.zeros(1)])[chosen]
-        loss, gradient = (
-            factors * (curvature * away**2).sum(1) / 2,
-            factors[:, None] * curvature * away,
-        )
-        is_wrong = chosen == 3
+    def objective(problems, values):
+        """Compute three parabolas and a function with a wrong gradient.
+
+        The third parabola starts at its minimum.
+        """
+        computed.append(problems.tolist())
+        distance = values - torch.cat([centers, torch.zeros(1, 2)])[problems]
+        factors = torch.cat([scales, torch.zeros(1)])[problems]
+        loss = factors * (curvature * distance**2).sum(1) / 2
+        gradient = factors[:, None] * curvature * distance
+        is_wrong = problems == 3
         return torch.where(is_wrong, 1000.0, loss), gradient + 1e-3 * is_wrong[:, None]
 
     start = torch.zeros(4, 2, dtype=torch.float64)
@@ -123,9 +124,9 @@ def test_each_convex_problem_ends_by_itself():
     torch.testing.assert_close(found.values[:2], centers[:2], rtol=0, atol=2e-3)
     assert torch.equal(found.values[2], start[2])
     assert 5 < found.iterations < 50
-    # Only problems that have not ended are computed.
+    # Problems that have stopped are not computed again.
     assert computed[0] == [0, 1, 2, 3]
-    assert all(2 not in chosen for chosen in computed[1:])
+    assert all(2 not in problems for problems in computed[1:])
     assert [3] in computed
     assert sum(map(len, computed)) < 4 * found.iterations
 
@@ -150,7 +151,7 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
         logits = (x * scale) @ weights.T + bias
         return logits.logsumexp(1).mean() + penalty[head] * weights.square().sum() / 2
 
-    # At the best biases of heads without weights, without products of different classes.
+    # The Hessian is taken at zero weights and the best biases. Each class has a separate block.
     at = torch.cat([torch.zeros(9).double(), frequencies.log()])
     for head in range(2):
         hessian = torch.autograd.functional.hessian(lambda p, h=head: loss(p, h), at)

@@ -1,3 +1,5 @@
+"""Losses of pixels, compared with the cross-entropy of upsampled logits."""
+
 import math
 
 import pytest
@@ -17,13 +19,13 @@ CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
 GRID = (ROWS, COLS)
 
 
-def _logits():
+def make_logits():
     generator = torch.Generator().manual_seed(0)
     shape = (HEADS, CLASSES, BATCH, ROWS, COLS)
     return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _labels(pixels_per_patch, ignored=0.2):
+def make_labels(pixels_per_patch, ignored=0.2):
     generator = torch.Generator().manual_seed(1)
     size = (BATCH, ROWS * pixels_per_patch, COLS * pixels_per_patch)
     labels = torch.randint(0, CLASSES, size, generator=generator)
@@ -31,8 +33,8 @@ def _labels(pixels_per_patch, ignored=0.2):
     return labels.to(torch.uint8)
 
 
-def _reference(logits, labels, mode):
-    """Return loss and gradient of the upsampled logits of each head by autograd."""
+def compute_with_autograd(logits, labels, mode):
+    """Return the loss and the gradient of each head, computed from upsampled logits by autograd."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -44,7 +46,7 @@ def _reference(logits, labels, mode):
     return losses.detach(), logits.grad
 
 
-def _modes(labels):
+def most_frequent_labels(labels):
     patches = labels.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).transpose(2, 3)
     return patches.flatten(3).mode(3).values
 
@@ -52,23 +54,23 @@ def _modes(labels):
 @pytest.mark.parametrize(
     ("loss", "labels", "mode", "close"),
     [
-        *((HistogramLoss(), _labels(side), "nearest", 1e-12) for side in (1, 4)),
-        # Label weights are stored in float32.
-        *((UpsampledLoss(side), _labels(side), "bilinear", 1e-6) for side in (1, 4, 7)),
+        *((HistogramLoss(), make_labels(side), "nearest", 1e-12) for side in (1, 4)),
+        # Weights of labels have the precision of float32.
+        *((UpsampledLoss(side), make_labels(side), "bilinear", 1e-6) for side in (1, 4, 7)),
         (
             ResampledLoss(10),
-            F.interpolate(_labels(4)[:, None], size=(10, 10), mode="nearest-exact")[:, 0],
+            F.interpolate(make_labels(4)[:, None], size=(10, 10), mode="nearest-exact")[:, 0],
             "bilinear",
             1e-6,
         ),
-        (MajorityLoss(), _labels(4, ignored=0.4), "nearest", 1e-12),
+        (MajorityLoss(), make_labels(4, ignored=0.4), "nearest", 1e-12),
     ],
 )
 def test_losses_equal_the_cross_entropy_of_upsampled_logits(loss, labels, mode, close):
-    logits = _logits()
+    logits = make_logits()
     value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
-    seen = _modes(labels) if isinstance(loss, MajorityLoss) else labels
-    expected, expected_gradient = _reference(logits, seen, mode)
+    labels = most_frequent_labels(labels) if isinstance(loss, MajorityLoss) else labels
+    expected, expected_gradient = compute_with_autograd(logits, labels, mode)
     torch.testing.assert_close(value, expected, rtol=close, atol=close)
     torch.testing.assert_close(gradient, expected_gradient, rtol=close, atol=close)
 
@@ -76,20 +78,20 @@ def test_losses_equal_the_cross_entropy_of_upsampled_logits(loss, labels, mode, 
 def test_a_patch_counts_once_for_its_most_frequent_label():
     rows = [[0, 0, 2, 1, 255, 255, 255, 0], [0, 1, 1, 2, 255, 2, 0, 255]]
     targets = MajorityLoss().targets(torch.tensor([rows], dtype=torch.uint8), 3, (1, 4))
-    # Three 0; a tie of 1 and 2; three 255; a tie of 0 and 255.
+    # In the four patches, label 0 wins, 1 ties with 2, 255 wins, and 0 ties with 255.
     expected = [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
     assert targets.label_weights[:, 0, 0].tolist() == expected
     assert targets.counted[0, 0, 0].tolist() == [1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
-def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
-    targets = loss.targets(_labels(4), CLASSES, GRID)
-    for found in loss.loss_and_gradient((1e4 * _logits()).float(), targets):
+def test_loss_and_gradient_of_large_logits_are_finite(loss):
+    targets = loss.targets(make_labels(4), CLASSES, GRID)
+    for found in loss.loss_and_gradient((1e4 * make_logits()).float(), targets):
         assert found.isfinite().all()
 
 
-def patches(side, dtype=torch.float64, scale=3.0):
+def random_pieces(side, dtype=torch.float64, scale=3.0):
     generator = torch.Generator().manual_seed(side)
     shape = (HEADS, CLASSES, BATCH, ROWS, COLS)
     logits = scale * torch.randn(shape, generator=generator, dtype=dtype)
@@ -97,14 +99,14 @@ def patches(side, dtype=torch.float64, scale=3.0):
     return logits - logits.amax(1, keepdim=True), counted.to(dtype)
 
 
-def plain(logits, counted):
-    """Return the sum and its gradient from all upsampled logits by autograd."""
-    logits = logits.double().requires_grad_()
+def sum_with_autograd(logits, counted):
+    """Return the sum and its gradient, computed from all upsampled logits by autograd."""
+    logits = logits.double().clone().requires_grad_()
     side = math.isqrt(len(counted))
     flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
     size = (side * flat.shape[-2], side * flat.shape[-1])
     upsampled = F.interpolate(flat, size, mode="bilinear")
-    # A cell begins at the centre of a patch. The first one is outside the image.
+    # A cell begins at the centre of a patch. The first cell is outside the image.
     start, ends = side // 2, [n - (side - side // 2) for n in size]
     upsampled = upsampled[..., start : ends[0], start : ends[1]]
     by_pixel = upsampled.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))
@@ -115,44 +117,37 @@ def plain(logits, counted):
     return total.detach(), gradient
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 20_000, 2**21])
 @pytest.mark.parametrize("side", [1, 2, 4, 5, 16])
-def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side, piece_bytes):
-    monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
-    logits, counted = patches(side)
-    found, expected = summed_logsumexp(logits, counted), plain(logits, counted)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+def test_normalisers_equal_those_of_all_upsampled_logits(monkeypatch, side):
+    logits, counted = random_pieces(side)
+    expected = sum_with_autograd(logits, counted)
+    for piece_bytes in (1, 20_000, 2**21):
+        monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
+        found = summed_logsumexp(logits, counted)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("scale", [3, 20, 30, 1000])
 @pytest.mark.parametrize("side", [4, 14, 16, 32])
-def test_normalisers_in_float32_lose_no_digits(side, scale):
-    logits, counted = patches(side, torch.float32, scale)
-    total, gradient = summed_logsumexp(logits, counted)
-    expected, expected_gradient = plain(logits, counted)
-    torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=2e-6)
-    worst = expected_gradient.abs().max().item()
-    torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6 * worst, rtol=0)
+def test_normalisers_are_precise_in_float32(side):
+    for scale in (3, 20, 30, 1000):
+        logits, counted = random_pieces(side, torch.float32, scale)
+        total, gradient = summed_logsumexp(logits, counted)
+        expected, expected_gradient = sum_with_autograd(logits, counted)
+        torch.testing.assert_close(total.double(), expected, rtol=2e-6, atol=2e-6)
+        worst = expected_gradient.abs().max().item()
+        torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6 * worst, rtol=0)
 
 
-def test_large_or_nan_logits_do_not_change_other_heads():
-    logits, counted = patches(8, torch.float32)
-    logits[1] *= 1e3
-    logits[2, 3, 1, 2, 0] = math.nan
-
-    total, gradient = summed_logsumexp(logits, counted)
-
-    expected, expected_gradient = plain(logits, counted)
-    torch.testing.assert_close(total[:2].double(), expected[:2], rtol=2e-6, atol=0)
-    torch.testing.assert_close(gradient[:2].double(), expected_gradient[:2], atol=1e-4, rtol=0)
-    assert total[2].isnan()
-
-
-def test_a_head_gives_the_same_alone_as_beside_other_heads():
-    logits, counted = patches(4, torch.float32)
+def test_the_sum_of_a_head_does_not_depend_on_other_heads():
+    logits, counted = random_pieces(8, torch.float32)
     logits[1] *= 1e3
     together = summed_logsumexp(logits, counted)
     for head in range(HEADS):
-        alone = summed_logsumexp(logits[head, None], counted)
-        for one, other in zip(alone, together, strict=True):
+        single = summed_logsumexp(logits[head, None], counted)
+        for one, other in zip(single, together, strict=True):
             assert torch.equal(one[0], other[head])
+    logits[2, 3, 1, 2, 0] = math.nan
+    with_nan = summed_logsumexp(logits, counted)
+    for one, other in zip(with_nan, together, strict=True):
+        torch.testing.assert_close(one[:2], other[:2])
+    assert with_nan[0][2].isnan()

@@ -1,7 +1,7 @@
-"""Settings of probes that are refused when a probe is built, each by the name of its key.
+"""Settings that a probe refuses when it is built, with an error that names the key.
 
-tests/core/test_fields.py tests that every number has a legal range. Here are the checks of single
-probes and the ranges that only one probe has.
+tests/core/test_fields.py tests that every number has a legal range. This file tests the checks and
+ranges of single probes.
 """
 
 from functools import partial
@@ -20,7 +20,8 @@ from ssl_bench.errors import ConfigurationError
 from tests.support.configured import configured
 from tests.support.heads import classification, segmentation
 
-LBFGS, SGD = {"training": "lbfgs"}, {"training": "sgd"}
+SGD, REFIT = {"training": "sgd"}, {"training": "lbfgs", "refit": True, "holdout": 0.0}
+FOREGROUND = {"background": "first_component", "protocol": "dataset"}
 kinds = (KNN, Retrieval, Clustering, TokenCut, PCA, Conditioning, Correspondence, Geometry)
 knn, retrieval, clustering, tokencut, pca, conditioning, correspondence, geometry = (
     partial(configured, kind) for kind in kinds
@@ -48,23 +49,13 @@ knn, retrieval, clustering, tokencut, pca, conditioning, correspondence, geometr
         (segmentation, {"score_size": 0}, "inference.score_size", ()),
         (segmentation, {"crops": "resized"}, "holdout", ("probe.holdout=0.0", "or")),
         (segmentation, {"inference": "slide"}, "holdout", ("probe.holdout=0.0", "or")),
-        (
-            segmentation,
-            LBFGS | {"refit": True, "holdout": 0.0},
-            "training.refit",
-            ("probe.training.refit=false", "or"),
-        ),
+        (segmentation, REFIT, "training.refit", ("probe.training.refit=false", "or")),
         (tokencut, {"facet": ["key", "cls"]}, "facet", ()),
         (tokencut, {"tau": 1.0}, "tau", ()),
         (tokencut, {"tau": -0.1, "method": "maskcut"}, "tau", ()),
         (tokencut, {"eps": 0.0}, "eps", ()),
         (pca, {"panels": 0}, "panels", ()),
-        (
-            pca,
-            {"background": "first_component", "protocol": "dataset"},
-            "background",
-            ("probe.background=keep",),
-        ),
+        (pca, FOREGROUND, "background", ("probe.background=keep",)),
         (conditioning, {"compare_to": "a"}, "compare_to", ("probe.protocol=checkpoints",)),
         (correspondence, {"alphas": []}, "alphas", ()),
         (correspondence, {"alphas": [0.1, 0.1]}, "alphas", ()),
@@ -77,7 +68,7 @@ knn, retrieval, clustering, tokencut, pca, conditioning, correspondence, geometr
         (geometry, {"outlier_factor": 0}, "outlier_factor", ()),
     ],
 )
-def test_options_without_meaning_are_refused(kind, options, key, hint):
+def test_impossible_settings_are_refused(kind, options, key, hint):
     with pytest.raises(ConfigurationError) as caught:
         kind(**options)
 

@@ -1,4 +1,4 @@
-"""The protocol in which every image has a threshold of its own."""
+"""The adaptive protocol of TokenCut, in which Otsu's method computes a threshold for each image."""
 
 import json
 
@@ -17,8 +17,8 @@ OBJECT = (slice(4, 8), slice(5, 11))
 ADAPTIVE = Cut(tau="otsu")
 
 
-def alike() -> torch.Tensor:
-    """Patches all of which resemble each other, those of an object and of the rest still more."""
+def similar_patches() -> torch.Tensor:
+    """Return patches that are all similar, and even more similar within the object and outside."""
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)
     features[..., 0] += 1
@@ -27,25 +27,22 @@ def alike() -> torch.Tensor:
     return features
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5, 3.0])
-def test_thresholds_are_those_of_skimage(shift):
+def test_thresholds_equal_those_of_skimage():
     generator = torch.Generator().manual_seed(0)
-    for tokens in torch.randn(3, 60, 8, generator=generator).abs().pow(2) + shift:
-        found = otsu_threshold(tokens)
+    for shift in (0.0, 0.5, 3.0):
+        for tokens in torch.randn(3, 60, 8, generator=generator).abs().pow(2) + shift:
+            found = otsu_threshold(tokens)
 
-        unit = F.normalize(tokens, dim=1)
-        pairs = (unit @ unit.T)[~torch.eye(60, dtype=torch.bool)].double().numpy()
-        assert float(found) == pytest.approx(threshold_otsu(pairs, nbins=256), abs=1e-7)
-
-
-def test_one_token_and_equal_tokens_have_a_threshold():
+            unit = F.normalize(tokens, dim=1)
+            pairs = (unit @ unit.T)[~torch.eye(60, dtype=torch.bool)].double().numpy()
+            assert float(found) == pytest.approx(threshold_otsu(pairs, nbins=256), abs=1e-7)
     assert otsu_threshold(torch.ones(1, 4)) == 0.0
     assert otsu_threshold(torch.ones(5, 4)).isfinite()
 
 
-@pytest.mark.parametrize("find", [discover, lost, lambda *one: maskcut(*one)[0]])
-def test_an_object_is_found_where_every_patch_is_linked(find):
-    features = alike()
+@pytest.mark.parametrize("find", [discover, lost, lambda *arguments: maskcut(*arguments)[0]])
+def test_an_object_is_found_although_all_patches_are_similar(find):
+    features = similar_patches()
     unit = F.normalize(features.flatten(0, 1), dim=1)
     assert (unit @ unit.T).min() > 0.2
     expected = torch.zeros(12, 16, dtype=torch.bool)
@@ -59,14 +56,14 @@ def test_an_object_is_found_where_every_patch_is_linked(find):
 
 
 @pytest.fixture
-def linked(workdir):
-    """The words of a TokenCut probe of an encoder all of whose patches resemble each other."""
+def similar_encoder(workdir):
+    """The arguments for block 0 of an encoder whose patches are all similar."""
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data
     bias.copy_(torch.linspace(50, 90, len(bias)))
-    save_encoder(workdir / "linked.safetensors", model, {})
-    return ["--checkpoint", "linked.safetensors", "--layer", "0"]
+    save_encoder(workdir / "similar.safetensors", model, {})
+    return ["--checkpoint", "similar.safetensors", "--layer", "0"]
 
 
 TOY = ["--dataset", "toy", "dataset.num_train=2", "dataset.num_val=3"]
@@ -77,8 +74,8 @@ ADVICE = "`probe.protocol=adaptive`"
 @pytest.mark.parametrize(
     ("method", "data"), [("tokencut", TOY), ("lost", TOY), ("maskcut", TOY), ("tokencut", FOLDER)]
 )
-def test_degenerate_blocks_are_explained_with_what_helps(linked, capsys, method, data):
-    words = ["probe", "--task", "tokencut", *linked, *data]
+def test_degenerate_blocks_recommend_the_adaptive_protocol(similar_encoder, capsys, method, data):
+    words = ["probe", "--task", "tokencut", *similar_encoder, *data]
     words += ["probe.facet=token", f"probe.method={method}", "probe.panels=0"]
     assert main(words) == 0
 
@@ -87,19 +84,17 @@ def test_degenerate_blocks_are_explained_with_what_helps(linked, capsys, method,
     assert ADVICE in line
     assert main([*words, "probe.protocol=adaptive"]) == 0
     by_protocol = {record.protocol: record for record in records()}
-    assert [by_protocol[name].settings["tau"] for name in ("reference", "adaptive")] == [
-        0.2,
-        "otsu",
-    ]
+    assert by_protocol["reference"].settings["tau"] == 0.2
+    assert by_protocol["adaptive"].settings["tau"] == "otsu"
     if data is TOY:
         assert by_protocol["adaptive"].details["degenerate_percent"] < 50
     assert ADVICE not in capsys.readouterr().err
 
 
-def test_a_graph_that_takes_minutes_is_announced_with_a_smaller_size(linked, capsys, monkeypatch):
+def test_a_slow_graph_is_announced_with_a_smaller_size(similar_encoder, capsys, monkeypatch):
     monkeypatch.setattr("probes.tokencut.probe.TOKENS_PER_BATCH", 9)
 
-    assert main(["probe", "--task", "tokencut", *linked, *FOLDER]) == 0
+    assert main(["probe", "--task", "tokencut", *similar_encoder, *FOLDER]) == 0
 
     assert "`probe.max_side=640`" in capsys.readouterr().err
 
@@ -112,8 +107,12 @@ def test_a_graph_that_takes_minutes_is_announced_with_a_smaller_size(linked, cap
         ("probe.tau=0.3", ["reference"]),
     ],
 )
-def test_all_tasks_cut_in_both_protocols_unless_one_is_chosen(linked, capsys, option, protocols):
-    assert main(["sweep", "--task", "all", *linked, *TOY, option, "--dry-run", "--json"]) == 0
+def test_all_tasks_use_both_protocols_unless_one_is_chosen(
+    similar_encoder, capsys, option, protocols
+):
+    assert (
+        main(["sweep", "--task", "all", *similar_encoder, *TOY, option, "--dry-run", "--json"]) == 0
+    )
 
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["protocol"] for job in jobs if job["task"] == "tokencut"] == protocols

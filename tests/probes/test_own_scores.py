@@ -1,4 +1,4 @@
-"""What a probe of one's own gives: percentages of images, plain numbers, and strange intervals."""
+"""Scores of user-defined probes: per-image percentages, numbers, hits and wrong intervals."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ INTERVAL = (60.0, 70.0)
 
 @dataclass(frozen=True)
 class Brightness(Probe):
-    """How bright images are, in percent and as plain numbers."""
+    """The brightness of images, in percent and as a number without per-image values."""
 
     protocol: str = "plain"
 
-    # A name that commands know.
+    # Commands must know the name of the task.
     task, role = "correspondence", "images"
     keeps_images = True
 
@@ -48,24 +48,26 @@ class Brightness(Probe):
 
 
 @pytest.fixture
-def probed(tmp_path, monkeypatch):
-    """Runs the probe again and gives what was said."""
+def run_probe(tmp_path, monkeypatch):
+    """A function that runs a probe and returns its messages."""
     monkeypatch.chdir(tmp_path)
     photographs = noise_photographs(tmp_path / "photos")
     config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 
     def run(name: str = "a", seed: int = 0, probe: Probe | None = None) -> list[str]:
         encoder = encoder_from_model(build_vit(config, seed=seed), name=name)
-        said, store = [], ResultStore(Path("results"))
-        asked = (probe or Brightness(), photographs, store, encoder, (0, 1))
-        evaluated(*asked, say=said.append, overwrite=False)
-        return said
+        messages, store = [], ResultStore(Path("results"))
+        evaluated(
+            probe or Brightness(), photographs, store, encoder, (0, 1),
+            say=messages.append, overwrite=False,
+        )  # fmt: skip
+        return messages
 
     return run
 
 
-def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
-    probed()
+def test_percentages_of_images_are_stored_and_compared(run_probe, capsys):
+    run_probe()
     words = ["compare", "a", "--metric", "percent"]
 
     assert main(words) == 0
@@ -79,14 +81,14 @@ def test_percentages_of_images_are_read_back_and_compared(probed, capsys):
         assert (kept is None) == (record.unit == "")
         assert kept is None or kept.mean() == pytest.approx(record.value)
     assert not store.damaged
-    # A plain number without values of images is finished too.
-    (line,) = probed()
+    # A number without per-image values is also a finished result.
+    (line,) = run_probe()
     assert "skipping 6 of 6" in line
 
 
-def test_percentages_of_images_are_neither_right_nor_wrong(probed):
+def test_the_report_does_not_treat_percentages_as_right_or_wrong(run_probe):
     for seed, name in enumerate("ab"):
-        probed(name, seed)
+        run_probe(name, seed)
 
     assert main(["report"]) == 0
 
@@ -95,10 +97,8 @@ def test_percentages_of_images_are_neither_right_nor_wrong(probed):
     assert not any("Images right" in page for page in pages)
 
 
-def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, capsys):
-    said = [line for line in probed() if "interval" in line]
-
-    assert len(said) == 2
+def test_an_interval_that_excludes_its_value_is_dropped_with_a_message(run_probe, capsys):
+    assert len([line for line in run_probe() if "interval" in line]) == 2
     records = ResultStore(Path("results")).records()
     assert {(r.value, r.ci95) for r in records if r.metric == "odd"} == {(50.0, None)}
     assert main(["table", "--metric", "odd"]) == 0
@@ -106,8 +106,8 @@ def test_an_interval_without_its_value_is_left_out_and_that_is_said(probed, caps
 
 
 @dataclass(frozen=True)
-class Coin(Brightness):
-    """Which images are right by the luck of a coin, under any name."""
+class Hits(Brightness):
+    """A metric with any name that counts some images as correct."""
 
     metric: str = "accuracy"
 
@@ -123,18 +123,18 @@ class Coin(Brightness):
 
 
 @pytest.mark.parametrize("metric", ["rightness", "accuracy", "ap", "miou"])
-def test_hits_are_compared_whatever_their_metric_is_called(probed, capsys, metric):
-    probed(probe=Coin(metric=metric))
+def test_hits_are_compared_for_any_name_of_the_metric(run_probe, capsys, metric):
+    run_probe(probe=Hits(metric=metric))
 
     assert main(["compare", "a", "--metric", metric]) == 0
 
-    came = capsys.readouterr()
-    assert "ignored" not in came.err
-    assert [line.split()[0] for line in came.out.splitlines() if line.split()[:1] == ["1"]]
+    printed = capsys.readouterr()
+    assert "ignored" not in printed.err
+    assert [line for line in printed.out.splitlines() if line.split()[:1] == ["1"]]
     assert {record.per_image_kind for record in ResultStore(Path("results")).records()} == {"hits"}
 
 
-def test_counts_state_how_a_value_comes_from_them():
+def test_per_image_counts_need_a_kind():
     counts = np.ones((4, 3, 2), np.int64)
     Score(0, "token", "iou", 50.0, None, 4, per_image=counts, per_image_kind="mean_iou")
 
@@ -150,18 +150,18 @@ def test_attributes_of_earlier_versions_are_refused_with_their_new_names():
 
 
 @dataclass(frozen=True)
-class Undefined(Coin):
-    """A percentage that no image defines."""
+class Undefined(Hits):
+    """A metric without a value."""
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         for layer in context.layers:
-            why = {"undefined": "there is no coin"}
+            why = {"undefined": "no image has a value"}
             yield Score(layer, "token", self.metric, float("nan"), None, 1, details=why)
 
 
-def test_an_undefined_percentage_is_not_computed_again(probed):
-    probed(probe=Undefined())
+def test_an_undefined_percentage_is_not_computed_again(run_probe):
+    run_probe(probe=Undefined())
 
-    (line,) = probed(probe=Undefined())
+    (line,) = run_probe(probe=Undefined())
 
     assert "skipping 2 of 2 results" in line

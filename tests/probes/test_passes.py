@@ -1,4 +1,4 @@
-"""How often an image passes the encoder for several probes of one command."""
+"""The number of times that a command encodes each image, if it runs several probes."""
 
 import collections
 from dataclasses import replace
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torchvision import transforms
 
-import ssl_bench
 from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.corruptions import Corruption, corrupt_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, FeatureCache, Probe, display_name
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, Encoder, load_encoder
@@ -26,6 +25,7 @@ from ssl_bench.results import ResultStore
 from tests.support import heads
 from tests.support.coloured_classes import scored, tiny
 from tests.support.colours import Counter
+from tests.support.faults import TINY, encoder_file
 
 TRAIN, VAL = 30, 12
 
@@ -45,35 +45,41 @@ def classification(**changes: Any) -> Probe:
     return heads.classification({"c_values": [1e-2, 1.0], "max_iterations": 5}, **changes)
 
 
-def passes(encoder: Encoder, store: ResultStore, *asked: Evaluation) -> int:
+def count_passes(encoder: Encoder, store: ResultStore, *evaluations: Evaluation) -> int:
+    """Run evaluations that share a feature cache. Return the number of encoded images."""
     counter, features = Counter(encoder), FeatureCache()
-    for one in asked:
+    for one in evaluations:
         one.run(store, say=lambda _: None, features=features)
     return counter.images
 
 
-def test_images_pass_once_for_probes_that_ask_for_the_same(root, encoder, tmp_path):
-    knn = KNN(neighbours=[1, 2])
-    asked = [evaluation(probe, encoder, root) for probe in (classification(), knn)]
+def test_probes_with_the_same_features_encode_images_once(root, encoder, tmp_path):
+    probes = classification(), KNN(neighbours=[1, 2])
+    evaluations = [evaluation(probe, encoder, root) for probe in probes]
 
-    assert passes(encoder, ResultStore(tmp_path / "together"), *asked) == TRAIN + VAL
+    assert count_passes(encoder, ResultStore(tmp_path / "together"), *evaluations) == TRAIN + VAL
 
-    for one in asked:
-        assert passes(encoder, ResultStore(tmp_path / "apart"), one) == TRAIN + VAL
-    together, apart = (ResultStore(tmp_path / name).records() for name in ("together", "apart"))
-    cells = [(r.task, r.layer, r.metric, r.value, r.ci95) for r in together]
-    assert cells == [(r.task, r.layer, r.metric, r.value, r.ci95) for r in apart]
-    assert {task for task, *_ in cells} == {"classification", "knn"}
+    for one in evaluations:
+        assert count_passes(encoder, ResultStore(tmp_path / "apart"), one) == TRAIN + VAL
+    together, apart = (
+        [
+            (r.task, r.layer, r.metric, r.value, r.ci95)
+            for r in ResultStore(tmp_path / name).records()
+        ]
+        for name in ("together", "apart")
+    )
+    assert together == apart
+    assert {task for task, *_ in together} == {"classification", "knn"}
 
 
 @pytest.mark.parametrize("probe", [KNN(neighbours=[3]), classification()])
-def test_little_memory_takes_more_passes_and_gives_the_same(root, probe):
+def test_little_memory_needs_more_passes_and_gives_the_same_scores(root, probe):
     found, images = [], []
     for gib in (8.0, 1e-9):
         encoder = tiny()
         counter = Counter(encoder)
-        some = scored(replace(probe, memory_gib=gib), ClassFolders(root), encoder=encoder)
-        found.append({cell: score.value for cell, score in some.items()})
+        scores = scored(replace(probe, memory_gib=gib), ClassFolders(root), encoder=encoder)
+        found.append({cell: score.value for cell, score in scores.items()})
         images.append(counter.images)
     assert found[0] == found[1]
     assert images == [TRAIN + VAL, 2 * (TRAIN + VAL)]
@@ -82,60 +88,69 @@ def test_little_memory_takes_more_passes_and_gives_the_same(root, probe):
 @pytest.mark.parametrize(
     ("first", "second", "again"),
     [
-        # Features of more facets than are needed suffice, features of fewer do not.
+        # Features of more facets can be reused, but not features of fewer facets.
         ({"facet": ["cls", "patch_mean"]}, {}, 0),
         ({}, {"facet": ["cls", "patch_mean"]}, TRAIN + VAL),
         ({}, {"crop_share": 0.5}, TRAIN + VAL),
         ({}, {"image_size": 24}, TRAIN + VAL),
-        # Other training images vote, but the scored images are the same.
+        # The training images differ, but the scored images are the same.
         ({}, {"train_images": 20}, 20),
         ({}, {"dtype": torch.bfloat16}, TRAIN + VAL),
     ],
 )
-def test_images_pass_again_only_for_other_features(root, encoder, tmp_path, first, second, again):
+def test_images_are_encoded_again_only_for_other_features(
+    root, encoder, tmp_path, first, second, again
+):
     dtype = second.pop("dtype", torch.float32)
     one = evaluation(KNN(neighbours=[1], **first), encoder, root)
-    asked = [one, evaluation(KNN(neighbours=[2], **second), encoder, root, dtype=dtype)]
+    evaluations = [one, evaluation(KNN(neighbours=[2], **second), encoder, root, dtype=dtype)]
     if dtype != torch.float32:
-        # The features of another encoder do not serve either.
-        asked.insert(1, evaluation(KNN(neighbours=[1]), tiny(seed=1), root))
+        # The features of another encoder cannot be reused either.
+        evaluations.insert(1, evaluation(KNN(neighbours=[1]), tiny(seed=1), root))
 
-    assert passes(encoder, ResultStore(tmp_path), *asked) == TRAIN + VAL + again
+    assert count_passes(encoder, ResultStore(tmp_path), *evaluations) == TRAIN + VAL + again
 
 
-@pytest.mark.parametrize(("task", "protocol"), [("knn", "dinov2"), ("classification", "dino")])
-def test_a_protocol_shows_the_squares_of_its_authors(root, encoder, tmp_path, task, protocol):
-    few = ["neighbours=[1]"] if task == "knn" else ["training.epochs=1"]
-    words = [f"probe.{word}" for word in (f"protocol={protocol}", "batch_size=5", *few)]
-    words[1] = words[1] if task == "knn" else "probe.encoder_batch_size=5"
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("knn", ["probe.protocol=dinov2", "probe.batch_size=5", "probe.neighbours=[1]"]),
+        (
+            "classification",
+            ["probe.protocol=dino", "probe.encoder_batch_size=5", "probe.training.epochs=1"],
+        ),
+    ],
+)
+def test_a_protocol_encodes_the_squares_of_its_authors(root, encoder, tmp_path, task, words):
     (plan,) = plan_probes([task], ["class_folders"], words)
-    seen: list[torch.Tensor] = []
-    encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs: list[torch.Tensor] = []
+    encoder.module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
 
-    passes(encoder, ResultStore(tmp_path), evaluation(plan.probe, encoder, root))
+    count_passes(encoder, ResultStore(tmp_path), evaluation(plan.probe, encoder, root))
 
     bicubic = transforms.InterpolationMode.BICUBIC
     theirs = transforms.Compose([transforms.Resize(256, bicubic), transforms.CenterCrop(224)])
     val = ClassFolders(root).val()
     expected = np.array([np.array(theirs(Image.fromarray(val[n].image))) for n in range(len(val))])
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_MEAN, IMAGENET_STD))
-    found = 255 * (torch.cat(seen)[-VAL:] * std + mean).permute(0, 2, 3, 1)
+    found = 255 * (torch.cat(inputs)[-VAL:] * std + mean).permute(0, 2, 3, 1)
     assert np.abs(found.numpy() - expected).max() < 1.01
 
 
-def corrupted(root: Path, *corruptions: str) -> list[Dataset]:
-    return [corrupt_dataset(ClassFolders(root), Corruption.parse(one)) for one in corruptions]
+def test_training_images_are_encoded_once_for_all_corruptions(root, encoder, tmp_path):
+    corruptions = (Corruption.parse(name) for name in ("snow:1", "fog:1", "snow:2"))
+    corrupted = [corrupt_dataset(ClassFolders(root), corruption) for corruption in corruptions]
+    evaluations = [
+        evaluation(KNN(neighbours=[1]), encoder, root, dataset=dataset)
+        for dataset in (ClassFolders(root), *corrupted)
+    ]
+    together = ResultStore(tmp_path / "together")
 
+    assert count_passes(encoder, together, *evaluations) == TRAIN + 4 * VAL
 
-def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, tmp_path):
-    datasets = [ClassFolders(root), *corrupted(root, "snow:1", "fog:1", "snow:2")]
-    asked = [evaluation(KNN(neighbours=[1]), encoder, root, dataset=one) for one in datasets]
-
-    assert passes(encoder, ResultStore(tmp_path / "together"), *asked) == TRAIN + 4 * VAL
-
-    assert passes(encoder, ResultStore(tmp_path / "apart"), asked[2]) == TRAIN + VAL
+    assert count_passes(encoder, ResultStore(tmp_path / "apart"), evaluations[2]) == TRAIN + VAL
     alone = {record.digest: record.value for record in ResultStore(tmp_path / "apart").records()}
-    found = {record.digest: record.value for record in ResultStore(tmp_path / "together").records()}
+    found = {record.digest: record.value for record in together.records()}
     assert alone.items() <= found.items()
 
 
@@ -153,24 +168,24 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
     assert set(features) == {"train", "fog:1", "snow:2"}
 
 
-class Shown:
-    """How often each task of a command shows each image to an encoder, told apart by its pixels."""
+class PassCounter:
+    """Count how often each task of a command encodes each image, identified by its pixels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
         run, extract, task = Evaluation.run, FeatureExtractor.extract_unchecked, list[str]()
 
-        def noting(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
+        def run_task(evaluation: Evaluation, *values: Any, **options: Any) -> Any:
             task[:] = [display_name(evaluation.probe)]
             self.by_task[task[0]] = collections.Counter()
             return run(evaluation, *values, **options)
 
-        def counting(extractor: FeatureExtractor, images: torch.Tensor) -> Any:
+        def count_images(extractor: FeatureExtractor, images: torch.Tensor) -> Any:
             self.by_task[task[0]].update(image.numpy().tobytes() for image in images)
             return extract(extractor, images)
 
-        monkeypatch.setattr(Evaluation, "run", noting)
-        monkeypatch.setattr(FeatureExtractor, "extract_unchecked", counting)
+        monkeypatch.setattr(Evaluation, "run", run_task)
+        monkeypatch.setattr(FeatureExtractor, "extract_unchecked", count_images)
 
     def times(self, task: str) -> list[int]:
         return sorted(self.by_task[task].values())
@@ -180,39 +195,43 @@ PROBED = ("--task", "all", "--checkpoint", "encoder.safetensors", "--layer", "1"
 FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 
+@pytest.fixture
+def counter(workdir, monkeypatch) -> PassCounter:
+    """A counter of passes. The encoder has large patches, and figures are not drawn."""
+    encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
+    return PassCounter(monkeypatch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sweep", "python"])
-def test_an_image_of_a_folder_passes_once_for_each_task(workdir, monkeypatch, command):
-    shown, count = Shown(monkeypatch), 4
+def test_each_task_encodes_each_image_of_a_folder_once(counter):
+    assert main(["sweep", *PROBED, "--dataset", "folder", "--data-root", "photos"]) == 0
 
-    if command == "python":
-        ssl_bench.probe(PROBED[3], task="all", dataset="folder", data_root="photos", layer=1)
-    else:
-        assert main([command, *PROBED, "--dataset", "folder", "--data-root", "photos"]) == 0
-
-    # Each image, and a warp of it or ten crops.
+    # Correspondence also encodes a warp of each image, and geometry ten crops.
+    count = 4
     expected = {"correspondence": 2 * count, "geometry": 11 * count, "tokencut, adaptive": 0}
-    assert {task: shown.times(task) for task in shown.by_task} == {
-        task: [1] * expected.get(task, count) for task in shown.by_task
+    assert {task: counter.times(task) for task in counter.by_task} == {
+        task: [1] * expected.get(task, count) for task in counter.by_task
     }
-    assert {"tokencut", "tokencut, adaptive", "pca", "conditioning"} < shown.by_task.keys()
+    assert {"tokencut", "tokencut, adaptive", "pca", "conditioning"} < counter.by_task.keys()
 
 
 @pytest.mark.slow
-def test_an_image_of_masks_or_classes_passes_once_for_each_task(workdir, monkeypatch):
-    shown = Shown(monkeypatch)
+def test_each_task_encodes_each_image_with_masks_or_classes_once(counter):
     for dataset in ("toy", "toy_objects"):
         assert main(["probe", *PROBED, "--dataset", dataset, *FEW]) == 0
         if dataset == "toy":
-            assert len(shown.times("segmentation")) == 10
-            assert len(shown.times("discovery")) == 10
-            assert not shown.times("tokencut") + shown.times("tokencut, adaptive")
-    assert not shown.times("knn")
-    assert {times for task in shown.by_task for times in shown.times(task)} == {1}
+            assert len(counter.times("segmentation")) == 10
+            assert len(counter.times("discovery")) == 10
+            assert not counter.times("tokencut") + counter.times("tokencut, adaptive")
+    assert not counter.times("knn")
+    assert {times for task in counter.by_task for times in counter.times(task)} == {1}
 
 
-def cut(out: str, *settings: str, layers: str = "0,1", overwrite: bool = False) -> dict[str, Any]:
-    """Run TokenCut in all protocols; return the values, logs and figures that it stored."""
+def run_tokencut(
+    out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
+) -> dict[str, Any]:
+    """Run TokenCut in all protocols. Return the values, logs and figures that it stored."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}
@@ -223,23 +242,23 @@ def cut(out: str, *settings: str, layers: str = "0,1", overwrite: bool = False) 
     return found | {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
-def test_protocols_that_share_a_pass_find_what_each_finds_alone(workdir, monkeypatch):
+def test_protocols_that_share_a_pass_give_the_results_of_separate_runs(workdir, monkeypatch):
     for protocol in ("adaptive", "reference"):
-        apart = cut("apart", f"probe.protocol={protocol}")
+        apart = run_tokencut("apart", f"probe.protocol={protocol}")
     assert len(ResultStore(Path("apart")).records()) == 4
-    shown = Shown(monkeypatch)
+    passes = PassCounter(monkeypatch)
 
-    assert cut("together") == apart
-    assert cut("together", overwrite=True) == apart
+    assert run_tokencut("together") == apart
+    assert run_tokencut("together", overwrite=True) == apart
 
-    assert shown.times("tokencut") == [1] * 4
-    assert not shown.times("tokencut, adaptive")
+    assert passes.times("tokencut") == [1] * 4
+    assert not passes.times("tokencut, adaptive")
 
 
-def test_a_protocol_with_other_blocks_to_do_passes_on_its_own(workdir, monkeypatch):
-    cut("results", "probe.protocol=adaptive", layers="1")
-    shown = Shown(monkeypatch)
+def test_protocols_with_different_pending_blocks_do_not_share_a_pass(workdir, monkeypatch):
+    run_tokencut("results", "probe.protocol=adaptive", layers="1")
+    passes = PassCounter(monkeypatch)
 
-    cut("results")
+    run_tokencut("results")
 
-    assert len(shown.times("tokencut")) == len(shown.times("tokencut, adaptive")) == 4
+    assert len(passes.times("tokencut")) == len(passes.times("tokencut, adaptive")) == 4

@@ -1,4 +1,4 @@
-"""Clusters of patches beside the masks over them: by hand, restated, and of coloured pictures."""
+"""Clusters of patches, compared with masks: counted by hand, computed again, and probed."""
 
 import itertools
 import json
@@ -41,13 +41,14 @@ def clustering(**changes: Any) -> Clustering:
     return Clustering(**{**QUICK, **changes})
 
 
-def scores_of(tmp_path, dataset=None, layers=(3,), encoder=None, seed=0, **changes: Any):
-    context = probe_context(tmp_path, encoder, dataset, layers, seed)
-    return {(s.layer, s.metric): s for s in clustering(**changes).run(context)}
+def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
+    """Return the scores of block 3 by metric."""
+    context = probe_context(tmp_path, encoder, dataset, (3,), seed)
+    return {score.metric: score for score in clustering(**changes).run(context)}
 
 
-def restated(context, probe, layer, times):
-    """Scores from a k-means of all patches and single pixels, in float64."""
+def cluster_pixels(context, layer):
+    """Return the cluster and the class of each labelled pixel, computed with scikit-learn."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -56,49 +57,49 @@ def restated(context, probe, layer, times):
 
     train, val = context.dataset.train(), context.dataset.val()
     vectors = torch.cat([unit(train[n]).half().float() for n in range(len(train))])
-    kmeans = sklearn.cluster.KMeans(times * 4, n_init="auto", random_state=0).fit(vectors.numpy())
+    kmeans = sklearn.cluster.KMeans(4, n_init="auto", random_state=0).fit(vectors.numpy())
     guess, truth = [], []
     for number in range(len(val)):
         clusters = np.asarray(kmeans.predict(unit(val[number]).numpy()), np.uint8).reshape(4, 4)
         mask = val[number].mask
-        grown = resize_mask(torch.from_numpy(clusters), *mask.shape).numpy()
-        guess.append(grown[mask != IGNORED])
+        enlarged = resize_mask(torch.from_numpy(clusters), *mask.shape).numpy()
+        guess.append(enlarged[mask != IGNORED])
         truth.append(mask[mask != IGNORED])
     return np.concatenate(guess), np.concatenate(truth)
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Accuracy and mean IoU of the names for the classes under which most pixels are right."""
+    """Return the highest accuracy over all assignments of clusters to classes, and its mean IoU."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []
         for kind in np.unique(truth):
-            mine, true = guess == names[kind], truth == kind
-            ious.append((mine & true).sum() / (mine | true).sum())
+            found, true = guess == names[kind], truth == kind
+            ious.append((found & true).sum() / (found | true).sum())
         right = np.mean([names[kind] for kind in truth] == guess)
         best = max(best, (100 * right, 100 * np.mean(ious)))
     return best
 
 
-def test_scores_are_those_of_scikit_learn_on_single_pixels(tmp_path):
+def test_scores_equal_those_of_scikit_learn_on_single_pixels(tmp_path):
     context = probe_context(tmp_path, tiny_encoder(), layers=(1,))
-    guess, truth = restated(context, clustering(), 1, 1)
+    guess, truth = cluster_pixels(context, 1)
 
     found = {s.metric: s.value for s in clustering().run(context)}
 
-    shown: Any = sklearn.metrics.cluster.contingency_matrix(truth, guess)
+    table: Any = sklearn.metrics.cluster.contingency_matrix(truth, guess)
     accuracy, miou = best_of_all_matchings(guess, truth, 4)
     assert found == {
         "ami": pytest.approx(100 * sklearn.metrics.adjusted_mutual_info_score(truth, guess)),
         "nmi": pytest.approx(100 * sklearn.metrics.normalized_mutual_info_score(truth, guess)),
         "ari": pytest.approx(sklearn.metrics.adjusted_rand_score(truth, guess)),
-        "purity": pytest.approx(100 * shown.max(0).sum() / shown.sum()),
+        "purity": pytest.approx(100 * table.max(0).sum() / table.sum()),
         "miou_matched": pytest.approx(miou),
         "accuracy_matched": pytest.approx(accuracy),
     }
 
 
-def test_all_metrics_come_from_one_pass_and_have_a_baseline(tmp_path):
+def test_all_metrics_are_computed_in_one_pass_and_have_a_baseline(tmp_path):
     encoder, probe = tiny_encoder(), clustering(clusters_per_class=[1, 2])
     counter, context = Counter(encoder), probe_context(tmp_path, encoder)
 
@@ -121,22 +122,22 @@ def test_all_metrics_come_from_one_pass_and_have_a_baseline(tmp_path):
 
 
 def test_the_seed_selects_the_patches_and_the_start_of_k_means(tmp_path):
-    passed, values = [], []
+    counters, values = [], []
     for seed in (0, 0, 1):
         encoder = tiny_encoder()
-        passed.append(Counter(encoder))
+        counters.append(Counter(encoder))
         scores = scores_of(tmp_path, encoder=encoder, seed=seed, fit_patches=5)
-        assert passed[-1].images - 7 <= 5
-        assert scores[3, "nmi"].details["num_fit_patches"] == 5
+        assert counters[-1].images - 7 <= 5
+        assert scores["nmi"].details["num_fit_patches"] == 5
         values.append({cell: s.value for cell, s in scores_of(tmp_path, seed=seed).items()})
 
-    assert passed[0].passes == passed[1].passes != passed[2].passes
+    assert counters[0].passes == counters[1].passes != counters[2].passes
     assert values[0] == values[1] != values[2]
-    drawn = draw_patches(18 * 16, 5, 0)
-    assert drawn.unique().tolist() == drawn.tolist()
+    patches = draw_patches(18 * 16, 5, 0)
+    assert patches.unique().tolist() == patches.tolist()
 
 
-def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):
+def test_constant_features_are_flagged_and_score_as_the_baseline(tmp_path):
     encoder = tiny_encoder()
     with torch.no_grad():
         encoder.module.get_parameter("norm.weight").zero_()
@@ -145,7 +146,7 @@ def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):
     found = scores_of(tmp_path, encoder=encoder, facet="token_normed")
 
     for metric in METRICS:
-        score = found[3, metric]
+        score = found[metric]
         assert score.details["constant_features"]
         assert score.details["empty_clusters"] == 3
         assert score.value == pytest.approx(score.details["baseline"]["value"])
@@ -156,29 +157,25 @@ def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
 
     found = scores_of(tmp_path, one)
 
-    assert math.isnan(found[3, "nmi"].value)
-    assert math.isnan(found[3, "ari"].value)
-    assert "baseline" not in found[3, "nmi"].details
-    assert found[3, "purity"].value == 100
+    assert math.isnan(found["nmi"].value)
+    assert math.isnan(found["ari"].value)
+    assert "baseline" not in found["nmi"].details
+    assert found["purity"].value == 100
     assert {score.ci95 for score in found.values()} == {None}
 
 
-NO_LABEL = dict.fromkeys(range(7), IGNORED)
-
-
 @pytest.mark.parametrize(
-    ("changes", "dataset", "error"),
-    [
-        ({"clusters_per_class": [1, 73]}, ColourDataset(), ConfigurationError),
-        ({"fit_patches": 3}, ColourDataset(), ConfigurationError),
-        ({"image_size": 36}, ColourDataset(), ConfigurationError),
-        ({"facet": "cls"}, ColourDataset(), ConfigurationError),
-        ({}, ColourDataset(val_masks=NO_LABEL), DataError),
-    ],
+    "changes",
+    [{"clusters_per_class": [1, 73]}, {"fit_patches": 3}, {"image_size": 36}, {"facet": "cls"}],
 )
-def test_what_cannot_be_clustered_is_refused(tmp_path, changes, dataset, error):
-    with pytest.raises(error):
-        scores_of(tmp_path, dataset, **changes)
+def test_impossible_settings_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigurationError):
+        scores_of(tmp_path, **changes)
+
+
+def test_scored_images_without_labels_are_refused(tmp_path):
+    with pytest.raises(DataError):
+        scores_of(tmp_path, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORED)))
 
 
 @pytest.mark.parametrize(
@@ -189,13 +186,13 @@ def test_what_cannot_be_clustered_is_refused(tmp_path, changes, dataset, error):
         ("class_folders", [], "images", "cls"),
     ],
 )
-def test_the_data_decides_what_is_clustered(dataset, overrides, protocol, facet):
+def test_the_dataset_determines_what_is_clustered(dataset, overrides, protocol, facet):
     (planned,) = plan_probes(["clustering"], [dataset], overrides, {dataset: "/nowhere"})
 
     probe: Any = planned.probe
     assert (probe.protocol, probe.facet) == (protocol, facet)
     assert probe.image_size == (512 if protocol == "patches" else None)
-    # A command that is printed or queued has the same settings.
+    # The plan of a printed or queued command has the same settings.
     config = probing_config(*planned.choice, planned.overrides, planned.root)
     assert config["probe"]["protocol"] == protocol
     unused = {"patches": "crop_share", "images": "fit_patches"}[protocol]
@@ -207,39 +204,39 @@ def test_the_data_decides_what_is_clustered(dataset, overrides, protocol, facet)
 
 
 @pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
-def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
+def test_pixels_are_counted_as_if_clusters_had_the_size_of_the_mask(size):
     generator = np.random.default_rng(0)
     masks = generator.choice([0, 1, 2, IGNORED], (2, *size)).astype(np.uint8)
     clusters = generator.integers(4, size=(2, 5, 6))
     labels = PatchLabels.concatenate([PatchLabels.from_mask(mask, 5, 6) for mask in masks], 5 * 6)
 
-    met, by_image = patch_contingency(labels, clusters.reshape(2, -1), 4, 3)
+    table, by_image = patch_contingency(labels, clusters.reshape(2, -1), 4, 3)
 
     for row, mask, image in zip(by_image.toarray(), masks, clusters, strict=True):
-        grown = resize_mask(torch.from_numpy(image).to(torch.uint8), *size).numpy()
+        enlarged = resize_mask(torch.from_numpy(image).to(torch.uint8), *size).numpy()
         assert row.tolist() == [
-            ((grown == k) & (mask == c)).sum() for k in range(4) for c in range(3)
+            ((enlarged == k) & (mask == c)).sum() for k in range(4) for c in range(3)
         ]
-    assert met.ravel().tolist() == by_image.toarray().sum(0).tolist()
+    assert table.ravel().tolist() == by_image.toarray().sum(0).tolist()
 
 
 def test_intervals_equal_a_loop_over_images_in_numpy():
     generator = np.random.default_rng(0)
     images = generator.integers(9, size=(60, 3, 2)) * (generator.random((60, 3, 2)) < 0.5)
-    met = images.sum(0)
+    table = images.sum(0)
 
-    found = patch_intervals(met, csr_array(images.reshape(60, -1)))
+    found = patch_intervals(table, csr_array(images.reshape(60, -1)))
 
-    assert patch_intervals(met, csr_array(images[1:].reshape(59, -1))) == {}
-    # Images that are all perfect do not show how others might be.
+    assert patch_intervals(table, csr_array(images[1:].reshape(59, -1))) == {}
+    # If all images are perfect, they do not show how scores vary.
     perfect = np.tile(np.diag([2, 3, 1]).ravel(), (60, 1))
     none = patch_intervals(perfect.sum(0).reshape(3, 3), csr_array(perfect))
     assert set(none.values()) == {None}
     assert set(found) == set(SCORES) - {"miou_majority"}
     for name, interval in found.items():
         score = SCORES[name]
-        value = float(score(met))
-        without = np.array([float(score(met - one)) for one in images])
+        value = float(score(table))
+        without = np.array([float(score(table - one)) for one in images])
         bias = 59 * (without.mean() - value)
         margin = scipy.stats.t.ppf(0.975, 59) * np.sqrt(59 * without.var())
         low, high = interval or (0, 0)
@@ -248,7 +245,7 @@ def test_intervals_equal_a_loop_over_images_in_numpy():
         assert high == pytest.approx(min(100, value - min(bias, 0) + margin), abs=1e-6), name
 
 
-def test_pairs_of_very_many_pixels_are_counted():
+def test_pairs_of_very_many_pixels_are_counted_without_overflow():
     assert ari(np.diag([5_000_000_000, 5_000_000_000])) == pytest.approx(1)
     many = np.array([[6, 1], [2, 5]]) * 2_000_000_000
     total = many.sum()

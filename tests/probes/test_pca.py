@@ -1,4 +1,4 @@
-"""PCA maps: every protocol draws every block, and a map looks the same wherever it is drawn."""
+"""PCA maps: components, alignment, colours and foreground, and the figures of every protocol."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -7,13 +7,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from probes.pca import (
     PCA,
     REFERENCE_FILE,
+    align_maps,
     find_reference,
+    fit_projection,
+    foreground_masks,
     load_reference,
+    orient_signs,
     save_reference,
+    to_colours,
+    two_means_threshold,
 )
 from probes.pictures import Picture, save_svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
@@ -58,50 +65,43 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
     assert all(sum(r.details["explained_by_component"]) == pytest.approx(r.value) for r in records)
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
     drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("b.png", "c.png")}
+    images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in DRAWN}
     assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", REFERENCE_FILE}
     if protocol == "dataset":
-        # It is fitted as if all images were one batch.
+        # The dataset is fitted as one batch of all images.
         batch = probe(photographs, ResultStore(tmp_path / "b"), protocol="batch", panels=3)
         assert [r.value for r in records] == pytest.approx([r.value for r in batch])
 
 
 @pytest.mark.parametrize("protocol", ["image", "dataset"])
-def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, protocol):
-    drawn = []
-    for place, commands in (("alone", [(1,)]), ("after", [(0,), (0, 1, 2), (1,)])):
+def test_a_map_does_not_depend_on_earlier_runs_and_other_blocks(photographs, tmp_path, protocol):
+    commands = {"alone": [(1,)], "after": [(0,), (0, 1, 2), (1,)], "among": [(0, 1, 2)]}
+    maps, sheets = [], []
+    for place, runs in commands.items():
         store = ResultStore(tmp_path / place)
-        for layers in commands:
+        for layers in runs:
             probe(photographs, store, protocol=protocol, layers=layers)
         (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
-        names = ("blocks-1.png", "block01/b.png.png", "block01/c.png.png")
-        drawn.append([tile(folder / name) for name in names])
+        maps.append([tile(folder / f"block01/{name}.png") for name in DRAWN])
+        if place != "among":
+            sheets.append(tile(folder / "blocks-1.png"))
 
-    assert all(np.array_equal(one, other) for one, other in zip(*drawn, strict=True))
-
-
-def test_a_block_has_the_same_colours_whatever_other_blocks_are_requested(photographs, tmp_path):
-    drawn = []
-    for layers in ((1,), (0, 1, 2)):
-        store = ResultStore(tmp_path / f"{len(layers)}")
-        probe(photographs, store, layers=layers)
-        drawn.append([tile(path) for path in sorted(store.root.rglob("block01/*.png"))])
-
-    assert len(drawn[0]) == 2
-    assert all(np.array_equal(one, other) for one, other in zip(*drawn, strict=True))
+    assert np.array_equal(*sheets)
+    for others in maps[1:]:
+        assert all(np.array_equal(one, other) for one, other in zip(maps[0], others, strict=True))
 
 
-def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
+def test_colours_can_be_aligned_with_another_checkpoint(photographs, tmp_path):
     store, messages = ResultStore(tmp_path / "out"), []
     probe(photographs, store, protocol="batch")
     other = encoder("other", vit(seed=1))
     probe(photographs, store, protocol="batch", encoder=other)
     pictures = store.root / "pictures" / "pca" / "folder"
     (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
-    _, wanted = load_reference(here, DRAWN)
+    _, targets = load_reference(here, DRAWN)
 
     def distance(folder):
-        pairs = zip(load_reference(folder, DRAWN)[1], wanted, strict=True)
+        pairs = zip(load_reference(folder, DRAWN)[1], targets, strict=True)
         return sum(float((one - other).square().sum()) for one, other in pairs)
 
     before = tile(there / "blocks-0-2.png")
@@ -124,7 +124,7 @@ def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
 def test_a_constant_block_is_reported_and_does_not_become_the_reference(photographs, tmp_path):
     model = vit(skip_mlp=False)
     with torch.no_grad():
-        # The output of the last block is its bias, whatever its input.
+        # The output of the last block is its bias for any input.
         model.get_parameter("blocks.2.mlp.fc2.weight").zero_()
         model.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
     store, messages, silent = ResultStore(tmp_path / "out"), [], encoder("silent", model)
@@ -137,7 +137,7 @@ def test_a_constant_block_is_reported_and_does_not_become_the_reference(photogra
     assert all(m.abs().sum() > 0 for m in load_reference(folder, DRAWN)[1])
 
 
-def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
+def test_only_the_foreground_is_fitted_and_shown(photographs, tmp_path):
     store = ResultStore(tmp_path / "out")
 
     records = probe(photographs, store, background="first_component", layers=(2,))
@@ -151,7 +151,7 @@ def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
     assert 0 < black < 1
 
 
-def test_a_reference_without_the_images_or_damaged_recommends_a_command(tmp_path):
+def test_a_damaged_or_incomplete_reference_recommends_a_command(tmp_path):
     save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
 
     assert load_reference(tmp_path, ["a"])[1][0].shape == (2, 3, 3)
@@ -165,7 +165,7 @@ def test_a_reference_without_the_images_or_damaged_recommends_a_command(tmp_path
     assert damaged.value.hint == ("--overwrite",)
 
 
-def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
+def test_an_svg_sheet_has_text_and_every_image_in_its_place(tmp_path):
     small = np.full((3, 4, 3), 200, np.uint8)
     large = np.full((300, 200, 3), 10, np.uint8)
     rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
@@ -186,3 +186,178 @@ def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert all(float(i["x"]) + float(i["width"]) <= width for i in images)
     assert all(float(i["y"]) + float(i["height"]) <= height for i in images)
+
+
+ROWS, COLS = 5, 7
+
+
+def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.tensor([5.0, 3.0, 2.0, 1.0, 0.5])
+
+
+def make_map(features: torch.Tensor) -> torch.Tensor:
+    """Return a map with unit variance, as the probe computes it before the alignment."""
+    projected = fit_projection(features.flatten(0, 1)).apply(features)
+    return orient_signs([projected], [full_mask(projected)])[0]
+
+
+def full_mask(one_map):
+    return torch.ones(one_map.shape[:2], dtype=torch.bool)
+
+
+def colours_of(one_map):
+    return to_colours([one_map], [full_mask(one_map)])[0]
+
+
+def rotation(dim, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(dim, dim, generator=generator).double())[0]
+
+
+def test_components_and_variances_equal_those_of_an_svd_in_float64():
+    tokens = anisotropic(200, 5) + 3
+    centered = tokens.double().numpy() - tokens.double().numpy().mean(0)
+    left, singular, right = np.linalg.svd(centered, full_matrices=False)
+
+    projection = fit_projection(tokens)
+
+    cosines = (projection.components.numpy() * right[:3]).sum(1)
+    np.testing.assert_allclose(np.abs(cosines), 1.0, atol=1e-9)
+    # The projection has unit variance and zero mean.
+    found = projection.apply(tokens[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(found * cosines.round(), np.sqrt(200) * left[:, :3], atol=1e-9)
+    shares = 100 * singular**2 / (singular**2).sum()
+    np.testing.assert_allclose(projection.explained.numpy(), shares[:3], atol=1e-9)
+    np.testing.assert_allclose(projection.deviations.numpy(), singular[:3] / np.sqrt(200))
+    square = np.square(tokens.double().numpy()).sum()
+    assert projection.spread == pytest.approx(100 * (singular**2).sum() / square)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_with_fewer_dimensions_than_colours_some_channels_are_grey(dim):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(ROWS, COLS, min(dim, 2), generator=generator)
+    if dim == 4:
+        features = features[..., :1] * torch.tensor([1.0, 2.0, -1.0, 0.5])
+    filled = 1 if dim == 4 else dim
+
+    projection = fit_projection(features.flatten(0, 1))
+
+    assert projection.components.shape == (3, dim)
+    assert float(projection.explained.sum()) == pytest.approx(100)
+    assert (projection.explained[filled:] == 0).all()
+    assert (projection.apply(features)[..., filled:] == 0).all()
+    assert (colours_of(projection.apply(features))[..., filled:] == 128).all()
+
+
+def test_constant_features_explain_nothing_and_are_grey():
+    features = torch.full((2, 3, 5), 0.7)
+    features[0, 0] += 1e-8
+    projection = fit_projection(features.flatten(0, 1))
+
+    assert projection.is_constant
+    assert (projection.explained.sum(), projection.spread) == (0, 0)
+    assert (colours_of(projection.apply(features)) == 128).all()
+
+
+def test_the_sign_follows_the_longer_tail_in_any_basis_of_the_features():
+    features = anisotropic(ROWS, COLS, 5).pow(2)
+    one = make_map(features)
+
+    np.testing.assert_allclose(make_map(-features), one, atol=1e-9)
+    np.testing.assert_allclose(make_map(features.double() @ rotation(5)), one, rtol=1e-4, atol=1e-4)
+    assert (one.pow(3).sum((0, 1)) > 0).all()
+
+
+ARBITRARY = {
+    "signs": torch.diag(torch.tensor([-1.0, 1.0, -1.0])).double(),
+    "order": torch.eye(3).double()[[2, 0, 1]],
+    "mixture": rotation(3, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", ARBITRARY)
+def test_signs_order_and_mixtures_of_components_do_not_change_colours(name):
+    reference = make_map(anisotropic(ROWS, COLS, 5))
+    block = make_map(anisotropic(ROWS, COLS, 5) + 0.5 * anisotropic(ROWS, COLS, 5, seed=1))
+
+    first, again = (align_maps([m], [reference])[0] for m in (block, block @ ARBITRARY[name]))
+
+    np.testing.assert_allclose(again, first, atol=1e-9)
+    assert (colours_of(again) == colours_of(first)).all()
+
+
+def test_the_alignment_is_the_rotation_closest_to_the_reference():
+    reference = make_map(anisotropic(ROWS, COLS, 5))
+    block = make_map(anisotropic(ROWS, COLS, 5) + anisotropic(ROWS, COLS, 5, seed=1))
+
+    aligned = align_maps([block], [reference])[0]
+
+    np.testing.assert_allclose(aligned.norm(dim=-1), block.norm(dim=-1), atol=1e-9)
+    best = (aligned - reference).square().sum()
+    for seed in range(50):
+        other = aligned @ rotation(3, seed)
+        assert (other - reference).square().sum() >= best - 1e-9
+
+
+def test_maps_of_several_images_share_a_rotation_at_any_resolution():
+    references = [make_map(anisotropic(ROWS, COLS, 5, seed=s)) for s in range(2)]
+    fine = interpolate(references[1].permute(2, 0, 1)[None], size=(7, 12), mode="bilinear")[0]
+    maps = [references[0], fine.permute(1, 2, 0)]
+
+    aligned = align_maps([one @ ARBITRARY["mixture"] for one in maps], references)
+    alone = align_maps([maps[0] @ ARBITRARY["mixture"], maps[1]], references)
+
+    for found, expected in zip(aligned, maps, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert not torch.allclose(alone[0], references[0])
+
+
+def test_colours_range_from_the_first_to_the_99th_percentile_of_all_maps():
+    values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
+    # Patches outside the mask are black and do not affect the range.
+    outside = torch.full((30, 1, 3), 1000.0, dtype=torch.float64)
+    maps = [values[:50], torch.cat([outside, values[50:]])]
+
+    colours = to_colours(maps, [one[..., 0] < 1000 for one in maps])
+
+    low, high = (one[..., 0].flatten() for one in colours)
+    assert low[:3].tolist() == [0, 0, round(255 / 98)]
+    assert not high[:30].any()
+    assert high[-2:].tolist() == [255, 255]
+    assert high[30] == round(255 * 49 / 98)
+
+
+def test_the_threshold_between_two_groups_has_the_least_squared_distances():
+    values = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+    ordered = values.sort().values.numpy()
+    costs = [k * ordered[:k].var() + (40 - k) * ordered[k:].var() for k in range(1, 40)]
+    k = int(np.argmin(costs)) + 1
+    assert two_means_threshold(values) == pytest.approx((ordered[k - 1] + ordered[k]) / 2)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_foreground_is_the_cluster_away_from_the_border(sign):
+    features = 0.01 * torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
+    features[2:4, 3:6] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
+
+    (mask,) = foreground_masks([features])
+    (whole,) = foreground_masks([torch.full((3, 4, 5), 2.0)])
+
+    assert whole.all(), "constant features have no background"
+    expected = torch.zeros(6, 8, dtype=torch.bool)
+    expected[2:4, 3:6] = True
+    assert (mask == expected).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_cluster_that_fills_the_lower_border_is_the_background(sign):
+    features = 0.01 * torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(0))
+    features[5:] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
+
+    (mask,) = foreground_masks([features])
+
+    # The cluster has 12 of the 28 patches on the border, but only 24 of all 64 patches.
+    assert mask[:5].all()
+    assert not mask[5:].any()

@@ -1,4 +1,4 @@
-"""The GPU kernel of the pixel loss. Triton's interpreter runs it on the CPU."""
+"""The GPU kernel of the pixel loss, which Triton's interpreter runs on the CPU."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is installed on Linux only")
 
-# Triton decides at import whether to interpret, so the interpreter needs its own process.
+# Triton decides at import whether it interprets kernels, so the interpreter needs its own process.
 COMPARE = """
 import torch
 from probes.heads import losses
@@ -19,10 +19,10 @@ from probes.heads.pixel_kernel import sum_with_kernel
 
 generator = torch.Generator().manual_seed(0)
 plain = losses._sum_piece
-# Several pieces, with one head each.
+# Each piece has one head.
 losses.PIECE_BYTES["cpu"] = 1
-for side, images in ((1, 2), (3, 2), (4, 1), (4, 2), (14, 2)):
-    logits = 3 * torch.randn(3, 5, images, 4, 6, generator=generator)
+for side, images in ((1, 2), (3, 1), (4, 2), (14, 1)):
+    logits = 3 * torch.randn(2, 5, images, 4, 6, generator=generator)
     logits[1] *= 20
     logits -= logits.amax(1, keepdim=True)
     counted = torch.rand(side**2, images, 5, 7, generator=generator).round()
@@ -31,7 +31,7 @@ for side, images in ((1, 2), (3, 2), (4, 1), (4, 2), (14, 2)):
     losses._sum_piece = sum_with_kernel
     found = losses.summed_logsumexp(logits, counted)
     for name, one, other in zip(("sum", "gradient"), found, expected):
-        for head in range(3):
+        for head in range(2):
             worst = ((one[head] - other[head]).abs().max() / other[head].abs().max()).item()
             print(f"{side} x {side} pixels, {name} of head {head}: {worst:.1e}")
             assert worst < 5e-6
@@ -44,12 +44,13 @@ def test_the_kernel_equals_the_plain_loss():
     command, root = [sys.executable, "-c", COMPARE], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 30
+    assert len(done.stdout.splitlines()) == 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cells", "pixels"), [(1024, 1), (64, 16), (4, 256), (1, 1024)])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("capability", "cells", "pixels"), [(80, 1024, 1), (80, 4, 256), (90, 64, 16), (90, 1, 1024)]
+)
 def test_the_kernel_compiles_without_spilling_registers(capability, cells, pixels):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,3 +1,5 @@
+"""Labels of pixels from upsampled logits, compared with a computation of all logits."""
+
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,8 +14,8 @@ from probes.heads.pixels import (
 )
 
 
-def _logits(kind, classes, heads=3, rows=6, cols=5):
-    """Return logits that are far apart, often equal, nearly equal, far from zero or smooth."""
+def make_logits(kind, classes, heads=3, rows=6, cols=5):
+    """Return logits of patches. In most kinds, many of them are equal or nearly equal."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -27,22 +29,22 @@ def _logits(kind, classes, heads=3, rows=6, cols=5):
     }[kind]
 
 
-def _restated(logits, height, width):
-    """Apply the definition to all pixels and classes in numpy."""
-    four = []
+def predict_plainly(logits, height, width):
+    """Return the labels by their definition, computed for all pixels and classes in numpy."""
+    corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5
         before = position.floor().int().numpy()
         after = (position - position.floor()).numpy()
         ends = np.clip(before, 0, None), np.clip(before + 1, None, patches - 1)
-        four.append(((ends[0], 1 - after), (ends[1], after)))
+        corners.append(((ends[0], 1 - after), (ends[1], after)))
     total, highest = np.float32(0), np.float32(-np.inf)
-    for above, weight in four[0]:
-        for left, share in four[1]:
+    for above, weight in corners[0]:
+        for left, share in corners[1]:
             corner = logits.numpy()[:, above][:, :, left]
             total = total + corner * (weight[:, None] * share)[:, :, None]
             highest = np.maximum(highest, corner)
-    # By sum, then by highest corner, then the first.
+    # Equal sums are ordered by their highest corner, and then by class.
     best = total == total.max(-1, keepdims=True)
     return np.where(best, highest, -np.inf).argmax(-1)
 
@@ -52,18 +54,17 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("classes", "size"), [(2, (66, 150)), (21, (5, 3)), (255, (37, 53))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_labels_equal_the_definition_exactly(kind, classes, size):
-    logits = _logits(kind, classes)
-
-    assert np.array_equal(predict_pixels(logits, *size).numpy(), _restated(logits, *size))
+def test_labels_equal_the_definition_exactly(kind):
+    for classes, size in ((2, (66, 150)), (21, (5, 3)), (255, (37, 53))):
+        logits = make_logits(kind, classes)
+        assert np.array_equal(predict_pixels(logits, *size).numpy(), predict_plainly(logits, *size))
 
 
 @pytest.mark.parametrize("size", [(37, 53), (5, 3)])
 @pytest.mark.parametrize("predict", [predict_pixels_exactly, predict_pixels_upsampled])
 def test_pixels_have_the_largest_interpolated_logit(predict, size):
-    logits = _logits("noisy", 255)
+    logits = make_logits("noisy", 255)
     upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
     predicted = predict(logits, *size).long()
     largest = upsampled.gather(1, predicted[:, None])[:, 0]
@@ -71,17 +72,17 @@ def test_pixels_have_the_largest_interpolated_logit(predict, size):
 
 
 def test_labels_do_not_depend_on_the_size_of_pieces(monkeypatch):
-    logits = _logits("noisy", 21)
+    logits = make_logits("noisy", 21)
     monkeypatch.setattr("probes.heads.pixels._NODE_LOGITS", 1)
     monkeypatch.setattr("probes.heads.pixels._PIECE_PIXELS", 1)
-    alone = predict_pixels(logits, 40, 70)
+    in_pieces = predict_pixels(logits, 40, 70)
     monkeypatch.undo()
 
-    assert torch.equal(predict_pixels(logits, 40, 70), alone)
+    assert torch.equal(predict_pixels(logits, 40, 70), in_pieces)
 
 
 def test_two_threads_give_the_labels_of_one_and_keep_the_thread_count():
-    logits = _logits("noisy", 21).requires_grad_()
+    logits = make_logits("noisy", 21).requires_grad_()
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -94,13 +95,13 @@ def test_two_threads_give_the_labels_of_one_and_keep_the_thread_count():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("wild", [torch.nan, torch.inf, 1e38])
-def test_huge_logits_of_a_head_do_not_change_other_heads(wild):
-    logits = _logits("noisy", 21)
-    calm = predict_pixels(logits, 40, 70)
-    assert torch.equal(predict_pixels(logits * 2.0**126, 40, 70), calm)
-    logits[1] *= wild
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf, 1e38])
+def test_huge_logits_of_a_head_do_not_change_other_heads(factor):
+    logits = make_logits("noisy", 21)
+    expected = predict_pixels(logits, 40, 70)
+    assert torch.equal(predict_pixels(logits * 2.0**126, 40, 70), expected)
+    logits[1] *= factor
     predicted = predict_pixels(logits, 40, 70)
 
-    assert torch.equal(predicted[[0, 2]], calm[[0, 2]])
+    assert torch.equal(predicted[[0, 2]], expected[[0, 2]])
     assert predicted[1].max() < 21

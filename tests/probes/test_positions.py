@@ -1,10 +1,10 @@
-"""The rule by which an encoder's stored positions were resampled is in every record."""
+"""Records state the rule by which the position embeddings of an encoder were resampled."""
 
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.models import load_encoder
 from ssl_bench.models.vit import resize_positions
+from tests.probes.test_attention import ENCODERS
 from tests.support.faults import class_folders, probing, records
 
 RULE = "bicubic, scale (n + 0.1) / n0, no antialiasing"
@@ -16,10 +16,9 @@ RULE = "bicubic, scale (n + 0.1) / n0, no antialiasing"
         ("knn", "", False),
         ("geometry", "probe.image_size=48", True),
         ("tokencut", "", True),
-        ("pca", "probe.squash=64", True),
     ],
 )
-def test_a_record_names_the_rule_by_which_positions_were_resampled(
+def test_a_record_states_how_position_embeddings_were_resampled(
     workdir, monkeypatch, task, option, is_resampled
 ):
     resampled = []
@@ -29,10 +28,8 @@ def test_a_record_names_the_rule_by_which_positions_were_resampled(
         return resize_positions(positions, old_size=old_size, new_size=new_size, **options)
 
     monkeypatch.setattr("ssl_bench.models.vit.resize_positions", spy)
-    dataset, root = ("folder", "photos")
-    if task == "knn":
-        dataset, root = ("class_folders", "classes")
-        class_folders(workdir / root)
+    dataset, root = ("class_folders", "classes") if task == "knn" else ("folder", "photos")
+    class_folders(workdir / "classes")
 
     assert main([*probing(task, dataset, root), *option.split()]) == 0
 
@@ -41,8 +38,6 @@ def test_a_record_names_the_rule_by_which_positions_were_resampled(
     assert any(resampled) == is_resampled
 
 
-def test_encoders_without_stored_positions_name_no_rule():
-    names = ("vit_tiny_patch16_224", "vit_small_patch16_dinov3")
-    rules = [load_encoder(f"random:timm:{name}").position_rule for name in names]
-
-    assert rules == [RULE, None]
+def test_encoders_have_a_rule_only_with_position_embeddings():
+    assert ENCODERS["dino"]().position_rule == RULE
+    assert ENCODERS["dinov3"]().position_rule is None

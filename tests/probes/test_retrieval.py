@@ -1,5 +1,6 @@
+"""Dense nearest-neighbour retrieval: scores, restated scores, refusals and renamed classes."""
+
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,55 +11,52 @@ import torch.nn.functional as F
 from probes.features.training_images import WholeImage, resize_mask
 from probes.heads.scored_images import Squashed
 from probes.retrieval import Retrieval, matched_score
-from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.results import ResultStore
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
-from tests.support.faults import probing, records, voc
 
 QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
 
 
-def _probe(**changes) -> Retrieval:
+def make_probe(**changes) -> Retrieval:
     return Retrieval(**{**QUICK, **changes})
 
 
 def test_colours_are_retrieved_almost_without_error(tmp_path):
-    probe, context = _probe(), probe_context(tmp_path)
+    probe, context = make_probe(), probe_context(tmp_path)
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
     assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
     for score in scores:
-        # Where all images are perfect, they do not tell how others might be.
+        # If all images are perfect, they do not show how scores vary.
         assert (score.ci95 is None) == (score.value == 100)
         low, high = score.ci95 or (100, 100)
         assert low <= score.value <= high
         json.dumps(score.details, allow_nan=False)
-    # Memories that do not fit together are computed one after the other.
-    apart = list(_probe(memory_gib=1e-5).run(probe_context(tmp_path)))
-    assert [s.value for s in apart] == [s.value for s in scores]
+    # If the features of all blocks do not fit into memory, blocks are computed separately.
+    separate = list(make_probe(memory_gib=1e-5).run(probe_context(tmp_path)))
+    assert [s.value for s in separate] == [s.value for s in scores]
 
 
 def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
     encoder = tiny_encoder()
     counter = Counter(encoder)
-    # All patches are remembered but few whose pixels are ignored, so that all images are.
-    list(_probe(crops="resized", views=2).run(probe_context(tmp_path, encoder)))
+    # Each image has patches in the memory, because only few patches are completely ignored.
+    list(make_probe(crops="resized", views=2).run(probe_context(tmp_path, encoder)))
     assert counter.images == 2 * 18 + 7
     assert set(counter.passes.values()) == {1}
-    # And images of which nothing is remembered do not pass.
+    # Images without a patch in the memory are not encoded.
     counter.passes.clear()
-    list(_probe(memory_patches=5).run(probe_context(tmp_path, encoder)))
+    list(make_probe(memory_patches=5).run(probe_context(tmp_path, encoder)))
     assert 0 < counter.images - 7 <= 5
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_scores_are_those_of_a_restatement_in_float64(tmp_path, seed):
-    # So many distant patches vote that their weights and shares decide.
-    asked = {"memory_patches": 40, "neighbours": 20, "temperature": 0.05, "image_size": 40}
+def test_scores_equal_a_computation_in_float64(tmp_path, seed):
+    # Half of the memory votes, so the weights and the shares of classes are important.
+    options = {"memory_patches": 40, "neighbours": 20, "temperature": 0.05, "image_size": 40}
     context = probe_context(tmp_path, layers=(0,), seed=seed)
-    (_, accuracy) = _probe(**asked).run(context)
+    (_, accuracy) = make_probe(**options).run(context)
 
     extractor = context.extractor([0], "token")
 
@@ -89,9 +87,9 @@ def test_scores_are_those_of_a_restatement_in_float64(tmp_path, seed):
     assert accuracy.value == pytest.approx(100 * right / total, abs=0.05)
 
 
-def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
+def test_unlabelled_pixels_are_neither_stored_nor_scored(tmp_path):
     dataset = ColourDataset(masks=dict.fromkeys(range(10), 255))
-    score = next(iter(_probe().run(probe_context(tmp_path, dataset=dataset))))
+    score = next(iter(make_probe().run(probe_context(tmp_path, dataset=dataset))))
     assert score.details["memory_patches"] <= 8 * 16
     assert score.value > 60
     assert score.per_image is not None
@@ -99,14 +97,13 @@ def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
     assert np.array_equal(predicted, true)
 
 
-@pytest.mark.parametrize(
-    ("changes", "masks", "error"),
-    [({"neighbours": 500}, {}, ConfigurationError), ({}, dict.fromkeys(range(18), 255), DataError)],
-)
-def test_what_cannot_be_retrieved_is_refused(tmp_path, changes, masks, error):
-    with pytest.raises(error) as caught:
-        list(_probe(**changes).run(probe_context(tmp_path, dataset=ColourDataset(masks=masks))))
-    assert changes == {} or caught.value.hint == ("probe.neighbours=288",)
+def test_too_many_neighbours_and_images_without_labels_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError) as caught:
+        list(make_probe(neighbours=500).run(probe_context(tmp_path)))
+    assert caught.value.hint == ("probe.neighbours=288",)
+    unlabelled = ColourDataset(masks=dict.fromkeys(range(18), 255))
+    with pytest.raises(DataError):
+        list(make_probe().run(probe_context(tmp_path, dataset=unlabelled)))
 
 
 def test_hbird_also_scores_renamed_classes(tmp_path):
@@ -115,47 +112,26 @@ def test_hbird_also_scores_renamed_classes(tmp_path):
     preset = build(compose_config("probing", overrides), "probe")
     assert preset.guesses
     assert preset.settings().items() >= {"norm": "final"}.items()
-    found = {score.metric: score for score in _probe(protocol="hbird").run(context)}
-    plain = {score.metric: score for score in _probe().run(context)}
+    found = {score.metric: score for score in make_probe(protocol="hbird").run(context)}
+    plain = {score.metric: score for score in make_probe().run(context)}
 
     assert set(plain) == {"miou", "pixel_accuracy"}
     assert {metric: found[metric].value for metric in plain} == {
         metric: score.value for metric, score in plain.items()
     }
     matched = found["miou_matched"]
-    # Colours are recognised, so that no new name helps; the class that never occurs counts as 0.
+    # All colours are recognised, so renaming does not help. The class that never occurs has an IoU
+    # of 0.
     assert matched.value == pytest.approx(0.75 * found["miou"].value)
     assert matched.details["baseline"]["value"] < matched.value
     assert (matched.ci95, matched.per_image) == (None, None)
 
 
-def test_matched_names_lead_from_the_predicted_to_the_true_class():
-    # Every pixel of "sky" was predicted as "sea", and so on in a circle.
+def test_renamed_classes_map_predicted_to_true_classes():
+    # Every pixel of "sky" was predicted as "sea", of "sea" as "sand", and of "sand" as "sky".
     confusion = np.array([[0, 9, 0], [0, 0, 5], [3, 0, 0]])
 
     score = matched_score((0, "token"), confusion, ("sky", "sea", "sand"), 4, {})
 
     assert score.value == 100
     assert score.details["renamed_classes"] == {"sea": "sky", "sand": "sea", "sky": "sand"}
-
-
-def test_a_metric_more_leaves_finished_scores_as_they_are(workdir, capsys):
-    voc(workdir / "voc")
-    words = probing("retrieval", "voc2012", workdir / "voc", "probe.protocol=hbird")
-    assert main(words) == 0
-    before = {record.key(): record for record in records()}
-    assert {key.metric for key in before} == {"miou", "pixel_accuracy", "miou_matched"}
-    store = ResultStore(Path("results"))
-    for key in before:
-        if key.metric == "miou_matched":
-            store.path(key).unlink()
-
-    capsys.readouterr()
-    assert main(words) == 0
-
-    assert "skipping 2 of 3 results" in capsys.readouterr().err
-    after = {record.key(): record for record in records()}
-    assert {key: one.value for key, one in after.items()} == {
-        key: one.value for key, one in before.items()
-    }
-    assert all(after[key] == one for key, one in before.items() if key.metric != "miou_matched")

@@ -1,4 +1,4 @@
-"""Masks of one object: what was found in each image, scored again in plain numpy."""
+"""Masks of single objects: scores computed again in numpy, and data without masks."""
 
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Noise with a bright square, of which the masks hold another part each."""
+    """Write noise with a bright square, and masks that contain different parts of the square."""
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -36,7 +36,11 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Return the scores of maps in [0, 1] against true masks, threshold by threshold."""
+    """Return the maximum F-beta, the IoU and the accuracy in percent.
+
+    `pairs` has a map in [0, 1] and the true mask of each image. The computation loops over all
+    images and thresholds.
+    """
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:
         per_image = []
@@ -58,7 +62,7 @@ def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, fl
     }
 
 
-def kept(out: str = "results") -> Iterator[dict]:
+def read_log(out: str = "results") -> Iterator[dict]:
     (path,) = Path(out).glob("pictures/tokencut/*/*/*/images_*.jsonl")
     yield from map(json.loads, path.read_text().splitlines()[1:])
 
@@ -68,36 +72,36 @@ def true_mask(root: Path, image_id: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["tokencut", "lost"])
-def test_records_and_comparisons_are_what_plain_numpy_makes_of_the_masks(workdir, method):
+def test_scores_and_baselines_equal_a_computation_in_numpy(workdir, method):
     root = object_folders(workdir / "objects")
     words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, f"probe.method={method}")
 
     assert main(words) == 0
 
-    # The true mask is known, so masks that were found are not saved as files.
+    # Masks are saved as files only if the true masks are unknown.
     assert not list(Path("results").glob("**/masks"))
     found, constant = [], defaultdict(list)
-    for line in kept():
+    for line in read_log():
         truth = true_mask(root, line["image"])
         assert ("tied_cutoff" in line["cells"]["1/key"]) == (method == "lost")
         patches = unpack_mask(line["cells"]["1/key"]["mask"], tuple(line["grid"]))
         pixels = np.kron(patches, np.ones((PATCH, PATCH)))[: truth.shape[0], : truth.shape[1]]
         found.append((pixels, truth))
-        off = [abs((np.arange(side) + 0.5) / side - 0.5) for side in truth.shape]
-        centre = np.maximum(off[0][:, None], off[1]) < np.sqrt(0.125)
+        distances = [abs((np.arange(side) + 0.5) / side - 0.5) for side in truth.shape]
+        centre = np.maximum(distances[0][:, None], distances[1]) < np.sqrt(0.125)
         for answer, mask in (("centre box", centre), ("empty mask", 0), ("whole image", 1)):
             constant[answer].append((np.broadcast_to(mask, truth.shape), truth))
     store = ResultStore(Path("results"))
-    of = {record.metric: record for record in store.records()}
-    assert of.keys() == {"max_f_beta", "iou", "accuracy"}
-    for metric, record in of.items():
+    by_metric = {record.metric: record for record in store.records()}
+    assert by_metric.keys() == {"max_f_beta", "iou", "accuracy"}
+    for metric, record in by_metric.items():
         assert record.value == pytest.approx(plain_scores(found)[metric])
         assert (record.unit, record.num_images, record.split) == ("%", 4, "val")
         assert record.ci95 is not None
         assert record.ci95[0] < record.value < record.ci95[1]
         baseline = Baseline.from_details(record.details)
         assert baseline is not None
-        scores = {answer: plain_scores(some)[metric] for answer, some in constant.items()}
+        scores = {answer: plain_scores(pairs)[metric] for answer, pairs in constant.items()}
         assert baseline.value == pytest.approx(max(scores.values()))
         assert baseline.value == pytest.approx(scores[baseline.answer])
         curve = load_curve(store, [record])
@@ -108,39 +112,35 @@ def test_records_and_comparisons_are_what_plain_numpy_makes_of_the_masks(workdir
     assert not store.damaged
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        # Of 100 pixels 20 are found, 16 true, 10 both: precision 1/2, recall 5/8.
+def test_scores_of_an_image_counted_by_hand():
+    for counts, expected in (
+        # Of 100 pixels, 20 are found, 16 true and 10 both. The precision is 1/2, the recall 5/8.
         ([10, 20, 16, 100], (130 * 0.5 * 0.625 / 0.775, 1000 / 26, 84)),
         ([0, 0, 16, 100], (0, 0, 84)),
         ([0, 20, 0, 100], (0, 0, 80)),
         ([0, 20, 16, 100], (0, 0, 64)),
         ([0, 0, 0, 100], (100, 100, 100)),
         ([100, 100, 100, 100], (100, 100, 100)),
-    ],
-)
-def test_scores_of_an_image_are_counted_by_hand(counts, expected):
-    scores = [float(score(np.array(counts))) for score in OBJECT_SCORES.values()]
-
-    assert scores == pytest.approx(expected)
+    ):
+        scores = [float(score(np.array(counts))) for score in OBJECT_SCORES.values()]
+        assert scores == pytest.approx(expected)
 
 
-def test_ignored_pixels_are_neither_right_nor_wrong():
+def test_ignored_pixels_are_not_counted():
     truth = np.array([[0, 1, 255, 1], [0, 0, 255, 255]], np.uint8)
     answer = np.array([[1, 1, 1, 0], [0, 0, 0, 1]], bool)
 
     assert object_counts(answer, truth).tolist() == [1, 2, 2, 5]
 
 
-def test_images_seen_smaller_are_scored_at_that_size(workdir):
+def test_resized_images_are_scored_at_their_new_size(workdir):
     root = object_folders(workdir / "objects", [(32, 40)])
     words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, "probe.longer_side=20")
 
     assert main(words) == 0
 
-    (line,) = kept()
-    # Rows 8 to 19 and columns 8 to 23, at half the size.
+    (line,) = read_log()
+    # At half the size, the object has 6 x 8 pixels.
     assert line["cells"]["1/key"]["object"][2:] == [6 * 8, 16 * 20]
     assert line["size"] == [16, 20]
 
@@ -155,7 +155,7 @@ def test_images_seen_smaller_are_scored_at_that_size(workdir):
 )
 def test_the_annotations_of_a_dataset_decide_what_is_scored(dataset, truth, metrics):
     (planned,) = plan_probes(["tokencut"], [dataset], [])
-    (adaptive,) = planned.in_secondary_protocols()
+    (adaptive,) = planned.plan_secondary_protocols()
 
     for probe in (planned.probe, adaptive.probe):
         assert isinstance(probe, TokenCut)

@@ -1,3 +1,5 @@
+"""Linear segmentation: training, selection of heads, scores, figures, protocols and refusals."""
+
 import json
 from dataclasses import replace
 from hashlib import sha256
@@ -26,7 +28,7 @@ from tests.support.colours import (
 )
 
 
-def test_colours_are_segmented_almost_without_error_from_one_pass_of_every_view(tmp_path):
+def test_colours_are_segmented_well_and_each_view_is_encoded_once(tmp_path):
     encoder = tiny_encoder()
     counter = Counter(encoder)
     probe = quick_probe(epochs=20, views=2, panels=3)
@@ -71,25 +73,26 @@ def test_figures_of_a_resumed_run_show_the_same_predictions(tmp_path, monkeypatc
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(
-    ("mode", "last", "joined"),
-    [
+def test_concatenated_blocks_end_with_the_last_requested_block():
+    for mode, last, blocks in (
         ("multi", 11, (2, 5, 8, 11)),
         ("multi", 8, (1, 3, 5, 8)),
         ("last4", 11, (8, 9, 10, 11)),
         ("last4", 1, (0, 1)),
-    ],
-)
-def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
-    assert quick_probe(layers_mode=mode).sources((0, last)) == [joined]
+    ):
+        assert quick_probe(layers_mode=mode).sources((0, last)) == [blocks]
 
 
-def test_what_is_held_out_trains_nothing(tmp_path):
-    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=0.3, seed=0)
-    wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+def relabel_held_out(holdout: float) -> ColourDataset:
+    """Return a dataset whose held-out images have a label that no other image has."""
+    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=holdout, seed=0)
+    return ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+
+
+def test_held_out_images_do_not_train_heads(tmp_path):
     one, other = (
         list(quick_probe(holdout=0.3, epochs=1).run(probe_context(tmp_path, dataset=dataset)))
-        for dataset in (ColourDataset(), wrong)
+        for dataset in (ColourDataset(), relabel_held_out(0.3))
     )
     for before, after in zip(one, other, strict=True):
         assert before.details["miou_by_rate"] == after.details["miou_by_rate"]
@@ -97,10 +100,8 @@ def test_what_is_held_out_trains_nothing(tmp_path):
 
 
 def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
-    # With wrong masks of the held-out images, they prefer another rate than the scored images.
-    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=0.3, seed=0)
-    wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
-    context = probe_context(tmp_path, layers=(3,), dataset=wrong)
+    # With wrong masks, the held-out images select another rate than the scored images.
+    context = probe_context(tmp_path, layers=(3,), dataset=relabel_held_out(0.3))
     probe = quick_probe(layers_mode="single", holdout=0.3, learning_rates=[1e-7, 1e-2])
     holdout, oracle, accuracy = probe.run(context)
     assert holdout.details["learning_rate"] != oracle.details["learning_rate"]
@@ -113,19 +114,18 @@ def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
     assert oracle.value == max(scored)
 
 
-@pytest.mark.parametrize(
-    ("rates", "is_edge"), [([1e-6, 1e-2], True), ([1e-2], False), ([1e-7, 1e-2, 1e3], False)]
-)
-def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path, rates, is_edge):
-    probe = quick_probe(learning_rates=rates, epochs=2)
+def test_a_selected_rate_at_the_edge_of_the_grid_gives_a_warning(tmp_path):
+    cases = ([1e-6, 1e-2], True), ([1e-2], False), ([1e-7, 1e-2, 1e3], False)
+    for rates, is_edge in cases:
+        probe = quick_probe(learning_rates=rates, epochs=2)
 
-    details = next(iter(probe.run(probe_context(tmp_path, layers=(3,))))).details
+        details = next(iter(probe.run(probe_context(tmp_path, layers=(3,))))).details
 
-    assert any("0.01 is at the edge" in line for line in details["warnings"]) == is_edge
-    assert set(few_images_warning(7)) <= {*details["warnings"]}
+        assert any("0.01 is at the edge" in line for line in details["warnings"]) == is_edge
+        assert set(few_images_warning(7)) <= {*details["warnings"]}
 
 
-def test_held_out_images_are_scored_as_they_are_beside_their_mirror_images(tmp_path):
+def test_held_out_images_are_scored_without_their_mirror_images(tmp_path):
     run = SegmentationRun(quick_probe(views=2, holdout=0.3), probe_context(tmp_path))
     features = run.features()
     heads = run.train(features)
@@ -147,9 +147,8 @@ def test_a_refit_fits_all_views_of_all_training_images(tmp_path):
         training="lbfgs", c_values=[1.0], loss="majority", inference="patch", max_iterations=3,
         refit=True, holdout=0.7, views=2,
     )  # fmt: skip
-    # Most images are held out and have a label that none of the others has.
-    split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=0.7, seed=0)
-    dataset = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+    # Without a refit, the heads would not know the label of the held-out images.
+    dataset = relabel_held_out(0.7)
     run = SegmentationRun(probe, probe_context(tmp_path / "expected", dataset=dataset))
     fitted = probe.training.train(
         run.head_spec, run.features(), run.sources, torch.arange(2 * 18), run.context.progress
@@ -164,7 +163,9 @@ def test_a_refit_fits_all_views_of_all_training_images(tmp_path):
 
 @pytest.mark.parametrize("mode", ["single", "last4"])
 def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp_path, mode):
-    probe, context = quick_probe(layers_mode=mode), probe_context(tmp_path)
+    # The second learning rate has the higher score.
+    rates = [1e-7, 1e-2]
+    probe, context = quick_probe(layers_mode=mode, learning_rates=rates), probe_context(tmp_path)
     run = SegmentationRun(probe, context)
     heads, scores = run.train(run.features()), list(run.scores())
     confusion, by_image = np.zeros((4, 4), np.int64), np.asarray(scores[-1].per_image)
@@ -174,15 +175,16 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
         image = Squashed().prepare(sample, 32).windows
         blocks = run.training_pass.extractor(image)
         tokens = torch.cat([blocks[layer]["token"][0] for layer in heads.sources[-1]], -1)
-        rate = scores[-1].details["learning_rates"].index(scores[-1].details["learning_rate"])
+        rate = rates.index(scores[-1].details["learning_rate"])
+        assert rate == 1
         logits = tokens @ heads.weight[-1, rate].T + heads.bias[-1, rate]
         size = sample.mask.shape
         upsampled = F.interpolate(logits.movedim(-1, 0)[None], size, mode="bilinear")
-        guesses = upsampled.argmax(1)[0].numpy()
+        predicted = upsampled.argmax(1)[0].numpy()
         counted = sample.mask != 255
-        np.add.at(confusion, (sample.mask[counted], guesses[counted]), 1)
-        of_image = confusion - before
-        expected = [np.diag(of_image), of_image.sum(0), of_image.sum(1)]
+        np.add.at(confusion, (sample.mask[counted], predicted[counted]), 1)
+        counts = confusion - before
+        expected = [np.diag(counts), counts.sum(0), counts.sum(1)]
         assert by_image[index].tolist() == np.array(expected).tolist()
     right = np.diag(confusion)
     union = confusion.sum(0) + confusion.sum(1) - right
@@ -226,21 +228,19 @@ def test_images_without_a_label_and_equal_features_are_reported(tmp_path):
             assert any("degenerate" in line for line in details["warnings"]) == (share == 100)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (ColourDataset(masks=dict.fromkeys(range(18), 1)), "only green.* two classes"),
-        (ColourDataset(masks=dict.fromkeys(range(18), 255)), "contain no class"),
-        (ColourDataset(num_train=1), "has 1 training images .* at least 2"),
-        (ColourDataset(val_masks=dict.fromkeys(range(7), 255)), "val has no labelled pixel"),
-    ],
-)
-def test_data_that_cannot_be_scored_is_named(tmp_path, dataset, message):
-    with pytest.raises(DataError, match=message):
-        list(quick_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
+def test_data_that_cannot_be_scored_is_refused(tmp_path):
+    for changes, part in (
+        ({"masks": dict.fromkeys(range(18), 1)}, "green"),
+        ({"masks": dict.fromkeys(range(18), 255)}, "no class"),
+        ({"num_train": 1}, "1 training image"),
+        ({"val_masks": dict.fromkeys(range(7), 255)}, "val"),
+    ):
+        context = probe_context(tmp_path, dataset=ColourDataset(**changes))
+        with pytest.raises(DataError, match=part):
+            list(quick_probe(epochs=1).run(context))
 
 
-def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
+def test_panels_show_the_image_the_true_mask_and_every_block(tmp_path):
     dataset = ColourDataset(num_val=2, val_masks={1: 3})
     probe = quick_probe(panels=2, epochs=20, score_size=10)
     list(probe.run(probe_context(tmp_path, dataset=dataset, layers=(0, 3))))
@@ -251,11 +251,11 @@ def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
     assert {*names} == {name for name in announced if name.endswith(".png")}
     with Image.open(tmp_path / "pictures" / names[0]) as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
-    # 24 x 32 pixels are shown 144 high and 192 wide, four beside each other and the legend.
-    truth, layers = pixels[30:160, 204:388], [pixels[30:160, x : x + 184] for x in (400, 596)]
+    # Each of the four tiles has 144 x 192 pixels. The legend is to their right.
+    truth, last_block = pixels[30:160, 204:388], pixels[30:160, 596:780]
     assert pixels.shape[1] > 4 * 196
     assert abs(truth - pixels[30:160, 8:192]).mean() > 20
-    assert abs(truth - layers[1]).mean() < 10
+    assert abs(truth - last_block).mean() < 10
 
 
 PROTOCOLS = {
@@ -264,24 +264,13 @@ PROTOCOLS = {
     "cutting_the_skip": {"loss": "full_resolution", "holdout": 0.0, "train_images": 3000},
     "dinov2": {"loss": "full_resolution", "crops": "scaled", "scoring": "slide"},
     "neco": {"loss": "100", "optimizer": "sgd", "score_size": 100, "norm": "final"},
-    "capi": {
-        "loss": "majority",
-        "optimizer": "preconditioned_lbfgs",
-        "score_size": 224,
-        "refit": True,
-    },
+    "capi": {"loss": "majority", "optimizer": "preconditioned_lbfgs", "score_size": 224},
 }
+MODES = ("multi", "single", "multi", "last4", "single", "last4")
 
 
-@pytest.mark.parametrize(
-    ("protocol", "mode"),
-    [
-        *((name, "single") for name in ("fast", "neco")),
-        *((name, "last4") for name in ("dinov2", "capi")),
-        *((name, "multi") for name in ("ssl_bench", "cutting_the_skip")),
-    ],
-)
-def test_every_protocol_runs_and_records_name_its_settings(tmp_path, protocol, mode):
+@pytest.mark.parametrize(("protocol", "mode"), [*zip(PROTOCOLS, MODES, strict=True)])
+def test_every_protocol_runs_and_records_state_its_settings(tmp_path, protocol, mode):
     few = "max_iterations=3" if protocol == "capi" else "epochs=1"
     small = [f"probe.training.{few}", "probe.image_size=32", "probe.panels=0"]
     choice = [f"probe/segmentation/protocol={protocol}", f"probe.layers_mode={mode}"]
@@ -292,13 +281,14 @@ def test_every_protocol_runs_and_records_name_its_settings(tmp_path, protocol, m
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
     assert scores[0].details["layers"] == ([0] if mode == "single" else [0, 1, 2, 3])
     assert PROTOCOLS[protocol].items() <= probe.settings().items()
+    assert bool(probe.settings().get("refit")) == (protocol == "capi")
     assert scores[0].details["guesses"] == fill_in_guesses(probe, probe.guesses)
     assert bool(probe.guesses) == (protocol not in ("ssl_bench", "fast"))
     names = {replace(probe, facet="token", norm=norm).list_name(0) for norm in ("none", "final")}
     assert len(names) == 2
     for score in scores:
         assert score.facet == ("token_normed" if protocol == "neco" else "token")
-        # Where all images are perfect, they do not tell how others might be.
+        # If all images are perfect, they do not show how scores vary.
         assert (score.ci95 is None) == (score.value == 100)
         low, high = score.ci95 or (100, 100)
         assert low <= score.value <= high

@@ -1,4 +1,4 @@
-"""Training images that are drawn: a share, or a few of each class several times."""
+"""Random subsets of the training images: a sample, or several draws of a few shots per class."""
 
 import math
 from functools import partial
@@ -33,9 +33,9 @@ def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str
     return scored(probe, dataset, layers=(1, 0), **changes)
 
 
-def test_few_shots_are_among_many_and_draws_and_seeds_differ(root):
+def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
     images = ClassFolders(root).train()
-    drawn, again, few, other = (
+    shots, again, few, other = (
         Shots.draw(images, per_class=most, draws=3, seed=seed)
         for most, seed in ((4, 0), (4, 0), (2, 0), (4, 1))
     )
@@ -44,19 +44,19 @@ def test_few_shots_are_among_many_and_draws_and_seeds_differ(root):
         return [shots.indices[n] for n in shots.select(draw, count, skip=skip).tolist()]
 
     for draw in range(3):
-        taken = [ids(drawn, draw, count) for count in (1, 2, 4)]
-        assert set(taken[0]) < set(taken[1]) < set(taken[2])
-        assert taken == [ids(again, draw, count) for count in (1, 2, 4)]
-        assert taken[1] == ids(few, draw, 2)
-        assert sorted(taken[1] + ids(drawn, draw, 2, skip=2)) == taken[2]
-        labels = [images.labels[index] for index in taken[1]]
+        one, two, four = selected = [ids(shots, draw, count) for count in (1, 2, 4)]
+        assert set(one) < set(two) < set(four)
+        assert selected == [ids(again, draw, count) for count in (1, 2, 4)]
+        assert two == ids(few, draw, 2)
+        assert sorted(two + ids(shots, draw, 2, skip=2)) == four
+        labels = [images.labels[index] for index in two]
         assert sorted(labels) == [n for n in range(6) for _ in range(2)]
-    whole = {tuple(ids(shots, draw, 2)) for shots in (drawn, other) for draw in range(3)}
-    assert len(whole) == 6
+    different = {tuple(ids(each, draw, 2)) for each in (shots, other) for draw in range(3)}
+    assert len(different) == 6
 
 
-def of_hits(*right: int) -> list[list[Score]]:
-    """A score of ten images for each draw."""
+def scores_by_draw(*right: int) -> list[list[Score]]:
+    """Return a score of ten images for each draw. `right` has the number of correct images."""
     return [
         [
             Score(3, "cls", "top1_k1", 10.0 * n, None, 10, {"bank": 6, "n": n, "warnings": ["w"]},
@@ -66,79 +66,80 @@ def of_hits(*right: int) -> list[list[Score]]:
     ]  # fmt: skip
 
 
-def test_the_interval_is_that_of_student_over_the_draws():
-    (score,) = average_over_draws(of_hits(4, 5, 6), 2)
+def test_the_interval_is_a_t_interval_over_the_draws():
+    (score,) = average_over_draws(scores_by_draw(4, 5, 6), 2)
 
-    # Deviation 10, so 10 / sqrt(3) times 4.3027, t of two degrees of freedom.
+    # The deviation is 10, so the margin is 10 / sqrt(3) times 4.3027, the t value for 2 degrees of
+    # freedom.
     assert (score.metric, score.value) == ("top1_k1_2shot", pytest.approx(50))
     assert score.ci95 == pytest.approx((50 - 24.841, 50 + 24.841), abs=1e-3)
     assert score.details["value_by_draw"] == [40, 50, 60]
     assert (score.details["bank"], score.details["n_by_draw"]) == (6, [4, 5, 6])
     assert score.details["warnings"] == ["w"]
-    # By image 1 four times, 2/3, 1/3 and 0 four times: deviation .4779, t of nine 2.2622.
+    # The means of the images are 1 (four times), 2/3, 1/3 and 0 (four times). Their deviation is
+    # 0.4779, and the t value for 9 degrees of freedom is 2.2622.
     assert score.details["ci95_over_images"] == pytest.approx((15.813, 84.187), abs=1e-3)
     assert score.per_image is not None
     assert score.per_image.tolist()[3:6] == [[True] * 3, [False, True, True], [False, False, True]]
-    # One draw, or equal draws, have no interval.
+    # A single draw and equal draws have no interval.
     for right in ((5,), (5, 5)):
-        assert next(average_over_draws(of_hits(*right), 1)).ci95 is None
+        assert next(average_over_draws(scores_by_draw(*right), 1)).ci95 is None
 
 
-def test_the_vote_of_shots_is_that_of_a_dataset_of_these_images(root):
+def test_the_vote_of_shots_equals_that_of_a_dataset_with_these_images(root):
     seed = 3
     probe = KNN(shots=[3, 1], draws=2, neighbours=[2, 10], facet=["cls", "patch_mean"])
     found = scores(probe, ClassFolders(root), seed=seed)
-    drawn = Shots.draw(ClassFolders(root).train(), per_class=3, draws=2, seed=seed)
+    shots = Shots.draw(ClassFolders(root).train(), per_class=3, draws=2, seed=seed)
 
     for count, neighbours in ((3, (2, 3)), (1, (1,))):
-        alone = [
-            scores(
-                KNN(neighbours=neighbours, facet=["cls", "patch_mean"]),
-                of_images(root, [drawn.indices[n] for n in drawn.select(draw, count).tolist()]),
-            )
-            for draw in range(2)
-        ]
-        for cell in alone[0]:
+        expected = []
+        for draw in range(2):
+            indices = [shots.indices[n] for n in shots.select(draw, count).tolist()]
+            single = KNN(neighbours=neighbours, facet=["cls", "patch_mean"])
+            expected.append(scores(single, of_images(root, indices)))
+        for cell in expected[0]:
             score = found[(*cell[:2], f"{cell[2]}_{count}shot")]
-            assert score.details["value_by_draw"] == [one[cell].value for one in alone]
+            assert score.details["value_by_draw"] == [one[cell].value for one in expected]
             assert score.details["bank"] == 6 * count
             assert score.value == pytest.approx(np.mean(score.details["value_by_draw"]))
 
 
-def test_heads_of_shots_are_those_of_a_dataset_of_these_images(root):
+def test_heads_of_shots_equal_those_of_a_dataset_with_these_images(root):
     quick = {"training": "sgd", "learning_rates": [1e-3, 1.0], "epochs": 3, "crop_share": 1.0}
     probe = classification(**quick, shots=[1, 2], draws=2, facet="patch_mean")
     found = scores(probe, ClassFolders(root))
-    drawn = Shots.draw(ClassFolders(root).train(), per_class=4, draws=2, seed=0)
+    shots = Shots.draw(ClassFolders(root).train(), per_class=4, draws=2, seed=0)
 
     for draw in range(2):
-        fitted, choosing = (
-            [drawn.indices[n] for n in drawn.select(draw, 2, skip=after).tolist()]
-            for after in (0, 2)
+        fitted, held_out = (
+            [shots.indices[n] for n in shots.select(draw, 2, skip=skip).tolist()] for skip in (0, 2)
         )
-        alone = classification(**quick, holdout=0.0, facet="patch_mean")
-        one = scores(alone, of_images(root, fitted))
-        chosen = of_images(root, fitted)
-        rest = ClassFolders(root).train().select("class_folders", choosing)
-        object.__setattr__(chosen, "val", lambda rest=rest: rest)
-        choice = scores(alone, chosen)
+        single = classification(**quick, holdout=0.0, facet="patch_mean")
+        scored_on_val = scores(single, of_images(root, fitted))
+        dataset = of_images(root, fitted)
+        images = ClassFolders(root).train().select("class_folders", held_out)
+        object.__setattr__(dataset, "val", lambda images=images: images)
+        scored_on_held_out = scores(single, dataset)
         for layer in (0, 1):
-            whole = found[layer, "patch_mean", "top1_holdout_2shot"].details
-            by_hand = one[layer, "patch_mean", "top1_oracle"].details
-            asked = choice[layer, "patch_mean", "top1_oracle"].details
-            assert of_draw(whole, "top1_by_rate", draw) == by_hand["top1_by_rate"]
-            assert of_draw(whole, "top1_by_rate_held_out", draw) == asked["top1_by_rate"]
-            assert of_draw(whole, "learning_rate", draw) == asked["learning_rate"]
-            assert (whole["num_train_images"], whole["num_held_out_images"]) == (12, 12)
+            details = found[layer, "patch_mean", "top1_holdout_2shot"].details
+            on_val = scored_on_val[layer, "patch_mean", "top1_oracle"].details
+            on_held_out = scored_on_held_out[layer, "patch_mean", "top1_oracle"].details
+            rates = detail_of_draw(details, "top1_by_rate_held_out", draw)
+            assert rates == on_held_out["top1_by_rate"]
+            assert detail_of_draw(details, "top1_by_rate", draw) == on_val["top1_by_rate"]
+            rate = detail_of_draw(details, "learning_rate", draw)
+            assert rate == on_held_out["learning_rate"]
+            assert (details["num_train_images"], details["num_held_out_images"]) == (12, 12)
 
 
-def of_draw(details: Any, name: str, draw: int) -> Any:
+def detail_of_draw(details: Any, name: str, draw: int) -> Any:
     return details[name] if name in details else details[f"{name}_by_draw"][draw]
 
 
-def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
+def test_a_class_with_too_few_images_is_refused(root):
     images = of_images(root, [*range(23), *range(25, 30)])
-    # With held-out images, one image in two selects C.
+    # With held-out images, each class needs twice as many images, because half of them select C.
     for probe in (KNN(shots=[1, 4]), classification(QUICK, shots=2)):
         with pytest.raises(DataError, match=r"class4 .* 3 images, expected at least 4") as error:
             scores(probe, images)
@@ -148,32 +149,33 @@ def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
 
 
 @pytest.mark.parametrize("kind", [KNN, LinearClassification])
-def test_shots_of_a_cell_are_the_same_whatever_others_are_asked_for(kind):
+def test_settings_do_not_depend_on_other_requested_shots(kind):
     one, both = kind(shots=2, draws=3), kind(shots=[5, 2, 2], draws=3)
 
     assert one.settings() == both.settings()
     # The name of the metric contains these settings, or they have no effect.
-    unsaid = {"shots", "neighbours", "holdout", "train_images"}
-    assert one.settings().keys() == (kind().settings().keys() | {"draws"}) - unsaid
+    omitted = {"shots", "neighbours", "holdout", "train_images"}
+    assert one.settings().keys() == (kind().settings().keys() | {"draws"}) - omitted
     assert {"shots", "draws"}.isdisjoint(kind().settings())
     assert changed_settings(one) == {"draws": 3}
     assert set(one.cells([0])) < set(both.cells([0]))
     assert len(both.cells([0])) == len(set(both.cells([0])))
 
 
-def test_images_are_paired_by_how_many_draws_were_right():
+def test_images_are_paired_by_their_number_of_correct_draws():
     hits = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
     curve = ImageCurve("top1_k1_2shot", {0: hits, 1: ~hits})
 
     assert [curve.value(hits), curve.estimate(hits).value] == [37.5, 37.5]
-    # Of 100, 50, 0 and 0: 47.87 / 2 times 3.1824, t of three degrees of freedom.
+    # The images have 100, 50, 0 and 0 %. The margin is 47.87 / 2 times 3.1824, the t value for 3
+    # degrees of freedom.
     assert curve.estimate(~hits).ci95() == pytest.approx((0, 100))
     low, high = curve.estimate(hits).difference_ci95(curve.estimate(hits & False)) or (0, 0)
     assert (low, high) == pytest.approx((37.5 - 76.176, 100), abs=1e-2)
     assert curve.best_layer() == 1
 
 
-def test_shots_run_from_the_command(workdir):
+def test_the_command_line_accepts_shots(workdir):
     class_folders(workdir / "classes")
     words = probing("knn", "class_folders", workdir / "classes", "probe.shots=[1,2]")
     assert main([*words, "probe.draws=2"]) == 0
@@ -196,7 +198,8 @@ def test_a_sample_of_the_training_images_is_drawn_with_the_seed(root):
     entries = one.training_entries(2).tolist()
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
-    # Each of ten images is held out with probability 1/5: 100 of 500 times, with a deviation of 9.
+    # Each of ten images is held out with a probability of 1/5: 100 of 500 times, with a deviation
+    # of 9.
     ten = images.select("class_folders", list(range(10)))
     draw = partial(TrainingSplit.draw, ten, max_images=None, holdout=0.2)
     positions = [position for seed in range(500) for position in draw(seed=seed).held_out]

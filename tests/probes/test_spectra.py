@@ -1,4 +1,4 @@
-"""Condition numbers, effective ranks and CKA: counted by hand and against their definitions."""
+"""Condition numbers, effective ranks and CKA: counted by hand, and computed by definition."""
 
 import math
 
@@ -19,26 +19,24 @@ from ssl_bench.intervals import interval_contains
 from tests.support.matrices import condition, normal, rank
 
 
-@pytest.mark.parametrize(
-    ("matrix", "number", "effective"),
-    [
+def test_condition_numbers_and_effective_ranks_counted_by_hand():
+    for matrix, number, effective in (
         # A^T A = [[25, 20], [20, 25]]: singular values sqrt(45) and sqrt(5), shares 3/4 and 1/4.
         ([[3.0, 0.0], [4.0, 5.0]], 3, 4 / 3**0.75),
         ([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]], 2, 2**1.5),
-        # Of rectangular ones the shorter side counts.
+        # The shorter side of a rectangular matrix determines the number of singular values.
         ([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]], 3, 4 / 3**0.75),
         ([[3.0, 0.0, 0.0], [0.0, 1.0, 0.0]], 3, 4 / 3**0.75),
-        # What float32 could not hold is a number.
+        # This matrix would be singular in float32.
         ([[1.0, 0.0], [0.0, 1e-12]], 1e12, 1),
-    ],
-)
-def test_condition_numbers_and_effective_ranks_counted_by_hand(matrix, number, effective):
-    values = torch.tensor(matrix).double()
-    assert (condition(values), rank(values)) == (pytest.approx(number), pytest.approx(effective))
+    ):
+        values = torch.tensor(matrix).double()
+        assert condition(values) == pytest.approx(number)
+        assert rank(values) == pytest.approx(effective)
 
 
 @pytest.mark.parametrize("rows", [3, 200])
-def test_a_singular_matrix_is_infinite_with_its_effective_rank(rows):
+def test_a_singular_matrix_has_an_infinite_condition_number(rows):
     one = torch.outer(torch.arange(1.0, rows + 1), torch.tensor([1.0, -2.0, 0.5]))
     assert (condition(one), rank(one)) == (math.inf, pytest.approx(1))
     zero = torch.zeros(rows, 3)
@@ -49,11 +47,11 @@ def test_a_singular_matrix_is_infinite_with_its_effective_rank(rows):
     assert 1 < rank(two) < 2
 
 
-@pytest.mark.parametrize(("size", "number"), [(2, 1e14), (45, 1e14), (46, math.inf)])
-def test_a_larger_matrix_is_singular_at_a_larger_smallest_value(size, number):
-    # 1e-14 is 45.04 times the spacing of float64.
+def test_the_threshold_of_a_singular_matrix_grows_with_its_size():
+    # 1e-14 is 45.04 times the epsilon of float64.
     values = torch.tensor([3.0, 3e-14], dtype=torch.float64)
-    assert float(condition_number(values, size)) == pytest.approx(number)
+    for size, number in ((2, 1e14), (45, 1e14), (46, math.inf)):
+        assert float(condition_number(values, size)) == pytest.approx(number)
 
 
 def test_mean_cosine_counted_by_hand():
@@ -64,7 +62,7 @@ def test_mean_cosine_counted_by_hand():
     assert math.isnan(mean_cosine(torch.ones(1, 3)))
 
 
-def test_the_median_and_its_interval_are_counted_by_hand():
+def test_the_median_and_its_interval_counted_by_hand():
     numbers = np.array([[1.0, 2.0], [3.0, np.inf], [4.0, 5.0]])
     assert median_with_ci95(numbers) == (3.5, (1.5, math.inf))
     assert median_with_ci95(np.full((2, 1), np.inf)) == (math.inf, (math.inf, math.inf))
@@ -76,21 +74,21 @@ def test_the_median_and_its_interval_are_counted_by_hand():
 
 
 def gram_cka(x, y):
-    """The definition: centered Gram matrices of all examples, in numpy."""
+    """Return CKA by its definition, from the centred Gram matrices of all tokens."""
     one, other = (a.reshape(-1, a.shape[-1]).double().numpy() for a in (x, y))
     centring = np.eye(len(one)) - 1 / len(one)
     k, m = (centring @ a @ a.T @ centring for a in (one, other))
     return np.trace(k @ m) / np.sqrt(np.trace(k @ k) * np.trace(m @ m))
 
 
-def test_cka_is_that_of_centered_gram_matrices():
+def test_cka_equals_that_of_centred_gram_matrices():
     x, y = normal(3, 5, 4) + 7, normal(3, 5, 6, seed=1) - 2
     y[..., :2] += 3 * x[..., :2]
     assert linear_cka(x, y) == pytest.approx(gram_cka(x, y), rel=1e-12)
     assert 0.1 < linear_cka(x, y) < 0.99
 
 
-def test_cka_of_equal_tokens_is_1_and_of_constant_ones_undefined():
+def test_cka_of_equal_tokens_is_1_and_of_constant_tokens_undefined():
     x, constant = normal(2, 5, 3), torch.full((2, 5, 3), 0.1)
     assert linear_cka(x, x) == pytest.approx(1)
     assert math.isnan(linear_cka(constant, x))
@@ -121,7 +119,7 @@ def test_cka_of_too_few_tokens_has_no_interval_instead_of_a_wrong_one(dim, has_a
     found = [(linear_cka(*pair), linear_cka_ci95(*pair)) for pair in pairs]
     ends = [one for _, one in found if one is not None]
 
-    # In 64 dimensions the value is .94 and the truth .80.
+    # In 64 dimensions, the value is 0.94 although the true CKA is 0.80.
     assert bool(ends) == has_any
     assert all(interval_contains(one, value) for value, one in found)
     assert sum(low <= truth <= high for low, high in ends) >= 0.9 * len(ends)

@@ -1,4 +1,4 @@
-"""Features in memory, on disk or in a stream: one result; a killed fit goes on."""
+"""Features in memory, on disk or in a stream give equal results, and a killed run continues."""
 
 import shutil
 from dataclasses import replace
@@ -32,7 +32,7 @@ from tests.support.colours import (
         {"layers_mode": "multi", "norm": "final", "loss": "histogram", "epochs": 2},
     ],
 )
-def test_the_three_tiers_give_the_same_scores_bit_for_bit(tmp_path, changes):
+def test_the_three_tiers_give_bitwise_equal_scores(tmp_path, changes):
     def scores(tier):
         probe = quick_probe(**changes, tier=tier, cache=str(tmp_path))
         return list(probe.run(probe_context(tmp_path)))
@@ -45,7 +45,7 @@ def test_the_three_tiers_give_the_same_scores_bit_for_bit(tmp_path, changes):
     assert streamed[0].details["feature_tier"] == "stream"
 
 
-# 18 images of four layers, and their labels of 4 x 4 pixels for each patch.
+# Size of the features of 18 images in four blocks, and of their labels with 4 x 4 pixels per patch.
 _SIZE = 18 * (4 * 16 * 24 * 2 + (4 * 4) ** 2) / GIB
 
 
@@ -73,94 +73,96 @@ def test_auto_selects_the_first_storage_that_fits(tmp_path, memory_gib, disk_gib
 
 
 def test_half_of_the_free_space_is_used_by_default(tmp_path, monkeypatch):
-    said = []
+    messages = []
     monkeypatch.setattr("probes.features.tiers.free_host_memory", lambda: 6 * GIB)
-    context = replace(probe_context(tmp_path), say=said.append)
+    context = replace(probe_context(tmp_path), say=messages.append)
     probe = quick_probe(tier="auto", cache=str(tmp_path / "not there" / "yet"))
     assert SegmentationRun(probe, context).features().tier == "memory"
-    (line,) = [line for line in said if "limits" in line]
+    (line,) = [line for line in messages if "limits" in line]
     assert "3.0 GiB of memory" in line
     free = shutil.disk_usage(tmp_path).free / 2 / GIB
     assert float(line.split("memory, ")[1].split()[0]) == pytest.approx(free, rel=0.1)
 
 
-def test_the_smallest_of_what_groups_leave_is_what_is_free(tmp_path, monkeypatch):
+def test_free_memory_is_the_smallest_remainder_of_all_cgroups(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_CGROUPS", tmp_path)
     inner = tmp_path / "job" / "step"
     inner.mkdir(parents=True)
     for folder, limit, use in ((inner, "max", "1"), (inner.parent, "1000", "400")):
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(use)
-    monkeypatch.setattr(Path, "read_text", _with("/proc/self/cgroup", "0::/job/step\n"))
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda self: "0::/job/step\n" if str(self) == "/proc/self/cgroup" else read(self),
+    )
     assert process.free_host_memory() == 600
-    # What was read of files can be taken back.
+    # The system can free the cache of files.
     (inner.parent / "memory.stat").write_text("anon 300\nactive_file 30\ninactive_file 60\n")
     assert process.free_host_memory() == 690
 
 
-def _with(path, content):
-    real = Path.read_text
-    return lambda self: content if str(self) == path else real(self)
-
-
-class _Killed(Exception):
+class KilledError(Exception):
     pass
 
 
-def _killed_after(steps):
-    """Ends the process's work as a signal would, in the middle of what is shown."""
-    left = [steps]
+def killed_after(steps):
+    """Return a progress function that raises an error after a number of steps."""
+    pending = [steps]
 
     def progress(items, description, total=None):
         for item in items:
             yield item
             if description.startswith(("mean", "heads", "scored")):
-                left[0] -= 1
-                if left[0] == 0:
-                    raise _Killed
+                pending[0] -= 1
+                if pending[0] == 0:
+                    raise KilledError
 
     return progress
 
 
 @pytest.mark.slow
-def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path):
-    encoder, said = tiny_encoder(), []
+def test_a_killed_stream_continues_from_its_journal(tmp_path):
+    encoder, messages = tiny_encoder(), []
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
-    context = replace(probe_context(tmp_path, encoder), say=said.append)
-    whole = list(probe.run(context))
+    context = replace(probe_context(tmp_path, encoder), say=messages.append)
+    expected = score_values(probe.run(context))
     assert not list((tmp_path / "heads").iterdir())
     counter = Counter(encoder)
 
-    # Four batches of an epoch: within the channels' mean, at its end, and within the second epoch.
+    # An epoch has four batches. The steps are during and at the end of the pass for the mean of the
+    # channels, and in the first epoch of training.
     for steps in (2, 4, 7):
-        with pytest.raises(_Killed):
-            list(probe.run(replace(context, progress=_killed_after(steps))))
-        said.clear()
+        with pytest.raises(KilledError):
+            list(probe.run(replace(context, progress=killed_after(steps))))
+        messages.clear()
         counter.passes.clear()
-        again = list(probe.run(context))
 
-        assert score_values(again) == score_values(whole)
+        assert score_values(probe.run(context)) == expected
+
         assert counter.images == 16 * (1 + 3) - 4 * steps + 2 + 7
-        assert sum("continuing from" in line for line in said) == 1
+        assert sum("continuing from" in line for line in messages) == 1
         assert not list((tmp_path / "heads").iterdir())
 
 
-def test_scored_images_that_were_counted_pass_the_encoder_no_more(tmp_path):
+def test_scored_images_that_were_counted_are_not_encoded_again(tmp_path):
     encoder = tiny_encoder()
     probe = quick_probe(cache=str(tmp_path), epochs=1, keep_minutes=0.0, panels=2, batch_size=2)
     context = probe_context(tmp_path, encoder)
-    whole = list(probe.run(context))
+    expected = list(probe.run(context))
     panels = {path.name: path.read_bytes() for path in context.artifacts.iterdir()}
-    # Mean and deviation, one epoch, and three of the seven scored images: a batch of two.
-    with pytest.raises(_Killed):
-        list(probe.run(replace(context, progress=_killed_after(8 + 8 + 3))))
+    # The run is killed after the mean and deviation, one epoch, and three of seven scored images.
+    # One batch of two scored images is complete.
+    with pytest.raises(KilledError):
+        list(probe.run(replace(context, progress=killed_after(8 + 8 + 3))))
     for path in context.artifacts.iterdir():
         path.unlink()
     counter = Counter(encoder)
     again = list(probe.run(context))
-    assert score_values(again) == score_values(whole)
-    assert [one.ci95 for one in again] == [one.ci95 for one in whole]
-    # The training images for their features, a scored one to be drawn, five that were left.
+    assert score_values(again) == score_values(expected)
+    assert [one.ci95 for one in again] == [one.ci95 for one in expected]
+    # The training images, one scored image for its figure, and the five pending images are encoded.
     assert counter.images == 18 + 1 + 5
     assert {path.name: path.read_bytes() for path in context.artifacts.iterdir()} == panels
     assert not list((tmp_path / "heads").iterdir())
@@ -172,8 +174,8 @@ def test_a_stream_encodes_images_once_an_epoch_and_reuses_finished_heads(tmp_pat
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
     context = probe_context(tmp_path, encoder)
     first = next(probe.run(context))
-    # 16 of 18 images train the heads: one pass for the mean and deviation of channels, then three
-    # epochs. Two images select the rate, 7 are scored.
+    # 16 of 18 images train the heads, in one pass for the mean and deviation of the channels and in
+    # three epochs. Two images select the rate, and 7 images are scored.
     assert counter.images == 16 * (1 + 3) + 2 + 7
     assert first.details["encoder_passes"] == 4
     assert not list(tmp_path.rglob("*.npy"))
@@ -181,7 +183,7 @@ def test_a_stream_encodes_images_once_an_epoch_and_reuses_finished_heads(tmp_pat
 
     again = list(probe.run(context))
 
-    # The held-out images.
+    # Only the held-out images are encoded again.
     assert counter.images == 2
     assert again[0].value == first.value
     assert again[0].details["train_seconds"] == first.details["train_seconds"]
@@ -193,13 +195,13 @@ def test_training_beyond_memory_holds_a_few_batches_of_features(tmp_path, tier):
     entry_bytes = 4 * 64 * 24 * 2
     changes = {"image_size": 64, "epochs": 1, "batch_size": 4, "holdout": 0.0, "loss": "histogram"}
     probe = quick_probe(**changes, tier=tier, cache=str(tmp_path))
-    context = probe_context(tmp_path, dataset=ColourDataset(num_train=200), layers=(0, 1, 2, 3))
+    context = probe_context(tmp_path, dataset=ColourDataset(num_train=170), layers=(0, 1, 2, 3))
     run = SegmentationRun(probe, context)
     features = run.features()
     assert features.tier == tier
-    with LiveBytes() as held:
+    with LiveBytes() as memory:
         run.train(features)
-    assert held.peak < 40 * 4 * entry_bytes < 200 * entry_bytes
+    assert memory.peak < 40 * 4 * entry_bytes < 170 * entry_bytes
 
 
 @pytest.mark.gpu
@@ -213,7 +215,7 @@ def test_a_gpu_gives_the_scores_of_the_cpu_from_every_tier(tmp_path, tier):
     assert on_gpu == pytest.approx(on_cpu, abs=0.05)
 
 
-def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
+def test_features_contain_every_view_of_every_image_and_its_labels(tmp_path):
     run = SegmentationRun(quick_probe(views=2, loss="histogram"), probe_context(tmp_path))
     features, training_pass = run.features(), run.training_pass
     for image, number in ((0, 0), (5, 1), (17, 1)):
@@ -226,7 +228,7 @@ def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
         assert torch.equal(batch.labels[0], resize_mask(mask, 32, 32))
 
 
-def test_failures_of_a_pass_name_the_image_or_the_folder(tmp_path):
+def test_errors_of_a_pass_name_the_image_or_the_folder(tmp_path):
     encoder, probe = tiny_encoder(), quick_probe(tier="disk", cache=str(tmp_path))
     with torch.no_grad():
         encoder.module.get_parameter("blocks.1.mlp.fc2.bias").fill_(float("inf"))

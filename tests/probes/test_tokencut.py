@@ -1,4 +1,4 @@
-"""TokenCut over images of many sizes: what is searched once, kept, scored, refused and drawn."""
+"""TokenCut on images of different sizes: batches, logs, scores, errors and figures."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from probes.tokencut.cuts import Cut, PatchGrid, discover
 from probes.tokencut.log import ImageResult, pack_mask, unpack_mask
 from probes.tokencut.pictures import FOUND, FURTHER, GROUND_TRUTH, draw_sheets, group_by_outcome
 from probes.tokencut.probe import TokenCut, batch_by_shape
-from probes.tokencut.scores import corloc_score
+from probes.tokencut.scores import corloc_score, image_result
 from ssl_bench.composition.compose import changed_settings
 from ssl_bench.data.samples import Sample, unsupported_role_error
 from ssl_bench.errors import DataError, MachineError
@@ -27,13 +27,7 @@ from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from tests.support.photographs import context_of
 
-SIZES = {
-    "a": (40, 56),
-    "b": (33, 47),
-    "c": (40, 56),
-    "d": (24, 24),
-    "g": (40, 48),
-}
+SIZES = {"a": (40, 56), "b": (33, 47), "c": (40, 56), "d": (24, 24), "g": (40, 48)}
 
 
 def picture(image_id: str):
@@ -44,7 +38,10 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Noise of different sizes, with boxes; counts what is read. An image may be damaged."""
+    """Noise images of different sizes, with boxes. `read` lists the images that are read.
+
+    The image `damaged` cannot be read.
+    """
 
     boxes: Mapping[str, list[list[float]] | None]
     damaged: str = ""
@@ -95,31 +92,26 @@ def context(folder: Path, pictures: Pictures, layers: Sequence[int] = (0, 2), en
 REFERENCE = Cut()
 
 
-def found_box(image_id: str, layer: int, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return what `discover` alone finds in a picture."""
-    return found_in(picture(image_id), layer, facet, cut)
-
-
-def found_in(pixels: np.ndarray, layer: int = 2, facet: Facet = "key", cut: Cut = REFERENCE):
-    extractor = FeatureExtractor(tiny_encoder(), layers=[layer], facets=[facet], pad=True)
+def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
+    """Return the object that `discover` finds with the features of block 2."""
+    extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
-    return discover(
-        extractor(image)[layer][facet][0], PatchGrid(pixels.shape[0], pixels.shape[1], 8), cut
-    )
+    grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
+    return discover(extractor(image)[2][facet][0], grid, cut)
 
 
 FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
-def kept(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Lines of the log by image, in the order in which images were searched."""
+def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
+    """Return the entries of a log by image, in their order."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}
 
 
-def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
-    box = found_box("a", 2).box.tolist()
+def test_corloc_counts_the_images_whose_box_overlaps_a_true_box(tmp_path):
+    box = discover_in(picture("a")).box.tolist()
     pictures = Pictures({"a": [FAR_AWAY, box], "b": [FAR_AWAY], "c": [FAR_AWAY], "d": []})
 
     (score,) = TokenCut().run(context(tmp_path, pictures, layers=[2]))
@@ -133,60 +125,62 @@ def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
     assert score.details["by_num_objects"]["2_to_3"] == {"num_images": 1, "corloc": 100}
 
 
-def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_path):
+def test_images_and_their_boxes_are_resized(tmp_path):
     pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
     smaller = Image.fromarray(picture("a")).resize((28, 20), Image.Resampling.BICUBIC)
-    expected = found_in(np.array(smaller))
+    expected = discover_in(np.array(smaller))
 
     list(TokenCut(longer_side=28).run(context(tmp_path, pictures, [2])))
 
-    of = kept(tmp_path, "reference_longer_side=28")
-    assert of["a"]["cells"]["2/key"]["box"] == expected.box.tolist()
-    assert of["a"]["true_boxes"] == [[4.0, 4.0, 12.0, 12.0]]
-    # 33 x 47 pixels: 19.66 are 20, and a box is stretched by as much as its side.
-    assert [of["a"]["size"], of["b"]["size"]] == [[20, 28], [20, 28]]
-    assert of["b"]["true_boxes"] == [pytest.approx([0, 0, 28 / 47, 20 / 33])]
-    assert of["a"]["largest_box"] == pytest.approx(100 * 16 * 16 / (40 * 56))
-    # Larger images alone at the size that none may exceed: 40 x 56 and 33 x 47 pixels.
+    log = read_log(tmp_path, "reference_longer_side=28")
+    assert log["a"]["cells"]["2/key"]["box"] == expected.box.tolist()
+    assert log["a"]["true_boxes"] == [[4.0, 4.0, 12.0, 12.0]]
+    # The shorter side of 33 x 47 pixels becomes 19.66, rounded to 20. Boxes are scaled like sides.
+    assert [log["a"]["size"], log["b"]["size"]] == [[20, 28], [20, 28]]
+    assert log["b"]["true_boxes"] == [pytest.approx([0, 0, 28 / 47, 20 / 33])]
+    assert log["a"]["largest_box"] == pytest.approx(100 * 16 * 16 / (40 * 56))
+    # `max_side` reduces only larger images, here the one of 40 x 56 pixels.
     list(TokenCut(max_side=48).run(context(tmp_path / "most", pictures, [2])))
-    assert [line["size"] for line in kept(tmp_path / "most").values()] == [[34, 48], [33, 47]]
+    assert [line["size"] for line in read_log(tmp_path / "most").values()] == [[34, 48], [33, 47]]
 
 
-def test_an_image_is_searched_once_whatever_ends_a_run(tmp_path):
+def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
-    def searched(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
+    def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
+        """Return the scores and the images that were read."""
         pictures = Pictures(boxes, damaged, stamp)
-        asked = context(tmp_path, pictures, layers, tiny_encoder(seed))
-        return list(TokenCut(panels=0, **options).run(asked)), sorted(pictures.read)
+        probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
+        return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)
 
     with pytest.raises(DataError, match="b is empty"):
-        searched(damaged="b")
-    scores, read = searched()
+        run(damaged="b")
+    scores, read = run()
     assert read == ["b", "c"]
     (path,) = tmp_path.glob("reference/images_*.jsonl")
     header, *_, line = path.read_text().splitlines()
     entry = json.loads(line)
     last, checksum = entry["image"], entry.pop("crc32")
-    # The logs of earlier versions stay valid.
+    # Logs of earlier versions must stay valid.
     assert path.name == f"images_{hashlib.sha256(header.encode()).hexdigest()[:12]}.jsonl"
     assert json.loads(header).keys() == {"format", "key"}
     assert checksum == zlib.crc32(json.dumps(entry).encode())
     path.write_bytes(path.read_bytes()[:-20])
-    assert searched() == (scores, [last])
-    assert searched() == (scores, [])
-    # The log gets further blocks and replaced files. Other settings and weights have their own log.
-    for _, read in (searched([1]), searched(stamp="beef"), searched(tau=0.1), searched(seed=1)):
+    assert run() == (scores, [last])
+    assert run() == (scores, [])
+    # Other blocks and replaced images are added to the log. Other settings and weights have
+    # separate logs.
+    for _, read in (run([1]), run(stamp="beef"), run(tau=0.1), run(seed=1)):
         assert read == ["a", "b", "c"]
-    assert searched([0, 1])[1] == []
+    assert run([0, 1])[1] == []
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
-def test_data_without_any_box_and_folders_that_cannot_be_written_end_the_run(tmp_path):
+def test_data_without_boxes_and_folders_that_cannot_be_written_are_refused(tmp_path):
     with pytest.raises(DataError) as raised:
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
-    assert kept(tmp_path).keys() == {"a", "b"}
+    assert read_log(tmp_path).keys() == {"a", "b"}
     (log,) = tmp_path.glob("*/images_*.jsonl")
     assert str(log) in str(raised.value)
     (tmp_path / "reference_tau=0.1").write_text("")
@@ -194,17 +188,17 @@ def test_data_without_any_box_and_folders_that_cannot_be_written_end_the_run(tmp
         list(TokenCut(tau=0.1).run(context(tmp_path, Pictures({"a": [FAR_AWAY]}))))
 
 
-def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(tmp_path):
-    said, probe = [], TokenCut(method="maskcut", max_objects=2, truth="none")
+def test_images_without_ground_truth_give_masks_figures_and_degenerate_graphs(tmp_path):
+    messages, probe = [], TokenCut(method="maskcut", max_objects=2, truth="none")
     pictures = Pictures({"a": None, "sub/b": None})
 
-    scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
+    scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=messages.append)))
 
     assert [(score.layer, score.facet, score.metric) for score in scores] == probe.cells([2])
-    (line,) = said
+    (line,) = messages
     (folder,) = tmp_path.iterdir()
     assert str(folder) in line
-    lines = kept(tmp_path)
+    lines = read_log(tmp_path)
     flags = [line["cells"]["2/key"]["degenerate"] for line in lines.values()]
     assert scores[0].value == 100 * sum(flags) / len(flags)
     for line in lines.values():
@@ -220,7 +214,7 @@ def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(t
     assert (folder / "block02_key.png").exists()
 
 
-def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
+def test_breakdowns_and_shares_of_images_counted_by_hand():
     sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
     hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
     ties = [False, True, False, False, False]
@@ -237,7 +231,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
 
     assert score.value == 75
     assert score.details["degenerate_percent"] == 40
-    # Of LOST, and no matter of degenerate images.
+    # LOST reports ties separately from degenerate images.
     assert score.details["tied_cutoff_percent"] == 20
     assert score.details["by_object_size"] == {
         "below_10_percent": {"num_images": 1, "corloc": 100},
@@ -247,55 +241,60 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
 
 
+def test_the_size_of_objects_is_that_of_the_largest_box():
+    boxes = np.array([[0, 0, 20, 10], [10, 10, 40, 20]], np.float64)
+    sample = Sample("image", np.zeros((40, 50, 3), np.uint8), boxes=boxes)
+    result = image_result(sample, {}, PatchGrid(40, 50, 10), has_mask=False)
+    assert (result.num_boxes, result.largest_box) == (2, pytest.approx(100 * 300 / 2000))
+
+
 def test_changed_settings_name_the_folder_of_figures(tmp_path):
     assert changed_settings(TokenCut(facet="token", panels=0)) == {}
     assert changed_settings(TokenCut(longer_side=144, max_side=640)) == {"longer_side": 144}
     assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
-    # Older records have none of these.
+    # Default settings omit these keys, because older records lack them.
     assert {"longer_side", "max_side", "max_objects"}.isdisjoint(TokenCut().settings())
     changed = TokenCut(tau=0.3, method="lost")
     assert changed.settings()["tau"] == 0.3
     assert changed.folder == "reference_method=lost_tau=0.3"
 
-    def of_a_folder(typed: str) -> Mapping[str, object]:
-        (plan,) = plan_probes(["tokencut"], ["folder"], [typed], {"folder": str(tmp_path)})
+    def plan_settings(override: str) -> Mapping[str, object]:
+        (plan,) = plan_probes(["tokencut"], ["folder"], [override], {"folder": str(tmp_path)})
         return plan.probe.settings()
 
-    assert of_a_folder("probe.max_side=900")["max_side"] == 900
-    assert "max_side" not in of_a_folder("probe.longer_side=900")
+    assert plan_settings("probe.max_side=900")["max_side"] == 900
+    assert "max_side" not in plan_settings("probe.longer_side=900")
 
 
 @pytest.mark.parametrize(
     ("mask_padding", "shapes"),
     [
-        # a and c fill 5 x 7 patches; g 5 x 6, and so does b with its padding; d 3 x 3.
+        # Images a and c have 5 x 7 patches, g and the padded b have 5 x 6, and d has 3 x 3.
         (False, [(1, 3, 24, 24), (2, 3, 40, 48), (2, 3, 40, 56)]),
-        # Without its padding b is a graph of 4 x 5 patches.
+        # Without its padding, the graph of b has 4 x 5 patches.
         (True, [(1, 3, 24, 24), (1, 3, 40, 48), (1, 3, 40, 48), (2, 3, 40, 56)]),
     ],
 )
-def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
-    tmp_path, mask_padding, shapes
-):
-    encoder, seen = tiny_encoder(), []
-    encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+def test_images_of_one_shape_are_encoded_in_batches(tmp_path, mask_padding, shapes):
+    encoder, batches = tiny_encoder(), []
+    encoder.module.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].shape))
     boxes = {name: [FAR_AWAY] for name in "abcdg"}
     probe = TokenCut(panels=0, mask_padding=mask_padding, facet=["key", "value"])
 
     list(probe.run(context(tmp_path, Pictures(boxes), (2,), encoder)))
 
-    assert sorted(seen) == shapes
-    for name, line in kept(tmp_path).items():
+    assert sorted(batches) == shapes
+    for name, line in read_log(tmp_path).items():
         for facet in probe.facets:
-            expected, cell = found_box(name, 2, facet, probe), line["cells"][f"2/{facet}"]
+            expected, cell = discover_in(picture(name), facet, probe), line["cells"][f"2/{facet}"]
             assert cell["box"] == expected.box.tolist()
-            # Padding of a batch is zero after normalisation, as that of one image is.
+            # The padding is zero after the normalisation, in a batch and for a single image.
             assert cell["eigenvalue"] == pytest.approx(expected.eigenvalue, abs=1e-5)
             assert cell["gap"] == pytest.approx(expected.gap, abs=1e-5)
             assert (cell["hit"], cell["degenerate"]) == (False, expected.degenerate)
 
 
-def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first():
+def test_if_too_many_pixels_wait_the_largest_group_is_encoded_first():
     samples = [
         Sample(name, np.zeros((5, 2, 3) if name in "be" else (2, 5, 3), np.uint8))
         for name in "abcdef"
@@ -309,7 +308,7 @@ def test_when_too_many_pixels_wait_for_their_shape_the_largest_group_goes_first(
 
     assert names(2, 10**6) == ["ac", "be", "df"]
     assert names(3, 10**6) == ["acd", "be", "f"]
-    # 10 pixels each: a, b and c wait with 30, then the two wide ones go.
+    # Each image has 10 pixels. When 30 pixels wait after a, b and c, the two wide images are next.
     assert names(9, 29) == ["ac", "be", "df"]
     assert names(9, 59) == ["acdf", "be"]
 
@@ -329,15 +328,15 @@ def test_a_deleted_contact_sheet_is_drawn_again_without_a_forward_pass(tmp_path)
     assert len(passes) == 1
     assert np.array_equal(*sheets)
     _, cols = np.nonzero((sheets[0] == FOUND).all(-1))
-    x0, _, x1, _ = kept(tmp_path)["a"]["cells"]["2/key"]["box"]
-    # Only the box has this colour. The photograph of 320 x 448 pixels begins after a margin of 4.
+    x0, _, x1, _ = read_log(tmp_path)["a"]["cells"]["2/key"]["box"]
+    # Only the box has this colour. The image of 320 x 448 pixels begins after a margin of 4 pixels.
     scale = TILE_HEIGHT / 320
     assert cols.min() == pytest.approx(4 + scale * x0, abs=1)
     assert cols.max() + 1 == pytest.approx(4 + scale * x1, abs=1)
 
 
-def test_degenerate_images_are_a_kind_of_their_own_and_every_image_is_in_one_kind():
-    # Boxes of the truth, whether one was hit, and whether the graph says nothing.
+def test_images_are_grouped_into_hits_misses_unscored_and_degenerate():
+    # Number of true boxes, whether one of them was hit, and whether the graph is degenerate.
     images = {
         "a": (1, True, False), "b": (1, False, False), "c": (1, True, True),
         "d": (None, None, False), "e": (0, False, False),
@@ -371,7 +370,8 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     assert pictures.read == ["a"], "only what is shown is read"
     with Image.open(tmp_path / "block00_key.png") as file:
         sheet = np.array(file)
-    # Two headings of 18 pixels, two lines of titles, margins of 4; 144 pixels for 40 of the image.
+    # There are two headings of 18 pixels, two lines of titles and margins of 4 pixels. The 40 rows
+    # of the image are enlarged to 144.
     tile = sheet[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4 : 4 + round(56 * 3.6)]
     assert sheet.shape[0] == 4 + 18 + 4 + 18 + 4 + 36 + 144 + 4
     assert tuple(tile[0, 50]) == tuple(tile[143, 50]) == tuple(tile[70, 0]) == FOUND

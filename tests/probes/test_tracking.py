@@ -1,8 +1,9 @@
-"""Tracking: propagated labels, the scores of DAVIS, their intervals, and the figures of a video."""
+"""Tracking: propagation of labels, the scores of DAVIS, their intervals, and figures."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from scipy.ndimage import maximum_filter, minimum_filter
 from scipy.spatial.distance import cdist
 
-from probes.tracking.pictures import draw_overlay, drawn_frames, save_animation
+from probes.tracking.pictures import choose_frames, draw_overlay, save_animation
 from probes.tracking.probe import Tracking, VideoResult, block_scores
 from probes.tracking.propagation import LabelPropagation, Window, labels_to_mask, shrink_mask
 from probes.tracking.scores import (
@@ -34,6 +35,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, load_encoder
 from ssl_bench.results import ResultStore
+from tests.probes.test_attention import perturb
 from tests.support.photographs import context_of, evaluated
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=24, depth=2, num_heads=3)
@@ -43,7 +45,7 @@ DINO = Window(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
 def dense_labels(
     features: Sequence[np.ndarray], first: np.ndarray, window: Window
 ) -> list[np.ndarray]:
-    """Return the labels of every frame, from the full affinity of all patches in float64.
+    """Return the labels of every frame, computed from the affinity of all patches in float64.
 
     `features` has rows x cols x dim for each frame, and `first` rows x cols x channels.
     """
@@ -56,12 +58,8 @@ def dense_labels(
     labels = [first.reshape(rows * cols, -1).astype(np.float64)]
     for number in range(1, len(units)):
         used = [0, *range(max(1, number - window.latest_frames), number)]
-        affinity = np.concatenate(
-            [
-                np.where(near, np.exp(units[n] @ units[number].T / window.temperature), 0)
-                for n in used
-            ]
-        )
+        similarities = [units[n] @ units[number].T / window.temperature for n in used]
+        affinity = np.concatenate([np.where(near, np.exp(s), 0) for s in similarities])
         least = np.sort(affinity, 0)[-min(window.neighbours, len(affinity))]
         # In float32, equal features have equal similarities up to rounding.
         affinity[affinity < least * (1 - 1e-12)] = 0
@@ -71,24 +69,22 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Interpolate each channel linearly along both axes, scale it to [0, 1], take the largest."""
-    height, width = (side * patch for side in labels.shape[:2])
+    """Interpolate each channel linearly and scale it to [0, 1]. Return the index of the largest."""
     channels = []
     for channel in np.moveaxis(labels, -1, 0):
-        for axis, side in ((0, height), (1, width)):
-            middles = np.arange(channel.shape[axis])
-            points = (np.arange(side) + 0.5) / patch - 0.5
-            channel = np.apply_along_axis(
-                lambda v, m=middles, p=points: np.interp(p, m, v), axis, channel
-            )
+        for axis in (0, 1):
+            centres = np.arange(channel.shape[axis])
+            points = (np.arange(len(centres) * patch) + 0.5) / patch - 0.5
+            interpolate = partial(np.interp, points, centres)
+            channel = np.apply_along_axis(interpolate, axis, channel)
         low, high = channel.min(), channel.max()
         channels.append((channel - low) / (high - low) if high > low else channel)
     numbers = np.argmax(channels, 0).astype(np.uint8)
-    return nearest(numbers, size)
+    return resize_nearest(numbers, size)
 
 
-def nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize as the authors do: Pillow rounds points between two pixels in its own way."""
+def resize_nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize with Pillow, as the official code does. Other libraries round differently."""
     return np.array(Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST))
 
 
@@ -100,7 +96,7 @@ def random_video(
     return features, np.eye(channels)[generator.integers(channels, size=grid)]
 
 
-def propagated(
+def propagate(
     features: Sequence[np.ndarray], first: np.ndarray, window: Window, dtype: torch.dtype
 ) -> list[np.ndarray]:
     tensors = [torch.from_numpy(own).to(dtype) for own in features]
@@ -108,7 +104,6 @@ def propagated(
     return [first, *(state.propagate(own).numpy() for own in tensors[1:])]
 
 
-@pytest.mark.parametrize("grid", [(5, 9), (9, 5), (1, 1), (3, 140), (40, 7)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -118,14 +113,15 @@ def propagated(
         {"neighbours": 1000, "radius": 3, "temperature": 1.0},
     ],
 )
-def test_labels_are_those_of_the_full_affinity(grid, changes):
+def test_labels_equal_those_of_the_full_affinity(changes):
     window = replace(DINO, **changes)
-    features, first = random_video(0, grid, 7)
+    for grid in ((5, 9), (9, 5), (1, 1), (3, 140), (40, 7)):
+        features, first = random_video(0, grid, 7)
 
-    labels = propagated(features, first, window, torch.float64)
+        labels = propagate(features, first, window, torch.float64)
 
-    for own, expected in zip(labels, dense_labels(features, first, window), strict=True):
-        np.testing.assert_allclose(own, expected, atol=1e-9)
+        for found, expected in zip(labels, dense_labels(features, first, window), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
 def test_all_patches_in_the_window_count_if_all_are_equally_similar():
@@ -134,7 +130,7 @@ def test_all_patches_in_the_window_count_if_all_are_equally_similar():
     first[..., 0] = 1
     first[2, 14] = (0, 1)
 
-    _, second, third = propagated(features, first, replace(DINO, radius=2), torch.float32)
+    _, second, third = propagate(features, first, replace(DINO, radius=2), torch.float32)
 
     # Patch (2, 14) is one of 25 in the window, and one of 20 or 15 near the upper edge.
     assert second[2, 14, 1] == pytest.approx(1 / 25)
@@ -143,17 +139,6 @@ def test_all_patches_in_the_window_count_if_all_are_equally_similar():
     assert second[2, 17, 1] == 0
     expected = dense_labels(features, first, replace(DINO, radius=2))[2]
     np.testing.assert_allclose(third, expected, atol=1e-6)
-
-
-def test_relabelled_objects_keep_their_labels():
-    features, first = random_video(1, (6, 7), 4)
-    order = [2, 0, 1]
-
-    labels = propagated(features, first, DINO, torch.float64)
-    others = propagated(features, first[..., order], DINO, torch.float64)
-
-    for own, other in zip(labels, others, strict=True):
-        np.testing.assert_allclose(own[..., order], other, atol=1e-12)
 
 
 def test_a_mask_is_interpolated_scaled_and_resized():
@@ -172,21 +157,15 @@ def test_constant_channels_are_not_scaled():
     assert (labels_to_mask(torch.zeros(1, 2, 2), 4, (8, 16)) == 0).all()
 
 
-def test_a_patch_has_the_label_of_its_middle():
+def test_a_patch_has_the_label_of_its_central_pixel():
     mask = np.zeros((48, 85), np.uint8)
     mask[7:9, 20:22] = 3
 
     patches = shrink_mask(mask, (3, 4))
 
-    expected = np.zeros((3, 4), np.uint8)
-    middles = (
-        [int((r + 0.5) * 48 / 3) for r in range(3)],
-        [int((c + 0.5) * 85 / 4) for c in range(4)],
-    )
-    for row, y in enumerate(middles[0]):
-        for col, x in enumerate(middles[1]):
-            expected[row, col] = mask[y, x]
-    assert np.array_equal(patches, expected)
+    rows = [int((row + 0.5) * 48 / 3) for row in range(3)]
+    cols = [int((col + 0.5) * 85 / 4) for col in range(4)]
+    assert np.array_equal(patches, mask[np.ix_(rows, cols)])
 
 
 def square(left: int) -> np.ndarray:
@@ -198,51 +177,48 @@ def square(left: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("shift", "region", "contour"), [(0, 1, 1), (8, 0.852, 1), (9, 0.835, 0.54)]
 )
-def test_a_shifted_square_has_the_scores_of_the_authors(shift, region, contour):
-    own, true = Outline.of_mask(square(300 + shift)), Outline.of_mask(square(300))
+def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, contour):
+    found, true = Outline.from_mask(square(300 + shift)), Outline.from_mask(square(300))
 
-    assert region_similarity(own.mask, true.mask) == pytest.approx(region, abs=5e-4)
-    assert contour_accuracy(own, true) == pytest.approx(contour, abs=5e-3)
+    assert region_similarity(found.mask, true.mask) == pytest.approx(region, abs=5e-4)
+    assert contour_accuracy(found, true) == pytest.approx(contour, abs=5e-3)
 
 
-def plain_contour_accuracy(own: np.ndarray, true: np.ndarray) -> float:
-    """Compare every pair of contour pixels."""
+def plain_contour_accuracy(found: np.ndarray, true: np.ndarray) -> float:
+    """Return the F-measure of the contours, computed from all pairs of contour pixels."""
 
     def contour(mask: np.ndarray) -> np.ndarray:
-        # A pixel is on the contour if the four pixels to its right and below are not all equal.
+        # A pixel is on the contour if it differs from a pixel to its right, below, or both.
         window = {"size": 2, "origin": -1, "mode": "nearest"}
         return np.argwhere(maximum_filter(mask, **window) != minimum_filter(mask, **window))
 
-    first, second = contour(own), contour(true)
+    first, second = contour(found), contour(true)
     if not len(first) or not len(second):
         return float(len(first) == len(second))
     distances = cdist(first, second)
-    radius = math.ceil(0.008 * math.sqrt(sum(side**2 for side in own.shape)))
+    radius = math.ceil(0.008 * math.sqrt(sum(side**2 for side in found.shape)))
     precision, recall = (distances.min(1) <= radius).mean(), (distances.min(0) <= radius).mean()
     return 0.0 if precision + recall == 0 else 2 * precision * recall / (precision + recall)
 
 
-def test_contours_of_random_masks_agree_with_a_comparison_of_all_pixels():
+def test_contours_of_random_masks_equal_a_comparison_of_all_pixels():
     generator = np.random.default_rng(0)
     for _ in range(6):
-        # Blocks touch the edges of the image.
-        own, true = (
-            np.kron(generator.random((4, 5)) < 0.3, np.ones((9, 40))) > 0 for _ in range(2)
-        )
-        expected = plain_contour_accuracy(own, true)
-        assert contour_accuracy(Outline.of_mask(own), Outline.of_mask(true)) == pytest.approx(
-            expected
-        )
+        # The objects consist of blocks and touch the edges of the image.
+        blocks = generator.random((2, 4, 5)) < 0.3
+        found, true = (np.kron(mask, np.ones((9, 40))) > 0 for mask in blocks)
+        accuracy = contour_accuracy(Outline.from_mask(found), Outline.from_mask(true))
+        assert accuracy == pytest.approx(plain_contour_accuracy(found, true))
 
 
-def test_empty_masks_are_right_only_if_both_are_empty():
-    empty, some = Outline.of_mask(square(900)), Outline.of_mask(square(300))
-    for own, true, expected in ((empty, empty, 1), (empty, some, 0), (some, empty, 0)):
-        assert region_similarity(own.mask, true.mask) == expected
-        assert contour_accuracy(own, true) == expected
+def test_an_empty_mask_is_correct_only_if_the_true_mask_is_empty():
+    empty, full = Outline.from_mask(square(900)), Outline.from_mask(square(300))
+    for found, true, expected in ((empty, empty, 1), (empty, full, 0), (full, empty, 0)):
+        assert region_similarity(found.mask, true.mask) == expected
+        assert contour_accuracy(found, true) == expected
 
 
-def test_statistics_of_an_object_are_those_of_the_authors():
+def test_statistics_of_an_object_equal_those_of_the_official_code():
     scores = ObjectScores()
     values = [1, 1, 0.8, 0.8, 0.6, 0.6, 0.4, 0.4]
     scores.region = [[value, 0.5] for value in values]
@@ -251,7 +227,7 @@ def test_statistics_of_an_object_are_those_of_the_authors():
     found = scores.statistics()
 
     assert found["j_mean"] == pytest.approx([70, 50])
-    # A value of exactly 0.5 is no hit.
+    # A value of exactly 0.5 is not a hit.
     assert found["j_recall"] == pytest.approx([75, 0])
     assert found["j_decay"] == pytest.approx([100 * 7 / 15, 0])
     assert found["j_and_f"] == pytest.approx([35, 75])
@@ -268,12 +244,12 @@ def test_void_pixels_are_background():
     truth[5:10], truth[10:15] = 2, 255
     predicted = np.where(truth == 255, 2, truth)
 
-    own, true = (outline_objects(mask, np.array([2], np.uint8))[0] for mask in (predicted, truth))
+    found, true = (outline_objects(mask, np.array([2], np.uint8))[0] for mask in (predicted, truth))
 
-    assert region_similarity(own.mask, true.mask) == 0.5
+    assert region_similarity(found.mask, true.mask) == 0.5
 
 
-def test_contributions_of_videos_give_the_mean_over_objects():
+def test_contributions_of_videos_average_to_the_mean_over_objects():
     generator = np.random.default_rng(0)
     values = [generator.uniform(0, 100, count) for count in (1, 3, 2, 1, 5)]
 
@@ -283,17 +259,16 @@ def test_contributions_of_videos_give_the_mean_over_objects():
     assert contributions.mean() == pytest.approx(mean)
     assert estimate.value == pytest.approx(mean)
     # The variance of a ratio of sums (Cochran, Sampling Techniques, 1977, equation 6.10).
-    counts = np.array([len(own) for own in values])
-    residuals = np.array([own.sum() for own in values]) - mean * counts
+    counts = np.array([len(scores) for scores in values])
+    residuals = np.array([scores.sum() for scores in values]) - mean * counts
     variance = (residuals**2).sum() / 4 / 5 / counts.mean() ** 2
     assert contributions.var(ddof=1) / 5 == pytest.approx(variance)
-    single, _ = video_estimate([own[:1] for own in values])
-    assert single == pytest.approx([own[0] for own in values])
+    single, _ = video_estimate([scores[:1] for scores in values])
+    assert single == pytest.approx([scores[0] for scores in values])
 
 
-@pytest.mark.parametrize(
-    ("options", "shape", "patch", "expected"),
-    [
+def test_frames_are_resized_to_multiples():
+    for options, shape, patch, expected in (
         ({}, (480, 854), 16, (480, 832)),
         ({}, (480, 854), 8, (480, 832)),
         ({}, (480, 854), 14, (476, 854)),
@@ -303,11 +278,8 @@ def test_contributions_of_videos_give_the_mean_over_objects():
         ({"image_size": 224, "long_side_multiple": 16}, (480, 854), 16, (224, 384)),
         ({"image_size": 32}, (128, 160), 8, (32, 32)),
         ({"image_size": 224, "keep_aspect_ratio": False}, (480, 854), 14, (224, 224)),
-    ],
-)
-def test_frames_are_resized_to_multiples(options, shape, patch, expected):
-    height, width = shape
-    assert Tracking(**options).frame_size(height, width, patch) == expected
+    ):
+        assert Tracking(**options).frame_size(*shape, patch) == expected
 
 
 @pytest.fixture(scope="module")
@@ -316,19 +288,14 @@ def toy(tmp_path_factory) -> ToyVideo:
 
 
 def tiny_encoder() -> Any:
-    model = build_vit(TINY, seed=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(
-                parameter.shape, generator=torch.Generator().manual_seed(0)
-            )
-    return encoder_from_model(model, name="tiny")
+    torch.manual_seed(0)
+    return encoder_from_model(perturb(build_vit(TINY, seed=0)), name="tiny")
 
 
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Return J and F of a video's only object and its masks, from the full affinity in float64."""
+    """Return J and F in percent and the masks of a video, computed from the full affinity."""
     assert video.frames is not None
     assert video.mask is not None
     frames = list(video.frames)
@@ -343,29 +310,27 @@ def dense_scores(
     grid = features[0].shape[:2]
     first = video.mask * (video.mask != 255)
     numbers = [0, *sorted(set(np.unique(first).tolist()) - {0})]
-    small = nearest(first, grid)
+    small = resize_nearest(first, grid)
     labels = np.stack([small == number for number in numbers], -1).astype(float)
     window = Window(probe.latest_frames, probe.radius, probe.neighbours, probe.temperature)
     masks = [
-        np.array(numbers)[dense_mask(own, encoder.patch_size, first.shape)]
-        for own in dense_labels(features, labels, window)
+        np.array(numbers)[dense_mask(frame_labels, encoder.patch_size, first.shape)]
+        for frame_labels in dense_labels(features, labels, window)
     ]
     masks[0] = first
-    scored = range(1, len(frames) - 1)
-    values: dict[str, list[float]] = {"j_mean": [], "f_mean": []}
-    for number in numbers[1:]:
-        pairs = [(masks[n] == number, np.asarray(frames[n].mask) == number) for n in scored]
-        values["j_mean"].append(
-            float(
-                np.mean([(a & b).sum() / (a | b).sum() if (a | b).any() else 1 for a, b in pairs])
-            )
-        )
-        values["f_mean"].append(float(np.mean([plain_contour_accuracy(a, b) for a, b in pairs])))
-    return {metric: 100 * float(np.mean(own)) for metric, own in values.items()}, masks
+    pairs = [
+        (masks[n] == number, np.asarray(frames[n].mask) == number)
+        for number in numbers[1:]
+        for n in range(1, len(frames) - 1)
+    ]
+    ious = [(a & b).sum() / (a | b).sum() if (a | b).any() else 1 for a, b in pairs]
+    f_measures = [plain_contour_accuracy(a, b) for a, b in pairs]
+    means = {"j_mean": np.mean(ious), "f_mean": np.mean(f_measures)}
+    return {metric: 100 * float(mean) for metric, mean in means.items()}, masks
 
 
 @pytest.mark.parametrize("changes", [{}, {"radius": 3, "latest_frames": 2, "image_size": 64}])
-def test_the_scores_of_toy_videos_are_those_of_the_full_affinity(toy, tmp_path, changes):
+def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, changes):
     probe = Tracking(**{"image_size": 96, "long_side_multiple": 8, "panels": 0, **changes})
     encoder, store = tiny_encoder(), ResultStore(tmp_path)
 
@@ -374,7 +339,7 @@ def test_the_scores_of_toy_videos_are_those_of_the_full_affinity(toy, tmp_path, 
     found = {record.metric: record for record in records}
     expected = [dense_scores(probe, encoder, toy.val()[index], 1) for index in range(2)]
     for metric in ("j_mean", "f_mean"):
-        values = [own[metric] for own, _ in expected]
+        values = [scores[metric] for scores, _ in expected]
         assert found[metric].details["by_video"] == pytest.approx(values, abs=0.2)
     for index, (_, masks) in enumerate(expected):
         paths = sorted(tmp_path.rglob(f"masks/block01_token_normed/video_{index:05d}/*.png"))
@@ -382,7 +347,8 @@ def test_the_scores_of_toy_videos_are_those_of_the_full_affinity(toy, tmp_path, 
             assert (np.asarray(Image.open(path)) != mask).mean() < 0.002
 
 
-def block(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
+def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
+    """Return results of videos, each from the scores of its objects and an area ratio."""
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
         VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), float(area)), 3)
@@ -391,12 +357,10 @@ def block(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
 
 
 def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
-    results, unmoved = (
-        block(([80.0, 60.0], 2.0), ([40.0], 0.5)),
-        block(([30.0, 0.0], 1), ([30.0], 1)),
-    )
+    results = video_results(([80.0, 60.0], 2.0), ([40.0], 0.5))
+    baseline = video_results(([30.0, 0.0], 1), ([30.0], 1))
 
-    scores = {score.metric: score for score in block_scores((4, "token"), results, unmoved)}
+    scores = {score.metric: score for score in block_scores((4, "token"), results, baseline)}
 
     score = scores["j_and_f"]
     assert (score.value, score.num_images, score.unit) == (pytest.approx(60), 2, "%")
@@ -407,9 +371,10 @@ def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
     assert (scores["j_decay"].value, scores["j_decay"].unit) == (pytest.approx(60), "")
     assert scores["area_ratio"].value == pytest.approx(1.5)
     assert scores["area_ratio"].ci95 is not None
-    # The interval of a ratio may go beyond 0, because it is no percentage.
+    # The interval of a ratio can be below 0, because a ratio is not a percentage.
     assert scores["area_ratio"].ci95[0] < 0
-    (only,) = block_scores((0, "token"), [replace(one, statistics={}) for one in results], unmoved)
+    unscored = [replace(result, statistics={}) for result in results]
+    (only,) = block_scores((0, "token"), unscored, baseline)
     assert only.metric == "area_ratio"
 
 
@@ -433,7 +398,7 @@ def one_object(number: int = 1) -> np.ndarray:
     return mask
 
 
-def test_videos_with_a_first_mask_only_get_masks_and_no_scores(tmp_path):
+def test_videos_with_only_a_first_mask_get_masks_and_no_scores(tmp_path):
     write_video(tmp_path / "videos/cup", [one_object(3), None, None, None])
     dataset = FrameFolders(tmp_path / "videos")
     probe = Tracking(image_size=32).adapt_to_images(dataset, ())
@@ -441,10 +406,9 @@ def test_videos_with_a_first_mask_only_get_masks_and_no_scores(tmp_path):
     records = evaluated(probe, dataset, ResultStore(tmp_path / "out"), tiny_encoder(), (0, 1))
 
     assert probe.truth == "none"
-    assert {(record.layer, record.metric) for record in records} == {
-        (0, "area_ratio"),
-        (1, "area_ratio"),
-    }
+    assert [(record.layer, record.metric) for record in records] == [
+        (layer, "area_ratio") for layer in (0, 1)
+    ]
     paths = sorted((tmp_path / "out").rglob("masks/block01_token_normed/cup/*.png"))
     assert [path.stem for path in paths] == ["00000", "00001", "00002", "00003"]
     first = np.asarray(Image.open(paths[0]))
@@ -476,9 +440,9 @@ def test_a_video_without_a_mask_to_score_is_refused(tmp_path):
 
 
 def test_drawn_frames_include_both_ends():
-    assert drawn_frames(20, 6) == [0, 4, 8, 11, 15, 19]
-    assert drawn_frames(3, 6) == [0, 1, 2]
-    assert drawn_frames(100, 40)[-1] == 99
+    assert choose_frames(20, 6) == [0, 4, 8, 11, 15, 19]
+    assert choose_frames(3, 6) == [0, 1, 2]
+    assert choose_frames(100, 40)[-1] == 99
 
 
 def test_an_overlay_has_the_colour_of_the_object_and_a_white_outline():
@@ -491,7 +455,7 @@ def test_an_overlay_has_the_colour_of_the_object_and_a_white_outline():
 
     assert drawn[15, 15].tolist() == [(100 + 128) // 2, 50, 50]
     assert drawn[25, 30].tolist() == [255, 255, 255]
-    # Ignored pixels are no object.
+    # Ignored pixels are not an object.
     assert drawn[15, 30].tolist() == [100, 100, 100]
 
 
@@ -508,39 +472,32 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
 
 
 @pytest.mark.data
-def test_a_published_encoder_has_the_scores_of_the_authors_code(
+def test_a_published_encoder_has_the_scores_of_the_official_code(
     shared_data, published_encoder, tmp_path
 ):
-    """The values were computed by the scripts of DINO and of DAVIS 2017."""
+    """The values were computed with the scripts of DINO and DAVIS 2017."""
     words = ["probe", "--task", "tracking", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"davis2016:{shared_data}/real/davis2016", "--out", str(tmp_path)]
-    # The fifth of ten videos is "dog".
+    # The selected video, the fifth of ten, is "dog".
     words += ["dataset.val_split=val:40-50%", "dataset.max_frames=20", "--layer", "8,11"]
 
     assert main([*words, "--pictures", "0"]) == 0
 
     records = {(r.layer, r.metric): r.value for r in ResultStore(tmp_path).records()}
-    expected = {
-        (8, "j_mean"): 90.11,
-        (8, "f_mean"): 93.35,
-        (11, "j_mean"): 69.73,
-        (11, "f_mean"): 58.32,
-    }
-    assert {key: records[key] for key in expected} == pytest.approx(expected, abs=0.005)
+    keys = [(layer, metric) for layer in (8, 11) for metric in ("j_mean", "f_mean")]
+    expected = [90.11, 93.35, 69.73, 58.32]
+    assert [records[key] for key in keys] == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("share", ["40-50%", "20-30%"])
-def test_masks_of_real_videos_are_those_of_the_full_affinity(
+def test_masks_of_real_videos_equal_those_of_the_full_affinity(
     shared_data, published_encoder, tmp_path, share
 ):
-    dataset = Davis(
-        shared_data / "real/davis2016", year=2016, val_split=f"val:{share}", max_frames=4
-    )
-    probe, encoder = (
-        Tracking(image_size=238, save_masks=True, panels=0),
-        load_encoder(str(published_encoder)),
-    )
+    root, split = shared_data / "real/davis2016", f"val:{share}"
+    dataset = Davis(root, year=2016, val_split=split, max_frames=4)
+    probe = Tracking(image_size=238, save_masks=True, panels=0)
+    encoder = load_encoder(str(published_encoder))
 
     evaluated(probe, dataset, ResultStore(tmp_path), encoder, (8,))
 

@@ -1,4 +1,4 @@
-"""Content and security of a report with a few records."""
+"""The content and security of a report with a few records, and of its folder."""
 
 import json
 import re
@@ -11,12 +11,14 @@ import pytest
 from pyarrow import parquet
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries
+from ssl_bench.report.writing import replace_report
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import REPORT_MARK
 from tests.core.test_results import RECORD
-from tests.support.faults import unchecked_types
+from tests.support.faults import expect_error, unchecked_types
 from tests.support.report_cells import (
     EVIL,
     HALF,
@@ -36,7 +38,8 @@ from tests.support.report_cells import (
 )
 
 
-def report_on(root: Path, *records: Record) -> Path:
+def write_report(root: Path, *records: Record) -> Path:
+    """Save records and write their report. Return its folder."""
     for record in records:
         ResultStore(root).save(record)
     assert main(["report", "--out", str(root)]) == 0
@@ -44,7 +47,7 @@ def report_on(root: Path, *records: Record) -> Path:
 
 
 def test_axes_and_columns_name_the_unit(tmp_path):
-    report = report_on(tmp_path, cell(), plain())
+    report = write_report(tmp_path, cell(), plain())
 
     page, (own,) = (report / "index.html").read_text(), report.glob("checkpoint-*.html")
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
@@ -56,17 +59,12 @@ def test_axes_and_columns_name_the_unit(tmp_path):
     assert "plain number" in (report / "records.js").read_text()
 
 
-def test_tables_of_classes_say_that_they_show_one_seed(tmp_path):
-    one, other = (
-        replace(
-            cell(seed=seed, task="segmentation", metric="miou_oracle"),
-            details={"iou_by_class": {"dog": 3.0}},
-        )
-        for seed in (1, 0)
-    )
-    for records, is_said in (([one], False), ([other], True)):
-        (page,) = report_on(tmp_path, *records).glob("checkpoint-*.html")
-        assert ("are those of the lowest seed" in page.read_text()) == is_said
+def test_a_table_of_classes_of_several_seeds_has_a_note(tmp_path):
+    for seed in (1, 0):
+        record = cell(seed=seed, task="segmentation", metric="miou_oracle")
+        record = replace(record, details={"iou_by_class": {"dog": 3.0}})
+        (page,) = write_report(tmp_path, record).glob("checkpoint-*.html")
+        assert ("are those of the lowest seed" in page.read_text()) == (seed == 0)
 
 
 def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
@@ -83,17 +81,16 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
         f"tokencut/toy/{other}/reference/block00_key/one",
         f"tokencut/toy/{skip}/reference/grid",
     )
-    drawing = tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg"
-    drawing.write_text("<svg/>")
+    (tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg").write_text("<svg/>")
     (checkpoint,) = list_checkpoints(records)
 
     blocks, *panels = find_galleries(PictureFiles(tmp_path), records, checkpoint)
 
     start = f"pictures/tokencut/toy/{skip}/"
-    # The second image lacks a block.
+    # The image "two" has no picture of block 1.
     assert (blocks.variant, blocks.layers, list(blocks.files)) == ("reference key", (0, 1), ["one"])
     assert blocks.path(1, "one") == f"{start}reference/block01_key/one.png"
-    # Contact sheets of hits and misses are not shown.
+    # The contact sheet of a block is not shown.
     assert not any("block01_key.png" in path for panel in panels for path in panel.paths())
     assert {panel.variant: panel.files for panel in panels} == {
         "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
@@ -103,27 +100,20 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report of records whose names contain only markup."""
+    """Return a report of records whose names contain markup."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
-    for make, sha in ((cell, SKIP), (skipless, SKIPLESS)):
-        record = replace(
-            make(task="segmentation", metric="miou_oracle"),
-            model=EVIL,
-            checkpoint_sha256=sha,
-            dataset="<img src=x onerror=alert(1)>",
-            facet=attribute,
-            settings={EVIL: EVIL},
-            device=EVIL,
-            details={"iou_by_class": {EVIL: 3.0, "dog": None}, "note": EVIL},
-        )
-        save(store, record, counts(PERFECT, HALF, WRONG))
+    names: dict[str, Any] = {"dataset": "<img src=x onerror=alert(1)>", "facet": attribute}
+    names |= {"model": EVIL, "settings": {EVIL: EVIL}, "device": EVIL}
+    details = {"iou_by_class": {EVIL: 3.0, "dog": None}, "note": EVIL}
+    for sha in (SKIP, SKIPLESS):
+        record = cell(task="segmentation", metric="miou_oracle", checkpoint_sha256=sha, **names)
+        save(store, replace(record, details=details), counts(PERFECT, HALF, WRONG))
         folder = folder_of(record).replace("/", "_")
         save_pictures(root, f"segmentation/{record.dataset}/{folder}/reference/block00/a#b?<50%20")
     store.save_image_ids(RECORD.dataset_fingerprint, (EVIL, attribute, "c"))
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
+    return write_report(root)
 
 
 def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
@@ -131,49 +121,47 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
     assert len(pages) == 4
     for page in pages:
-        attributes = {name for _, given in page.elements for name in given}
-        assert not {name for name in attributes if name.startswith("on")}
-        scripts = [given for tag, given in page.elements if tag == "script"]
+        names = {name for _, attrs in page.elements for name in attrs}
+        assert not {name for name in names if name.startswith("on")}
+        scripts = [attrs for tag, attrs in page.elements if tag == "script"]
         assert all(
-            given.get("src") in ("records.js", "report.js")
-            or given.get("type") == "application/json"
-            for given in scripts
+            attrs.get("src") in ("records.js", "report.js")
+            or attrs.get("type") == "application/json"
+            for attrs in scripts
         )
         assert "{{ 7 * 7 }}" in page.text
         assert EVIL in page.text
-    sources = [given["src"] or "" for page in pages for tag, given in page.elements if tag == "img"]
+    sources = [attrs["src"] or "" for page in pages for tag, attrs in page.elements if tag == "img"]
     assert sources
     assert all((evil_report / unquote(source)).is_file() for source in sources)
 
 
-def first_record(report: Path) -> dict[str, Any]:
-    """Return the fields of the provenance dialog."""
+def read_first_provenance(report: Path) -> dict[str, Any]:
+    """Return what the provenance dialog shows about the first record."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
-    return {
-        name: content["values"][index]
-        for name, index in zip(content["names"], content["rows"][0], strict=True)
-    }
+    values = [content["values"][index] for index in content["rows"][0]]
+    return dict(zip(content["names"], values, strict=True))
 
 
-def test_the_provenance_of_a_number_names_its_record(evil_report):
-    first = first_record(evil_report)
+def test_the_provenance_of_a_number_names_its_record(evil_report, tmp_path):
+    first = read_first_provenance(evil_report)
     index = Elements((evil_report / "index.html").read_text())
-    pressed = [given["data-r"] for tag, given in index.elements if "data-r" in given]
 
     assert (evil_report.parent / first["record"]).is_file()
     assert first["settings"] == {EVIL: EVIL}
-    # 6 of 12 pixels in the union of the first class, 4 of 10 in that of the second.
+    # The IoU of the first class is 6 / 12 pixels, and that of the second class 4 / 10.
     assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [40, 50.5])
-    assert set(pressed) == {"0", "1"}
+    assert {attrs["data-r"] for _, attrs in index.elements if "data-r" in attrs} == {
+        "0",
+        "1",
+    }
 
-
-def test_the_provenance_of_a_packed_record_names_the_file_that_holds_it(tmp_path):
     path = ResultStore(tmp_path).save(cell()).relative_to(tmp_path)
     ResultStore(tmp_path).pack()
-
-    assert first_record(report_on(tmp_path))["record"] == f"records.parquet: {path}"
+    record = read_first_provenance(write_report(tmp_path))["record"]
+    assert record == f"records.parquet: {path}"
 
 
 @pytest.mark.parametrize(("dataset", "is_whole"), [("voc2012", True), ("voc2012-limit64", False)])
@@ -181,12 +169,12 @@ def test_published_values_are_shown_with_their_differences(tmp_path, dataset, is
     segmentation = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
     record = cell(dataset=dataset, value=62.0, **segmentation)
 
-    page = Elements((report_on(tmp_path, record) / "index.html").read_text())
+    page = Elements((write_report(tmp_path, record) / "index.html").read_text())
 
     assert "62.3 published" in page.text
     assert "not the same experiment: published: ViT-Small" in page.text
-    # A chart has dashes at the published values unless its images are a subset.
-    assert any(given.get("class") == "level" for _, given in page.elements) == is_whole
+    # Published values are drawn as dashed lines unless the images are a subset of the dataset.
+    assert any(attrs.get("class") == "level" for _, attrs in page.elements) == is_whole
 
 
 def test_only_requested_tasks_are_in_the_report(tmp_path):
@@ -206,7 +194,7 @@ def test_only_requested_tasks_are_in_the_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_checkpoints_with_all_records_stay_small(tmp_path):
+def test_a_report_on_four_checkpoints_with_all_records_is_small(tmp_path):
     source = Path(__file__).parents[2] / "results" / "dino_photographs"
     packed = parquet.read_table(source / "records.parquet")
     trained = [b'"model": "random' not in record.as_py() for record in packed["record"]]
@@ -223,26 +211,96 @@ def test_four_checkpoints_with_all_records_stay_small(tmp_path):
 def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
     count = MAX_LINES + 2
     records = [
-        cell(
-            model=f"run{number:02}",
-            checkpoint_sha256=f"{number:064x}",
-            layer=layer,
-            value=10.0 + number - layer,
-        )
-        for number in range(count)
+        cell(model=f"run{n:02}", checkpoint_sha256=f"{n:064x}", layer=layer, value=10.0 + n - layer)
+        for n in range(count)
         for layer in range(2)
     ]
 
-    report = report_on(tmp_path, *records)
+    report = write_report(tmp_path, *records)
 
     page = (report / "index.html").read_text()
-    start = page.index('<article class="card" id="panel')
-    card = page[start : page.index("</article>", start)]
+    card = page.partition('<article class="card" id="panel')[2].partition("</article>")[0]
     heads = re.findall(r'data-m="(\d+)"><button', card)
     assert set(map(str, range(count))) - set(heads) == {"0", "1"}
     assert f"{MAX_LINES} of {count} checkpoints are drawn" in card
     assert len(list(report.glob("checkpoint-*.html"))) == count
-    # Plain numbers are drawn for the first checkpoints by name.
+    # For values without a unit, the first checkpoints by name are drawn.
     records = [replace(record, unit="") for record in records]
     (panel,) = group_into_panels(records, list_checkpoints(records))
     assert [line.checkpoint.number for line in panel.drawn_lines] == [*range(MAX_LINES)]
+
+
+# The folder of a report.
+
+
+def replace_page(folder: Path, text: str) -> None:
+    """Replace a report, unless the text names a fault that happens while it is written."""
+    with replace_report(folder) as new:
+        (new / "index.html").write_text(text)
+        if text == "interrupt":
+            raise KeyboardInterrupt
+        if text == "full disk":
+            raise OSError(28, "no space")
+
+
+@pytest.mark.parametrize("into", ["thesis", "thesis/chapter.txt"])
+def test_other_files_are_not_replaced(tmp_path, capsys, into):
+    ResultStore(tmp_path / "results").save(cell())
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.txt").write_text("years of work")
+
+    report = ["report", "--out", str(tmp_path / "results"), "--into", str(tmp_path / into)]
+    assert "--into" in expect_error(capsys, report, 2)
+
+    assert [path.read_text() for path in (tmp_path / "thesis").iterdir()] == ["years of work"]
+
+
+def test_only_a_complete_report_replaces_an_older_one(tmp_path):
+    report = tmp_path / "report"
+    replace_page(report, "first")
+    with pytest.raises(KeyboardInterrupt):
+        replace_page(report, "interrupt")
+    with pytest.raises(MachineError, match="no space") as caught:
+        replace_page(report, "full disk")
+    assert caught.value.hint == ("--into", "{folder}")
+    assert (report / "index.html").read_text() == "first"
+
+    replace_page(report, "second")
+    assert (report / "index.html").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_files_that_appear_while_a_report_is_written_are_not_replaced(tmp_path):
+    thesis = tmp_path / "report/thesis.txt"
+
+    def write_both() -> None:
+        with replace_report(tmp_path / "report"):
+            thesis.parent.mkdir()
+            thesis.write_text("years of work")
+
+    with pytest.raises(ConfigurationError) as caught:
+        write_both()
+    assert caught.value.hint == ("--into", "{folder}")
+    assert thesis.read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_an_interrupt_while_folders_are_renamed_keeps_the_older_report(tmp_path, monkeypatch, name):
+    replace_page(tmp_path / "report", "first")
+    rename = Path.rename
+
+    def interrupt(path, target):
+        if path.suffix == ".new" or name == "old":
+            monkeypatch.undo()
+            if name == "old":
+                rename(path, target)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replace_page(tmp_path / "report", "second")
+
+    assert (tmp_path / "report/index.html").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]

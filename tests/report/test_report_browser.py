@@ -1,4 +1,4 @@
-"""A report in a browser: opened from disk, sorted, filtered, by keyboard, on all screens."""
+"""A report in a browser: opened from disk, sorted, filtered, used by keyboard and on a phone."""
 
 import importlib.util
 import re
@@ -19,20 +19,20 @@ from selenium.webdriver.common.keys import Keys
 
 pytestmark = pytest.mark.browser
 PHONE, DESK = 390, 1280
-# The size of what is clicked is of WCAG 2.2 and not among the rules that are checked by default.
+# The minimum size of click targets (WCAG 2.2) is not checked by default.
 RUN_AXE = """
 const done = arguments[arguments.length - 1];
 axe.run(document, { resultTypes: ["violations"], rules: { "target-size": { enabled: true } } })
   .then((found) => done(found.violations.map((v) => [v.impact, v.id, v.nodes[0].html])));
 """
-# A picture's width is known once it is loaded, which may be later than its decoding.
+# The natural width of a picture is known after it is loaded, which may be after it is decoded.
 ENLARGED = """
 const [image, done] = arguments;
 const look = () => (image.width === 3 * image.naturalWidth && image.complete && image.naturalWidth)
   ? done() : setTimeout(look, 20);
 look();
 """
-# Lazy pictures load when they are seen.
+# Pictures are otherwise loaded when they are scrolled into view.
 LOAD_PICTURES = """
 const images = [...document.images];
 images.forEach((image) => { image.loading = "eager"; });
@@ -49,11 +49,11 @@ def find(browser, selector: str):
     return browser.find_element(By.CSS_SELECTOR, selector)
 
 
-def shown(browser, selector: str) -> list:
+def visible(browser, selector: str) -> list:
     return [e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.is_displayed()]
 
 
-def column(browser, table: str, number: int) -> list[str]:
+def column_texts(browser, table: str, number: int) -> list[str]:
     script = (
         "return [...document.querySelector(arguments[0]).tBodies[0].rows]"
         ".map(row => row.cells[arguments[1]].textContent.trim())"
@@ -65,40 +65,40 @@ def unfold(browser) -> None:
     browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
 
 
-def sideways(browser) -> int:
+def horizontal_overflow(browser) -> int:
     root = "document.documentElement"
     return browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth")
 
 
-def test_a_head_sorts_by_number_and_back(browser, report):
+def test_a_column_head_sorts_by_number_and_back(browser, report):
     open_page(browser, report, "index.html")
     unfold(browser)
     table = "article[data-task=tokencut] table"
     head = find(browser, f"{table} th:nth-child(2)")
-    before = column(browser, table, 1)
+    before = column_texts(browser, table, 1)
 
     head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
-    rising, sort = column(browser, table, 1), head.get_attribute("aria-sort")
+    rising, sort = column_texts(browser, table, 1), head.get_attribute("aria-sort")
     head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
 
     assert [value.split(" ")[0] for value in before] == ["75.0", "0.0", "83.3"]
     assert [value.split(" ")[0] for value in rising] == ["0.0", "75.0", "83.3"]
-    assert column(browser, table, 1) == rising[::-1]
+    assert column_texts(browser, table, 1) == rising[::-1]
     assert (sort, head.get_attribute("aria-sort")) == ("ascending", "descending")
     find(browser, f"{table} th:first-child button").send_keys(Keys.ENTER)
-    assert column(browser, table, 1) == before
+    assert column_texts(browser, table, 1) == before
     assert head.get_attribute("aria-sort") is None
-    # Infinity is above every number.
+    # Infinity is sorted after every number.
     table = "article[data-task=conditioning] table"
     find(browser, f"{table} th:nth-child(2) button").send_keys(Keys.ENTER)
-    assert column(browser, table, 1) == ["3 [1.5, ∞]", "2e+04 [1e+04, ∞]", "∞"]
+    assert column_texts(browser, table, 1) == ["3 [1.5, ∞]", "2e+04 [1e+04, ∞]", "∞"]
     endless = browser.find_elements(By.CSS_SELECTOR, "article[data-task=conditioning] .endless")
     assert len(endless) == 3 * 2
 
 
-def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
+def test_filters_hide_other_panels_and_curves_and_unfold_matches(browser, report):
     open_page(browser, report, "index.html")
-    assert not shown(browser, "article[data-task], #filters")
+    assert not visible(browser, "article[data-task], #filters")
     find(browser, "#all > summary").click()
     panel = find(browser, "#all details.fold article")
     assert not panel.is_displayed()
@@ -106,7 +106,7 @@ def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
     find(browser, f"select[data-field=task] option[value='{task}']").click()
     assert panel.is_displayed()
 
-    # A link to a folded panel unfolds it too.
+    # A link to a folded panel also unfolds it.
     browser.get(f"{browser.current_url.partition('#')[0]}#{panel.get_attribute('id')}")
     browser.refresh()
     assert find(browser, "#all details.fold article").is_displayed()
@@ -114,15 +114,15 @@ def test_filters_hide_panels_and_curves_and_unfold_others(browser, report):
     open_page(browser, report, "index.html")
     find(browser, "#all > summary").click()
     find(browser, "select[data-field=task] option[value=tokencut]").click()
-    assert len(shown(browser, "article[data-task]")) == 1
-    heads = [e.text for e in shown(browser, "main section[id^=task] h2")]
+    assert len(visible(browser, "article[data-task]")) == 1
+    heads = [e.text for e in visible(browser, "main section[id^=task] h2")]
     assert heads == ["tokencut"]
     assert find(browser, "#shown").text == "1 of 5 panels shown"
     find(browser, "input[data-model='1']").click()
-    assert not shown(browser, "article g[data-m='1']")
+    assert not visible(browser, "article g[data-m='1']")
     find(browser, "button[type=reset]").click()
     assert browser.execute_async_script("setTimeout(arguments[0], 0)") is None
-    assert shown(browser, "article[data-task] g[data-m='1']")
+    assert visible(browser, "article[data-task] g[data-m='1']")
 
 
 def test_the_keyboard_opens_the_provenance_of_a_number(browser, report):
@@ -134,8 +134,8 @@ def test_the_keyboard_opens_the_provenance_of_a_number(browser, report):
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
 
     assert SKIP in opened or SKIPLESS in opened
-    for words in ("torch", "2.15.0", "settings: ", "records/", "2026-01-02", "95 % interval"):
-        assert words in opened
+    for text in ("torch", "2.15.0", "settings: ", "records/", "2026-01-02", "95 % interval"):
+        assert text in opened
     assert not dialog.is_displayed()
     assert browser.switch_to.active_element == number
 
@@ -193,6 +193,13 @@ def test_pages_open_from_disk_and_axe_finds_nothing_serious(
     assert browser.get_log("browser") == []
     assert find(browser, "h1").text
     assert find(browser, "html").get_attribute("lang") == "en"
+    # Every picture reserves its space.
+    sizes = browser.execute_script(
+        "return [...document.querySelectorAll('main img, .strip svg')]"
+        ".map((e) => [e.getAttribute('width'), e.getAttribute('height')])"
+    )
+    assert bool(sizes) == (pattern != "epochs.html")
+    assert all(int(length) > 0 for size in sizes for length in size)
     assert set(browser.execute_script(LOAD_PICTURES)) <= {60, SHEET_WIDTH}
     browser.switch_to.active_element.send_keys(Keys.TAB)
     first = browser.switch_to.active_element
@@ -205,7 +212,7 @@ def test_pages_open_from_disk_and_axe_finds_nothing_serious(
         assert not place or name or place in ids
         assert not name.endswith(".html") or (folder / name).is_file()
     unfold(browser)
-    assert sideways(browser) == 0
+    assert horizontal_overflow(browser) == 0
     browser.execute_cdp_cmd("Runtime.evaluate", {"expression": axe})
     found = browser.execute_async_script(RUN_AXE)
     assert [one for one in found if one[0] in ("serious", "critical")] == []
@@ -224,10 +231,9 @@ def test_the_page_of_a_checkpoint_fits_its_width_and_enlarges_pictures(browser, 
         " e.scrollWidth > e.clientWidth + 1).map((e) => e.outerHTML.slice(0, 99))"
     )
     assert hidden == []
-    edges = browser.execute_script(
-        "return [...document.querySelector('.groups').children]"
-        ".map((e) => Math.round(e.getBoundingClientRect().left))"
-    )
+    children = "return [...document.querySelector('.groups').children]"
+    left = ".map((e) => Math.round(e.getBoundingClientRect().left))"
+    edges = browser.execute_script(children + left)
     assert (len(set(edges)) == 1) == (width == PHONE)
     browser.execute_script(LOAD_PICTURES)
     sheet = find(browser, ".sides.tall img")
@@ -242,7 +248,7 @@ def test_the_page_of_a_checkpoint_fits_its_width_and_enlarges_pictures(browser, 
     assert browser.current_url == address
     assert large.size["width"] == 3 * int(small.get_attribute("naturalWidth"))
     assert large.get_attribute("alt") == small.get_attribute("alt")
-    assert sideways(browser) == 0
+    assert horizontal_overflow(browser) == 0
     dialog.find_element(By.TAG_NAME, "button").click()
     assert not dialog.is_displayed()
     open_page(browser, report, "index.html", width=width)
@@ -278,23 +284,23 @@ def test_a_table_wider_than_the_page_shows_that_it_scrolls(browser, tmp_path):
     ],
 )
 def test_curves_of_a_block_or_a_run_can_be_hidden(browser, over_epochs, page, curves, choice):
-    # The log still has what earlier tests did.
+    # Empty the log of earlier tests.
     browser.get_log("browser")
     open_page(browser, over_epochs, page, width=PHONE)
     unfold(browser)
 
-    lines = shown(browser, curves)
+    lines = visible(browser, curves)
     assert len(lines) == 2
     assert len({line.value_of_css_property("stroke") for line in lines} - {"none"}) == 2
-    cells = len(shown(browser, "tbody td"))
+    cells = len(visible(browser, "tbody td"))
     find(browser, choice).click()
-    assert len(shown(browser, curves)) == 1
-    assert len(shown(browser, "tbody td")) < cells
-    assert sideways(browser) == 0
+    assert len(visible(browser, curves)) == 1
+    assert len(visible(browser, "tbody td")) < cells
+    assert horizontal_overflow(browser) == 0
     assert browser.get_log("browser") == []
 
 
-def test_a_pressed_name_stands_out_in_all_charts_of_the_overview(browser, report):
+def test_a_pressed_name_is_highlighted_in_all_charts_of_the_overview(browser, report):
     open_page(browser, report, "index.html", width=PHONE)
     name = find(browser, "#overview button[data-m='1']")
     other, own = (find(browser, f"#overview g[data-m='{number}']") for number in (0, 1))
@@ -307,19 +313,7 @@ def test_a_pressed_name_stands_out_in_all_charts_of_the_overview(browser, report
         assert opacities[1] == 1
 
 
-@pytest.mark.parametrize("width", [PHONE, DESK])
-def test_pictures_reserve_their_place(browser, report, width):
-    open_page(browser, report, "index.html", width=width)
-
-    pictures = "return [...document.querySelectorAll('main img, .strip svg')]"
-    sizes = browser.execute_script(
-        f"{pictures}.map((e) => [e.getAttribute('width'), e.getAttribute('height')])"
-    )
-    assert sizes
-    assert all(int(length) > 0 for size in sizes for length in size)
-
-
-def test_a_printed_report_shows_what_is_unfolded(browser, report):
+def test_a_printed_report_includes_unfolded_sections(browser, report):
     open_page(browser, report, "index.html")
 
     def count_pages():

@@ -1,16 +1,16 @@
-"""The overview, the leaderboard and the tables of blocks, checked by their HTML elements."""
+"""The overview, the leaderboard and the tables of blocks of a report."""
 
 import math
 import re
 from dataclasses import replace
 from html import unescape
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from probes.pictures import draw_tile, save_sheet
-from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.overview import (
     build_leaderboard,
@@ -31,6 +31,7 @@ from ssl_bench.report.pictures import Gallery, PictureFiles, keep_layers, select
 from ssl_bench.results import Baseline, Record, ResultStore
 from ssl_bench.tables.styles import PALETTE
 from ssl_bench.tables.tasks import task_texts
+from tests.report.test_report import write_report
 from tests.support.report_cells import (
     Elements,
     cell,
@@ -52,20 +53,20 @@ def leaderboard(*records: Record):
     return build_leaderboard(panels(*records), list_checkpoints(records))
 
 
-def written(root: Path, *records: Record, page: str = "index.html") -> str:
-    store = ResultStore(root)
-    for record in records:
-        store.save(record)
-    assert main(["report", "--out", str(root)]) == 0
-    return next((root / "report").glob(page)).read_text()
+def headline_panels(*records: Record):
+    return select_headline_panels(panels(*records))
 
 
-def ids(page: str) -> list[str]:
-    return [given["id"] or "" for _, given in Elements(page).elements if "id" in given]
+def write_page(root: Path, *records: Record, page: str = "index.html") -> str:
+    return next(write_report(root, *records).glob(page)).read_text()
+
+
+def element_ids(page: str) -> list[str]:
+    return [attrs["id"] or "" for _, attrs in Elements(page).elements if "id" in attrs]
 
 
 def headlines(*records: Record) -> list[tuple[str, ...]]:
-    chosen = select_headline_panels(panels(*records))
+    chosen = headline_panels(*records)
     return [(p.task, p.dataset, p.metric, p.protocol + p.settings_text) for p in chosen]
 
 
@@ -84,40 +85,36 @@ def test_a_task_has_one_headline_per_dataset():
         ("segmentation", "voc", "miou_holdout", "reference"),
         ("mine", "toy", "zeal", "reference"),
     ]
-    # One dataset has masks, the other has boxes.
-    boxes, masks, iou = (
-        cell(dataset=dataset, metric=metric)
-        for dataset, metric in (("voc2012", "corloc"), ("ecssd", "max_f_beta"), ("ecssd", "iou"))
-    )
-    assert {(place, metric) for _, place, metric, _ in headlines(iou, boxes, masks)} == {
-        ("voc2012", "corloc"),
-        ("ecssd", "max_f_beta"),
-    }
+    # Boxes and masks have different metrics.
+    metrics = (("ecssd", "iou"), ("voc2012", "corloc"), ("ecssd", "max_f_beta"))
+    chosen = headlines(*(cell(dataset=dataset, metric=metric) for dataset, metric in metrics))
+    assert {(dataset, metric) for _, dataset, metric, _ in chosen} == set(metrics[1:])
     one = {"task": "knn", "dataset": "toy"}
     assert headlines(cell(**one, metric="top5"), cell(**one, metric="top1"))[0][2] == "top1"
 
 
 def test_the_headline_has_all_blocks_and_no_changed_option():
-    look = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
+    single = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
     changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
     every = [cell(layer=n, value=50.0) for n in range(3)]
 
-    for records in ([look, *every], [*every, look]):
-        (panel,) = select_headline_panels(panels(*records))
+    for records in ([single, *every], [*every, single]):
+        (panel,) = headline_panels(*records)
         assert panel.layers == (0, 1, 2)
     for records in ([changed, cell()], [cell(), changed]):
-        (panel,) = select_headline_panels(panels(*records))
+        (panel,) = headline_panels(*records)
         assert panel.title == "corloc, key, protocol reference [tau=0.2]"
 
 
 def test_all_checkpoints_are_shown_in_the_same_protocol():
     squashed = {"settings": {"squash": 96}, "changed": {"squash": 96}}
-    records = [cell(layer=n) for n in range(3)]
-    records += [cell(layer=n, protocol="adaptive") for n in range(2)]
-    records += [skipless(layer=n, protocol="reference", **squashed) for n in range(2)]
-    records += [skipless(layer=n, protocol="adaptive", **squashed) for n in range(2)]
+    records = [cell(layer=2)]
+    for n in range(2):
+        for protocol in ("reference", "adaptive"):
+            fields = {"layer": n, "protocol": protocol}
+            records += [cell(**fields), skipless(**fields, **squashed)]
 
-    chosen = select_headline_panels(panels(*records))
+    chosen = headline_panels(*records)
 
     assert [panel.protocol for panel in chosen] == ["reference", "reference"]
     assert [panel.lines[0].checkpoint.model for panel in chosen] == ["skip", "skipless"]
@@ -128,8 +125,7 @@ def test_every_checkpoint_has_a_headline_score(tmp_path):
     dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
     records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
 
-    chosen = select_headline_panels(panels(*records))
-    checkpoints = list_checkpoints(records)
+    chosen, checkpoints = headline_panels(*records), list_checkpoints(records)
     summaries = summarize_checkpoints(ResultStore(tmp_path), chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
@@ -139,11 +135,11 @@ def test_every_checkpoint_has_a_headline_score(tmp_path):
     assert [len(texts) for texts in summaries.values()] == [1, 1, 1]
 
 
-def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
+def test_segmentation_and_discovery_come_first_and_unitless_values_last():
     rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
-    shares = [plain(facet=facet) for facet in ("attention", "mlp")]
+    unitless = [plain(facet=facet) for facet in ("attention", "mlp")]
 
-    tasks = group_by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
+    tasks = group_by_task(panels(*unitless, *rest, cell(), cell(**SEGMENTATION)))
 
     assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
 
@@ -158,20 +154,24 @@ def test_the_leaderboard_shows_the_best_or_the_last_block():
     assert [panel.facet for panel in board.panels] == ["key", "mlp"]
 
 
-def test_the_leaderboard_names_a_baseline_that_is_not_exceeded(tmp_path):
+def test_the_leaderboard_names_a_baseline_that_is_not_significantly_exceeded(tmp_path):
     details = Baseline("centre box", 55.0).as_details()
-    low = [replace(cell(layer=n, value=v), details=details) for n, v in enumerate((40.0, 55.0))]
-    high = replace(cell(value=56.0, ci95=(55.5, 57.0)), details=details)
+    low = replace(skipless(value=40.0, ci95=(30.0, 50.0)), details=details)
+    unclear = replace(cell(value=60.0, ci95=(50.0, 70.0)), details=details)
+    clear = replace(unclear, ci95=(56.0, 64.0))
 
-    page = Elements(written(tmp_path / "low", *low)).text
-    better = Elements(written(tmp_path / "high", high)).text
-
-    assert "not significantly above centre box 55.0" in page
+    page = write_page(tmp_path / "unclear", unclear, low)
+    assert "not significantly above centre box 55.0" in Elements(page).text
     assert "not above baseline" in page
     assert "No encoder is significantly above the baseline in tokencut on toy." in page
-    assert "centre box 55.0" in better
-    assert "not above baseline" not in better
-    assert "significantly above" not in better
+    assert ' class="best"' not in page.partition('id="leaderboard"')[2].partition("</table>")[0]
+    assert "is best in" not in page
+    page = write_page(tmp_path / "clear", clear, low)
+    assert "is best in 1 of 1 comparisons: tokencut on toy." in page
+    page = Elements(write_page(tmp_path / "single", clear)).text
+    assert "centre box 55.0" in page
+    assert "not above baseline" not in page
+    assert "significantly above" not in page
 
 
 def test_the_leaderboard_names_the_settings_that_do_not_exceed_a_baseline():
@@ -184,20 +184,7 @@ def test_the_leaderboard_names_the_settings_that_do_not_exceed_a_baseline():
     assert sentence.endswith(" in tokencut on toy (corloc, key, protocol reference).")
 
 
-def test_a_score_whose_interval_includes_the_baseline_wins_nothing(tmp_path):
-    details = Baseline("centre box", 55.0).as_details()
-    first = replace(cell(value=60.0, ci95=(50.0, 70.0)), details=details)
-    second = replace(skipless(value=40.0, ci95=(30.0, 50.0)), details=details)
-
-    unclear = written(tmp_path / "unclear", first, second)
-    clear = written(tmp_path / "clear", replace(first, ci95=(56.0, 64.0)), second)
-
-    assert ' class="best"' not in unclear.partition('id="leaderboard"')[2].partition("</table>")[0]
-    assert "is best in" not in unclear
-    assert "is best in 1 of 1 comparisons: tokencut on toy." in clear
-
-
-def test_differences_of_checkpoints_are_columns():
+def test_the_leaderboard_has_a_column_for_each_difference_of_checkpoints():
     small = {"kind": "vit", "dim": 12, "patch_size": 8}
     other = {**small, "dim": 24, "modules_sha256": "ab" * 32}
 
@@ -208,30 +195,29 @@ def test_differences_of_checkpoints_are_columns():
     assert board.shared_facts == [("skips", "yes"), ("kind", "vit"), ("patch size", "8")]
 
 
-def test_checkpoints_of_one_model_show_their_differences(tmp_path):
-    named = {"kind": "timm", "name": "vit_tiny_patch16_224"}
-    own = {"kind": "module", "name": "Net"}
-    records = [
-        cell(model="tiny", architecture={**named, "image_size": None}),
-        cell(model="tiny", architecture={**named, "image_size": 224}),
-        cell(model="net", architecture={**own, "modules_sha256": "ab" * 32}),
-        cell(model="net", architecture={**own, "modules_sha256": "cd" * 32}),
-        skipless(),
+def test_checkpoints_with_the_same_name_show_their_differences(tmp_path):
+    timm = {"kind": "timm", "name": "vit_tiny_patch16_224"}
+    module = {"kind": "module", "name": "Net"}
+    records = [cell(model="tiny", architecture={**timm, "image_size": n}) for n in (None, 224)]
+    records += [
+        cell(model="net", architecture={**module, "modules_sha256": digits * 32})
+        for digits in ("ab", "cd")
     ]
+    records += [skipless()]
 
-    page = written(tmp_path, *records)
+    page = write_page(tmp_path, *records)
 
-    apart = {one.distinction for one in list_checkpoints(records)}
-    digests = {f"modules sha256 {letters * 6}" for letters in ("ab", "cd")}
-    assert apart == {"image size not set", "image size 224", *digests, ""}
-    assert all(f'"block">{words}<' in page for words in apart - {""})
+    distinctions = {one.distinction for one in list_checkpoints(records)}
+    digests = {f"modules sha256 {digits * 6}" for digits in ("ab", "cd")}
+    assert distinctions == {"image size not set", "image size 224", *digests, ""}
+    assert all(f'"block">{words}<' in page for words in distinctions - {""})
 
 
-def test_a_missing_value_has_its_reason(tmp_path):
+def test_the_reason_of_an_undefined_value_is_shown(tmp_path):
     record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
     explained = replace(record, details={"undefined": "no class has two images"})
 
-    index = written(tmp_path, explained)
+    index = write_page(tmp_path, explained)
     own = next((tmp_path / "report").glob("checkpoint-*.html")).read_text()
 
     for page in (index, own):
@@ -240,14 +226,14 @@ def test_a_missing_value_has_its_reason(tmp_path):
     assert "top-1 accuracy at any block (no class has two images)" in index
 
 
-def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_path):
+def test_the_overview_starts_with_curves_and_folds_other_panels(tmp_path):
     assert all(task_texts(task).description for task in choices("probe"))
-    shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
+    unitless = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
     save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
 
-    page = written(tmp_path, *shares, cell(), cell(**SEGMENTATION))
+    page = write_page(tmp_path, *unitless, cell(), cell(**SEGMENTATION))
 
-    sections = [i for i in ids(page) if not i.startswith("panel")]
+    sections = [i for i in element_ids(page) if not i.startswith("panel")]
     order = ["overview", "leaderboard", "summary", "pictures", "all", "filters"]
     assert [i for i in sections if i in order] == order
     tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
@@ -255,7 +241,7 @@ def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_pa
     assert unescape(page).count(task_texts("tokencut").description) == 1
     folds = [Elements(fold).text for fold in re.findall(r'<details class="fold.*?</summary>', page)]
     assert folds[-2:] == ["All metrics and numbers", "3 panels of conditioning"]
-    # Three charts are visible at once.
+    # Three charts are visible without unfolding.
     before, _, after = page.partition('id="all"')
     assert before.count('<svg class="chart"') == 3
     assert after.index('data-task="tokencut"') < after.index('data-task="conditioning"')
@@ -264,12 +250,12 @@ def test_the_overview_begins_with_curves_and_folds_what_is_not_a_headline(tmp_pa
 @pytest.mark.parametrize(
     ("counts", "marks"),
     [
-        # Paired over images, a difference of 1 hit of 20 is not clear, and one of 10 is.
+        # Of 20 paired images, a difference of 1 hit is not significant, and one of 10 is.
         ((19, 18, 9), {"a": "best", "b": "tied", "c": ""}),
         ((18, 18, 9), {"a": "best", "b": "best", "c": ""}),
     ],
 )
-def test_the_leaderboard_marks_the_best_and_who_cannot_be_distinguished(tmp_path, counts, marks):
+def test_the_leaderboard_marks_the_best_and_those_not_significantly_lower(tmp_path, counts, marks):
     store = ResultStore(tmp_path)
     for name, count in zip("abc", counts, strict=True):
         record = cell(model=name, checkpoint_sha256=name * 64)
@@ -280,21 +266,22 @@ def test_the_leaderboard_marks_the_best_and_who_cannot_be_distinguished(tmp_path
 
     best, tied = list_best(panel), list_indistinguishable(store, panel)
 
-    names = {line.checkpoint: line.checkpoint.name for line in panel.lines}
-    found = {n: "best" if c in best else "tied" if c in tied else "" for c, n in names.items()}
-    assert found == marks
-    assert [line.best_blocks_text for line in panel.lines] == ["block 3"] * 3
-    (alone,) = panels(*(record for record in store.records() if record.model == "a"))
-    assert (list_best(alone), list_indistinguishable(store, alone)) == (set(), set())
+    for line in panel.lines:
+        one = line.checkpoint
+        assert ("best" if one in best else "tied" if one in tied else "") == marks[one.name]
+        assert line.best_blocks_text == "block 3"
+    (single,) = panels(*(record for record in store.records() if record.model == "a"))
+    assert (list_best(single), list_indistinguishable(store, single)) == (set(), set())
 
 
-def test_without_values_of_images_overlapping_intervals_cannot_be_distinguished(tmp_path):
-    ends = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
-    records = [
-        cell(model=name, checkpoint_sha256=name * 64, value=sum(ci) / 2, ci95=ci)
-        for name, ci in ends.items()
-    ]
-    (panel,) = panels(*records)
+def test_overlapping_intervals_are_tied_if_there_are_no_per_image_values(tmp_path):
+    intervals = {"a": (70.0, 90.0), "b": (60.0, 75.0), "c": (30.0, 50.0)}
+    (panel,) = panels(
+        *(
+            cell(model=name, checkpoint_sha256=name * 64, value=sum(ends) / 2, ci95=ends)
+            for name, ends in intervals.items()
+        )
+    )
 
     tied = list_indistinguishable(ResultStore(tmp_path), panel)
 
@@ -308,20 +295,20 @@ def test_checkpoints_are_sorted_by_mean_rank_and_only_the_best_have_colours(tmp_
         for n in range(count)
         for dataset in ("a", "b")
     ]
-    alone = cell(model="alone", checkpoint_sha256="f" * 64, dataset="c")
+    single = cell(model="a", checkpoint_sha256="f" * 64, dataset="c")
 
-    report = build_report(ResultStore(tmp_path), [*records, alone], [])
+    report = build_report(ResultStore(tmp_path), [*records, single], [])
     board = build_leaderboard(report.panels, report.checkpoints)
 
     names = [checkpoint.name for checkpoint in board.checkpoints]
-    assert names == [*(f"run{n:02}" for n in reversed(range(count))), "alone"]
+    assert names == [*(f"run{n:02}" for n in reversed(range(count))), "a"]
     muted = [checkpoint.name for checkpoint in report.checkpoints if "muted" in checkpoint.style]
-    assert muted == ["alone", "run00", "run01"]
+    assert muted == ["a", "run00", "run01"]
     coloured = {c.style for c in report.checkpoints if c.name not in muted}
     assert len(coloured) == len(PALETTE)
 
 
-def test_datasets_count_equally_however_many_checkpoints_they_have():
+def test_datasets_have_equal_weight_regardless_of_their_number_of_checkpoints():
     order = {"large": "bcade", "small": "ab"}
     records = [
         cell(model=name, checkpoint_sha256=name * 64, value=50.0 - rank, dataset=dataset)
@@ -331,7 +318,7 @@ def test_datasets_count_equally_however_many_checkpoints_they_have():
 
     names = [checkpoint.name for checkpoint in leaderboard(*records).checkpoints]
 
-    # Mean ranks of a: (2/5 + 0/2) / 2 = 0.2, of b: (0/5 + 1/2) / 2 = 0.25, of c: 1/5.
+    # The mean ranks are (2/5 + 0/2) / 2 = 0.2 for a, (0/5 + 1/2) / 2 = 0.25 for b, and 1/5 for c.
     assert names == list("acbde")
 
 
@@ -341,15 +328,14 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
     return Gallery(task, dataset, "b" * 8, "image", prefixes, files)
 
 
-def strips(root, checkpoints, galleries, shown=(), hits=None):
-    """Write the pictures of galleries; return the strips of an overview."""
-    for of_encoder in galleries.values():
-        for one in of_encoder:
-            paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
-            save_pictures(root, *paths)
+def strips(root, checkpoints, galleries, headline=(), hits=None):
+    """Save the pictures of galleries and return the strips that the overview shows."""
+    for one in chain(*galleries.values()):
+        paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
+        save_pictures(root, *paths)
     files = PictureFiles(root)
     files.list_below("pictures")
-    return select_strips(files, checkpoints, galleries, shown, hits or {})
+    return select_strips(files, checkpoints, galleries, headline, hits or {})
 
 
 def test_a_strip_shows_an_image_that_all_checkpoints_have(tmp_path):
@@ -360,31 +346,31 @@ def test_a_strip_shows_an_image_that_all_checkpoints_have(tmp_path):
         third.encoder_id: [],
     }
 
-    found = strips(tmp_path, (first, second, third), galleries, hits={"cat.png": 9.0})
+    shown = strips(tmp_path, (first, second, third), galleries, hits={"cat.png": 9.0})
 
-    assert [strip.checkpoint for strip in found] == [first, second]
-    assert {strip.title for strip in found} == {"pca on toy, protocol image, image dog"}
-    blocks = [[picture.block for picture in strip.pictures] for strip in found]
+    assert [strip.checkpoint for strip in shown] == [first, second]
+    assert {strip.title for strip in shown} == {"pca on toy, protocol image, image dog"}
+    blocks = [[picture.block for picture in strip.pictures] for strip in shown]
     assert blocks == [[f"block {n}" for n in range(12)], [f"block {n}" for n in range(3)]]
-    assert found[0].pictures[-1].address == "pictures/pca/block11/dog.png"
-    assert found[0].pictures[-1].size[:2] == (4, 3)
+    assert shown[0].pictures[-1].address == "pictures/pca/block11/dog.png"
+    assert shown[0].pictures[-1].size[:2] == (4, 3)
 
 
 def test_a_strip_starts_at_the_best_block_of_the_photograph_with_most_hits(tmp_path):
     records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
     (checkpoint,) = list_checkpoints(records)
-    shown = gallery(range(3), "cat", "dog", task="tokencut")
-    galleries = {checkpoint.encoder_id: [shown, gallery(range(3), "cat", "dog")]}
+    pair = [gallery(range(3), "cat", "dog", task=task) for task in ("tokencut", "pca")]
+    galleries = {checkpoint.encoder_id: pair}
 
-    found = strips(tmp_path, (checkpoint,), galleries, panels(*records), {"dog.png": 1.0})
+    shown = strips(tmp_path, (checkpoint,), galleries, panels(*records), {"dog.png": 1.0})
 
-    for strip, note in zip(found, ("best for tokencut", "best"), strict=True):
+    for strip, note in zip(shown, ("best for tokencut", "best"), strict=True):
         blocks = [(picture.block, picture.note) for picture in strip.pictures]
         assert blocks == [("block 1", note), ("block 0", ""), ("block 2", "")]
         assert all(picture.address.endswith("dog.png") for picture in strip.pictures)
 
 
-def test_a_strip_shows_the_image_of_a_sheet_and_its_photograph(tmp_path):
+def test_a_strip_shows_the_photograph_and_the_map_of_a_sheet(tmp_path):
     (checkpoint,) = list_checkpoints([cell()])
     path = tmp_path / "pictures/pca/block3/dog.png"
     photograph, patches = np.zeros((150, 200, 3), np.uint8), np.zeros((3, 4, 3), np.uint8)
@@ -401,25 +387,26 @@ def test_a_strip_shows_the_image_of_a_sheet_and_its_photograph(tmp_path):
     assert views == [(4, 22, 192, 144), (200, 22, 192, 144)]
 
 
-def test_strips_prefer_common_kinds_and_many_blocks(tmp_path):
+def test_strips_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([cell(), skipless()])
 
-    def shown(few: Gallery, many: Gallery, *others: Gallery) -> list[tuple[str, ...]]:
-        galleries = {first.encoder_id: [few, many], second.encoder_id: list(others)}
+    def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
+        """Return the task, the dataset and the checkpoint of each strip."""
+        galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)
             for strip in strips(tmp_path, (first, second), galleries)
         ]
 
     cut, pca = gallery([0], "dog", task="tokencut"), gallery([0], "dog")
-    # The first of two tasks, then the second.
-    assert shown(pca, cut, cut) == [
+    # The strips are sorted by the rank of their task.
+    assert describe_strips([pca, cut], cut) == [
         ("pca", "toy,", "skip"), ("tokencut", "toy,", "skip"), ("tokencut", "toy,", "skipless")
     ]  # fmt: skip
     many, few = gallery([0], "dog", dataset="many"), gallery([0], "dog", dataset="few")
-    assert [words[1] for words in shown(few, many, many)] == ["many,", "many,"]
+    assert [words[1] for words in describe_strips([few, many], many)] == ["many,", "many,"]
     many = gallery([0, 1, 2], "dog", dataset="many")
-    assert [words[1] for words in shown(few, many)] == ["many,"]
+    assert [words[1] for words in describe_strips([few, many])] == ["many,"]
 
 
 def test_pictures_of_other_blocks_are_left_out():
@@ -436,7 +423,7 @@ def test_tables_of_blocks_have_few_columns(tmp_path):
         for layer in (0, 5, 11)
     ]
 
-    page = written(tmp_path, *records, page="checkpoint-*.html")
+    page = write_page(tmp_path, *records, page="checkpoint-*.html")
 
     tables = re.findall(r'<table class="blocks">.*?</table>', page, re.DOTALL)
     rows = [re.findall(r'<th scope="row">(\d+)</th>', table) for table in tables]
@@ -444,40 +431,37 @@ def test_tables_of_blocks_have_few_columns(tmp_path):
     assert rows == [["0", "5", "11"]] * 2
     assert heads == [["block", *(f"miou_<wbr>{n} (%)" for n in names)] for names in ("ab", "cd")]
     assert [table.count('class="best"') for table in tables] == [2, 2]
-    # If a dataset has many tables, some are folded.
+    # The fourth table of a dataset is folded.
     many = [plain(facet=f"f{number}") for number in range(11)]
     (group,) = group_block_tables([(panel, panel.lines[0]) for panel in panels(*many)])
     assert list(map(len, [*group.tables, *group.folded])) == [2, 3, 3, 3]
     assert len(group.folded) == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "text", "marked"),
-    [
+def test_blocks_with_equal_values_are_all_the_best():
+    for values, text, marked in (
         ((1, 3, 2), "block 1", [1]),
         ((3, 1, 3), "blocks 0 and 2", [0, 2]),
         ((2, 2, 2), "all 3 blocks equal", []),
         ((2,), "block 0", [0]),
-    ],
-)
-def test_equal_blocks_share_the_best_place(values, text, marked):
-    records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
-    (line,) = panels(*records)[0].lines
-    assert line.best_blocks_text == text
-    assert [point.layer for point in line.marked_entries] == marked
+    ):
+        records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
+        (line,) = panels(*records)[0].lines
+        assert line.best_blocks_text == text
+        assert [point.layer for point in line.marked_entries] == marked
 
 
-def test_pictures_come_first_without_labels(tmp_path):
+def test_pictures_come_first_if_no_task_has_labels(tmp_path):
     pca = cell(task="pca", metric="explained_variance", dataset="folder")
     for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [cell()])):
         for task in ("pca", "conditioning"):
             save_pictures(root, f"{task}/folder/{folder_of(pca)}/image/block03/dog")
-        index = ids(written(root, pca, plain(layer=0, dataset="folder"), *labelled))
-        own = ids(next((root / "report").glob("checkpoint-*.html")).read_text())
+        index = element_ids(write_page(root, pca, plain(layer=0, dataset="folder"), *labelled))
+        own = element_ids(next((root / "report").glob("checkpoint-*.html")).read_text())
 
-        for found in (index, own):
-            first = next(i for i in found if i.startswith("pictures"))
-            assert (found.index(first) < found.index("summary")) == (not labelled)
+        for ids in (index, own):
+            first = next(i for i in ids if i.startswith("pictures"))
+            assert (ids.index(first) < ids.index("summary")) == (not labelled)
         pictures = [i for i in own if i.startswith("pictures")]
         assert pictures == ["pictures-pca", "pictures-conditioning"]
         assert own.index(pictures[-1]) < own.index("properties")

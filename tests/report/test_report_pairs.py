@@ -1,6 +1,7 @@
-"""Pages that compare two checkpoints: pairs, pictures, images and differences."""
+"""Pages that compare two checkpoints: their pictures, images and differences."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.report.pictures import PictureFiles, find_galleries, pair_galleries
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import compare_encoders
+from tests.report.test_report import write_report
 from tests.support.faults import encoder_file, probing
 from tests.support.report_cells import (
     HALF,
@@ -30,13 +32,12 @@ from tests.support.report_cells import (
 )
 
 
-def pair_page(root: Path) -> str:
-    assert main(["report", "--out", str(root)]) == 0
-    (page,) = (root / "report").glob("compare-*.html")
+def read_pair_page(root: Path) -> str:
+    (page,) = write_report(root).glob("compare-*.html")
     return page.read_text()
 
 
-def test_a_pair_shows_the_pictures_that_both_have(tmp_path):
+def test_a_pair_shows_the_pictures_that_both_checkpoints_have(tmp_path):
     records = [cell(task="pca"), skipless(task="pca")]
     for folder in map(folder_of, records):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
@@ -69,10 +70,10 @@ def test_images_are_listed_from_the_largest_gain_to_the_largest_loss(tmp_path, i
 
 
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
-def test_differences_are_those_of_the_command_compare(tmp_path, metric):
+def test_the_differences_equal_those_of_the_command_compare(tmp_path, metric):
     store, random = ResultStore(tmp_path), np.random.default_rng(0)
-    made = [make(layer=n, metric=metric) for make in (cell, skipless) for n in (0, 1, 2)]
-    for record in made:
+    records = [make(layer=n, metric=metric) for make in (cell, skipless) for n in (0, 1, 2)]
+    for record in records:
         if metric == "corloc":
             save(store, record, random.random(11) < 0.5)
         else:
@@ -84,11 +85,9 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     compared = compared_pair(store, records)
 
     (table,), _ = compare_encoders(store, records, {known_as(letter): letter for letter in "ac"})
-    found = [row.difference for row in (*compared.blocks, *compared.summary)]
-    fields = ("first", "second", "low", "high")
-    assert [[getattr(one, f) for f in fields] for one in found] == [
-        [getattr(row, f) for f in fields] for row in table.rows
-    ]
+    fields = attrgetter("first", "second", "low", "high")
+    differences = [row.difference for row in (*compared.blocks, *compared.summary)]
+    assert list(map(fields, differences)) == list(map(fields, table.rows))
     blocks = [tuple(one.layer for one in (*r.first, *r.second)) for r in compared.blocks]
     assert blocks == [(0, 0), (1, 1), (2, 2)]
 
@@ -113,17 +112,16 @@ def test_the_lowest_of_several_seeds_is_compared(tmp_path):
 
     (row,) = compared.blocks
     assert (row.difference.first, row.difference.second) == (37.5, 50)
-    # Right in both, in the first or the second alone, in neither.
+    # The images that both classify correctly, only the first, only the second, and neither.
     assert compared.tally == [1, 2, 3, 2]
 
 
-def test_checkpoints_of_two_seeds_are_not_compared(tmp_path):
+def test_checkpoints_with_different_seeds_are_not_compared(tmp_path):
     store = ResultStore(tmp_path)
     save(store, cell(seed=1), np.array([1, 0, 0, 0], bool))
     save(store, skipless(seed=2), np.array([1, 1, 1, 0], bool))
-    records = store.records()
-    checkpoints = list_checkpoints(records)
-    (panel,) = group_into_panels(records, checkpoints)
+    checkpoints = list_checkpoints(store.records())
+    (panel,) = group_into_panels(store.records(), checkpoints)
 
     first, second = (load_side(store, panel, checkpoint) for checkpoint in checkpoints)
 
@@ -133,23 +131,23 @@ def test_checkpoints_of_two_seeds_are_not_compared(tmp_path):
 
 
 @pytest.mark.parametrize("commit", ["1" * 40, "2" * 40])
-def test_the_page_warns_if_the_sides_come_from_different_code(tmp_path, commit):
+def test_the_page_warns_if_the_results_come_from_different_code(tmp_path, commit):
     store = ResultStore(tmp_path)
     save(store, cell(git_commit="1" * 40), np.array([1, 0, 0, 0], bool))
     save(store, skipless(git_commit=commit), np.array([1, 1, 1, 0], bool))
 
-    warnings = re.findall(r'<p class="warning">(.*)</p>', pair_page(tmp_path))
+    warnings = re.findall(r'<p class="warning">(.*)</p>', read_pair_page(tmp_path))
 
     assert any("2222222222" in warning for warning in warnings) == (commit != "1" * 40)
 
 
-def test_without_a_best_block_nothing_is_summarised_or_counted(tmp_path):
+def test_a_metric_without_a_best_block_has_no_summary_and_no_counts(tmp_path):
     store = ResultStore(tmp_path)
     for make in (cell, skipless):
         for layer in (0, 1):
             save(store, make(layer=layer, metric="degenerate"), np.array([1, 0, 0, 1], bool))
 
-    compared, page = compared_pair(store, store.records()), pair_page(tmp_path)
+    compared, page = compared_pair(store, store.records()), read_pair_page(tmp_path)
 
     assert (len(compared.blocks), list(compared.summary), compared.tally) == (2, [], None)
     assert "Block by block" in page
@@ -172,7 +170,7 @@ def test_pairs_of_many_checkpoints_must_be_requested():
     assert caught.value.hint == ("--pair", "{checkpoint}", "{other_checkpoint}")
 
 
-def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
+def test_a_pair_is_given_by_path_or_name(tmp_path, capsys):
     (tmp_path / "runs/vit").mkdir(parents=True)
     weights = encoder_file(tmp_path / "runs/vit/last.safetensors")
     store = ResultStore(tmp_path)
@@ -184,7 +182,7 @@ def test_a_pair_is_named_by_path_or_name(tmp_path, capsys):
     assert len(list((tmp_path / "report").glob("compare-*.html"))) == 1
     assert main([*report, "--pair", "vit", "other"]) == 3
     assert "'other'" in capsys.readouterr().err
-    # Without a digest file, the weights themselves are read.
+    # Without a file of its digest, the checkpoint itself is read.
     weights.with_name("last.safetensors.sha256").unlink()
     assert main([*report, "--pair", str(weights.parent), "skipless"]) == 0
     weights.write_bytes(weights.read_bytes()[:99])

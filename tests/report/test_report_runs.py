@@ -1,4 +1,4 @@
-"""The page of training curves, for real runs and for logs whose curves are counted by hand."""
+"""The page of training curves, for real runs and for logs whose curves are known."""
 
 import re
 import shutil
@@ -8,29 +8,36 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.panels import MAX_LINES
-from ssl_bench.report.runs import draw_runs
-from ssl_bench.results import ResultStore
+from ssl_bench.report.runs import TrainingCurves, draw_runs
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.files import read_digests
 from ssl_bench.tables.run_logs import read_run_logs
 from tests.support.faults import expect_error
 from tests.support.report_cells import Elements, cell
 from tests.support.runs import log_rows, write_log
 
-# Without a slash, because it is the name of a folder.
+# It contains no slash, because it is the name of a folder.
 EVIL = "<script>alert(1)<script>\"'&{{ 7 * 7 }}"
 SIDECAR = "last.safetensors.sha256"
 
 
-def digest_of(run: Path) -> str:
+def run_record(run: Path) -> Record:
+    """Return a record of the encoder of a run."""
     ((digest, _),) = read_digests(run / SIDECAR)
-    return digest
+    return cell(checkpoint_sha256=digest)
 
 
-def rows_of(count: int, loss, *, length: int = 100) -> list[dict]:
+def make_rows(count: int, loss, *, epoch_length: int = 100) -> list[dict]:
     return [
-        {"step": step, "epoch": (step - 1) // length, "loss": loss(step)}
+        {"step": step, "epoch": (step - 1) // epoch_length, "loss": loss(step)}
         for step in range(1, count + 1)
     ]
+
+
+def draw_logs(folder: Path) -> TrainingCurves:
+    runs = draw_runs(read_run_logs([folder]))
+    assert runs is not None
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +54,18 @@ def test_each_measure_of_real_runs_has_a_panel_with_a_curve_per_run(report, pret
     text = (report / "runs.html").read_text()
 
     cards = re.findall(r'<article class="card" id="metric-(\w+)".*?</article>', text, re.DOTALL)
-    logged = {
-        name
-        for run in ("dino", "labels")
-        for row in log_rows(pretrained_runs / run, timed=True)
-        for name in row
-    }
+    logs = (log_rows(pretrained_runs / run, timed=True) for run in ("dino", "labels"))
     assert cards[:4] == ["loss", "knn_top1", "val_loss", "val_top1"]
-    assert set(cards) == logged - {"step", "epoch"}
+    assert set(cards) == {name for log in logs for row in log for name in row} - {"step", "epoch"}
     (loss,) = re.findall(r'id="metric-loss".*?</article>', text, re.DOTALL)
     assert loss.count('class="line" d="M') == 2 + 2  # Two curves, and two keys of the legend.
     last = log_rows(pretrained_runs / "dino")[-1]
-    # The epochs of the runs have three and two steps.
+    # The last step, 6, is the end of epoch 2.
     assert f"<title>dino, epoch 2: {last['loss']:#.4g}</title>" in loss
     assert re.search(r'class="c\d d0s"', loss), "the run without skip connections is dashed"
     assert "finished, 6 steps" in Elements(text).text
     page = Elements((report / "index.html").read_text())
-    links = [given["href"] for tag, given in page.elements if tag == "a"]
+    links = [attrs["href"] for tag, attrs in page.elements if tag == "a"]
     assert links == ["#content", "runs.html"]
     assert {path.name for path in report.iterdir()} >= {"style.css", "records.js", "report.js"}
 
@@ -72,7 +74,7 @@ def test_each_measure_of_real_runs_has_a_panel_with_a_curve_per_run(report, pret
     ("runs", "out", "is_found"),
     [("runs", "../results", True), ("../one", "../one/results", True), ("one", "results", False)],
 )
-def test_runs_whose_checkpoints_have_records_are_found(
+def test_runs_are_drawn_if_their_checkpoints_have_records(
     pretrained_runs, tmp_path, monkeypatch, runs, out, is_found
 ):
     (tmp_path / "here").mkdir()
@@ -80,7 +82,7 @@ def test_runs_whose_checkpoints_have_records_are_found(
     Path(runs).mkdir()
     for run in ("dino", "labels"):
         (Path(runs) / run).symlink_to(pretrained_runs / run)
-    ResultStore(Path(out)).save(cell(checkpoint_sha256=digest_of(pretrained_runs / "dino")))
+    ResultStore(Path(out)).save(run_record(pretrained_runs / "dino"))
 
     assert main(["report", "--out", out]) == 0
 
@@ -95,7 +97,7 @@ def test_a_damaged_log_does_not_stop_a_report_without_runs(
     monkeypatch.chdir(tmp_path)
     write_log(Path("runs/dino"), ["damaged"])
     shutil.copy(pretrained_runs / "dino" / SIDECAR, "runs/dino")
-    ResultStore(Path("results")).save(cell(checkpoint_sha256=digest_of(Path("runs/dino"))))
+    ResultStore(Path("results")).save(run_record(Path("runs/dino")))
 
     assert main(["report"]) == 0
 
@@ -103,13 +105,9 @@ def test_a_damaged_log_does_not_stop_a_report_without_runs(
     assert not Path("results/report/runs.html").exists()
 
 
-def test_runs_without_records_are_not_drawn_unless_named(
-    pretrained_runs, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "runs").symlink_to(pretrained_runs)
-    (tmp_path / "photos").mkdir()
-    monkeypatch.chdir(tmp_path)
-    ResultStore(tmp_path / "results").save(cell())
+def test_runs_without_records_are_drawn_only_on_request(pretrained_runs, workdir, capsys):
+    (workdir / "runs").symlink_to(pretrained_runs)
+    ResultStore(workdir / "results").save(cell())
 
     assert main(["report"]) == 0
     assert not Path("results/report/runs.html").exists()
@@ -120,15 +118,15 @@ def test_runs_without_records_are_not_drawn_unless_named(
     assert Path("results/report/runs.html").is_file()
 
 
-def test_long_curves_are_short_lines_with_gaps_and_bands(tmp_path):
-    write_log(tmp_path / "a", rows_of(2000, lambda step: None if 800 < step <= 1000 else step % 2))
-    write_log(tmp_path / "b", rows_of(20, float, length=10))
+def test_curves_of_long_logs_have_few_points_gaps_and_bands(tmp_path):
+    rows = make_rows(2000, lambda step: None if 800 < step <= 1000 else step % 2)
+    write_log(tmp_path / "a", rows)
+    write_log(tmp_path / "b", make_rows(20, float, epoch_length=10))
 
-    runs = draw_runs(read_run_logs([tmp_path]))
+    runs = draw_logs(tmp_path)
 
-    assert runs is not None
-    ((panel,), axis) = runs.panels, runs.axis
-    assert axis == "epoch"
+    (panel,) = runs.panels
+    assert runs.axis == "epoch"
     long, short = panel.chart.curves
     assert (long.line.count("M"), long.line.count("L")) == (2, 450 - 2)
     assert long.band.count("Z") == 2
@@ -139,29 +137,25 @@ def test_long_curves_are_short_lines_with_gaps_and_bands(tmp_path):
 
 
 def test_a_value_between_gaps_is_a_dot(tmp_path):
-    write_log(tmp_path / "run", rows_of(60, lambda step: 1.0 if step in (10, 30, 31) else None))
+    write_log(tmp_path / "run", make_rows(60, lambda step: 1.0 if step in (10, 30, 31) else None))
 
-    runs = draw_runs(read_run_logs([tmp_path]))
+    (curve,) = draw_logs(tmp_path).panels[0].chart.curves
 
-    assert runs is not None
-    (curve,) = runs.panels[0].chart.curves
     assert [mark.tooltip for mark in curve.marks] == ["run, step 10: 1.000"]
 
 
-def test_a_constant_learning_rate_has_an_axis_of_its_size(tmp_path):
-    rows = [{"step": step, "loss": 1.0, "lr": 3e-4} for step in (1, 2)]
+def test_the_axis_of_a_constant_learning_rate_is_close_to_its_value(tmp_path):
+    write_log(tmp_path / "run", [{"step": step, "loss": 1.0, "lr": 3e-4} for step in (1, 2)])
 
-    runs = draw_runs(read_run_logs([write_log(tmp_path / "run", rows)]))
+    (lr,) = [panel for panel in draw_logs(tmp_path).panels if panel.measure == "lr"]
 
-    assert runs is not None
-    (lr,) = [panel for panel in runs.panels if panel.measure == "lr"]
     labels = [float(tick.label) for tick in lr.chart.y_ticks]
     assert 0 < labels[0] < 3e-4 < labels[-1] < 1e-3
 
 
 def test_names_of_runs_are_escaped_and_many_runs_are_limited(tmp_path):
     for name in (EVIL, *(f"run{number:02}" for number in range(MAX_LINES))):
-        write_log(tmp_path / "runs" / name, rows_of(2, float))
+        write_log(tmp_path / "runs" / name, make_rows(2, float))
     words = ["--out", str(tmp_path / "none"), "--into", str(tmp_path / "report")]
 
     assert main(["report", "--runs", str(tmp_path / "runs"), *words]) == 0
@@ -169,5 +163,5 @@ def test_names_of_runs_are_escaped_and_many_runs_are_limited(tmp_path):
     page = Elements((tmp_path / "report/runs.html").read_text())
     assert f"{MAX_LINES} of {MAX_LINES + 1} runs are drawn" in page.text
     assert EVIL in page.text
-    scripts = [given for tag, given in page.elements if tag == "script"]
+    scripts = [attrs for tag, attrs in page.elements if tag == "script"]
     assert scripts == [{"src": "records.js"}, {"src": "report.js"}]

@@ -1,22 +1,21 @@
-"""Sentences on the best block of each checkpoint, compared with counts by hand."""
+"""The sentences about the best block of each checkpoint, compared with counts by hand."""
 
 import re
 from dataclasses import replace
 from html import unescape
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.report.overview import summarize_checkpoints
 from ssl_bench.report.panels import group_into_panels, list_checkpoints
 from ssl_bench.results import Baseline, Record, ResultStore
+from tests.report.test_report import write_report
 from tests.support.report_cells import cell, plain, save, skipless
 
 
-def hits(number: int, total: int = 20) -> np.ndarray:
-    return np.arange(total) < number
+def hits(number: int) -> np.ndarray:
+    return np.arange(20) < number
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
@@ -34,14 +33,13 @@ def store(tmp_path) -> ResultStore:
     return ResultStore(tmp_path)
 
 
-def numbers(text: str) -> str:
-    """Return the blocks, values and counts of some sentences, separated by spaces."""
+def extract_numbers(text: str) -> str:
     return " ".join(re.findall(r"\d+(?:\.\d+)?", text))
 
 
-# The best blocks, their score, and how many of the other blocks are significantly lower.
+# The expected numbers are the best blocks, their score and a count of the other blocks.
 @pytest.mark.parametrize(
-    ("counts", "expected", "is_clear"),
+    ("counts", "expected", "is_significant"),
     [
         ((0, 13, 20, 14), "2 100.0 3", True),
         ((1, 17, 20, 18), "2 100.0 1 3", True),
@@ -53,61 +51,62 @@ def numbers(text: str) -> str:
     ],
 )
 def test_other_blocks_are_compared_with_the_best_on_the_same_images(
-    store, counts, expected, is_clear
+    store, counts, expected, is_significant
 ):
     for layer, number in enumerate(counts):
         save(store, cell(layer=layer), hits(number))
 
     ((text,),) = summarize(store)
 
-    assert numbers(text) == expected
-    assert ("significantly" in text) == (is_clear is not None)
-    assert ("not significantly" in text) == (is_clear is False)
+    assert extract_numbers(text) == expected
+    assert ("significantly" in text) == (is_significant is not None)
+    assert ("not significantly" in text) == (is_significant is False)
 
 
-def test_without_values_of_images_intervals_are_compared(store):
+def test_intervals_are_compared_if_there_are_no_per_image_values(store):
     ends = ((1.0, 2.0, 4.0), (3.0, 5.0, 6.5), (6.0, 7.0, 9.0))
     records = [cell(layer=n, value=v, ci95=(a, b)) for n, (a, v, b) in enumerate(ends)]
 
     ((text,),) = summarize(store, *records)
 
-    assert numbers(text) == "2 7.0 1 2"
+    assert extract_numbers(text) == "2 7.0 1 2"
 
 
-def test_a_block_that_is_higher_at_the_compared_seed_is_not_called_lower(store):
-    # Block 1 is the best over both seeds, but at the lowest seed, which is compared, block 0 is.
+def test_a_block_that_is_better_with_the_compared_seed_is_not_called_lower(store):
+    # Block 1 has the best mean over both seeds. Only seed 0 is compared, where block 0 is better.
     for seed, counts in enumerate(((16, 5), (1, 20))):
         for layer, number in enumerate(counts):
             save(store, cell(layer=layer, seed=seed), hits(number))
 
     ((text,),) = summarize(store)
 
-    assert numbers(text) == "1 62.5"
+    assert extract_numbers(text) == "1 62.5"
     assert "not significantly" in text
 
 
 def test_degenerate_blocks_are_excluded(store):
-    shares = [(cell(layer=n, value=9.0 - n), s) for n, s in enumerate((50.0, 50.5))]
     records = [
-        replace(record, details={"degenerate_percent": share})
-        for record, share in [*shares, (skipless(), 50.5)]
-    ]
+        replace(record, details={"degenerate_percent": percent})
+        for record, percent in (
+            (cell(layer=0, value=9.0), 50.0), (cell(layer=1, value=8.0), 50.5), (skipless(), 50.5)
+        )
+    ]  # fmt: skip
 
-    (some,), (none,) = summarize(store, *records)
+    (first,), (second,) = summarize(store, *records)
 
-    assert numbers(some) == "9.0 0 1"
-    assert numbers(none) == "3"
-    assert all("degenerate" in text for text in (some, none))
+    assert extract_numbers(first) == "9.0 0 1"
+    assert extract_numbers(second) == "3"
+    assert all("degenerate" in text for text in (first, second))
 
 
-def test_unbeaten_baselines_and_ranges_of_plain_numbers_are_reported(store):
+def test_unbeaten_baselines_and_ranges_of_unitless_values_are_reported(store):
     details = Baseline("centre box", 55.0).as_details()
-    shares = [plain(layer=layer, value=value) for layer, value in enumerate((7.0, 3.0, 5.0))]
+    unitless = [plain(layer=layer, value=value) for layer, value in enumerate((7.0, 3.0, 5.0))]
 
-    ((low, plain_numbers),) = summarize(store, replace(cell(value=50.0), details=details), *shares)
+    ((low, spread),) = summarize(store, replace(cell(value=50.0), details=details), *unitless)
 
     assert "not significantly above centre box 55.0" in low
-    assert numbers(plain_numbers) == "3 1 7 0"
+    assert extract_numbers(spread) == "3 1 7 0"
 
 
 def test_every_protocol_has_a_sentence(store):
@@ -116,25 +115,19 @@ def test_every_protocol_has_a_sentence(store):
             save(store, cell(layer=layer, protocol=protocol), hits(number))
     save(store, skipless(), hits(9))
 
-    found = [re.findall(r"protocol (\w+)", " ".join(texts)) for texts in summarize(store)]
+    protocols = [re.findall(r"protocol (\w+)", " ".join(texts)) for texts in summarize(store)]
 
-    assert found == [["reference", "adaptive"], ["reference"]]
-
-
-def write(root: Path, *records: Record) -> tuple[str, str]:
-    """Return the overview and the page of the only checkpoint."""
-    for record in records:
-        ResultStore(root).save(record)
-    assert main(["report", "--out", str(root)]) == 0
-    (page,) = (root / "report").glob("checkpoint-*.html")
-    return unescape((root / "report" / "index.html").read_text()), unescape(page.read_text())
+    assert protocols == [["reference", "adaptive"], ["reference"]]
 
 
 def test_the_overview_has_three_sentences_and_the_page_has_all(tmp_path):
     details = {"left_out": {"all": {"count": 3, "first": ["a.jpg", "b.jpg"]}}}
     records = [replace(cell(dataset=name), details=details) for name in "abcde"]
 
-    index, page = write(tmp_path, *records)
+    report = write_report(tmp_path, *records)
+
+    (own,) = report.glob("checkpoint-*.html")
+    index, page = (unescape(path.read_text()) for path in (report / "index.html", own))
 
     assert re.findall("<li>TokenCut on (.) .*?</li>", index) == ["a", "b", "c"]
     assert '#summary">2 more sentences</a>' in index

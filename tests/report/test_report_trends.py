@@ -1,4 +1,4 @@
-"""The pages on epochs and on corrupted images, compared with counts by hand for two blocks."""
+"""The pages about epochs and about corrupted images, compared with counts by hand."""
 
 import re
 from dataclasses import replace
@@ -6,77 +6,66 @@ from pathlib import Path
 
 import pytest
 
-from ssl_bench.cli.__main__ import main
 from ssl_bench.report.drawing import Curve, Point, draw_chart
 from ssl_bench.report.pages import build_index_page, build_report
 from ssl_bench.report.panels import MAX_LINES, group_into_panels, list_checkpoints
 from ssl_bench.report.trends import draw_severities, find_epoch_trends, style_block
 from ssl_bench.results import Record, ResultStore
+from tests.report.test_report import write_report
 from tests.support.report_cells import EVIL, Elements, cell, plain
-from tests.tables.test_severities import of_blocks
+from tests.tables.test_severities import corrupted_blocks
 
-SHAS = {("skip", 100.0): "a", ("skip", 300.0): "c", ("skipless", 100.0): "d", ("alone", 300.0): "e"}
+ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 300.0)]
 
 
-def kept(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
+def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
     """Return a record of the encoder `RUN@EPOCH`, or of `RUN` for the last epoch, 300."""
-    record = cell(
-        model=run if epoch == 300 else f"{run}@{epoch:g}",
-        checkpoint_sha256=SHAS[run, epoch] * 64,
-        layer=layer,
-        value=value,
-        ci95=(value - 5, value + 5),
-    )
+    model = run if epoch == 300 else f"{run}@{epoch:g}"
+    sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)
+    record = cell(model=model, checkpoint_sha256=sha, layer=layer, value=value, ci95=ends)
     return replace(record, details={"epoch": epoch}, **changes)
 
 
-COURSE = [
-    kept("skip", 100.0, 0, 20.0),
-    kept("skip", 300.0, 0, 15.0),
-    kept("skip", 100.0, 11, 30.0),
-    kept("skip", 300.0, 11, 55.0),
+TREND = [
+    make_record("skip", 100.0, 0, 20.0),
+    make_record("skip", 300.0, 0, 15.0),
+    make_record("skip", 100.0, 11, 30.0),
+    make_record("skip", 300.0, 11, 55.0),
 ]
-ALONE = kept("alone", 300.0, 0, 90.0)
-CORRUPTED = of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0))
+SINGLE = make_record("single", 300.0, 0, 90.0)
+CORRUPTED = corrupted_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0))
 
 
-def written(root: Path, records: list[Record]) -> Path:
-    for record in records:
-        ResultStore(root).save(record)
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
-
-
-def followed(records):
+def find_trends(records):
     return find_epoch_trends(group_into_panels(records, list_checkpoints(records)))
 
 
-def test_a_run_of_two_epochs_has_scores_by_block():
-    unknown = replace(COURSE[1], details={})
-    assert followed([COURSE[0], COURSE[2], ALONE, unknown]) == ()
-    # Another seed of one score, and other settings of two.
-    seed = kept("skip", 100.0, 0, 40.0, seed=1)
-    other_settings = [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
+def test_a_run_with_two_epochs_has_scores_by_block():
+    unknown = replace(TREND[1], details={})
+    assert find_trends([TREND[0], TREND[2], SINGLE, unknown]) == ()
+    # One score has another seed, and two have other settings.
+    seed = make_record("skip", 100.0, 0, 40.0, seed=1)
+    other_settings = [replace(record, settings={"tau": 0.3}) for record in TREND[:2]]
 
-    one, other = followed([ALONE, *COURSE, seed, *other_settings])
+    one, other = find_trends([SINGLE, *TREND, seed, *other_settings])
 
-    (course,) = one.trends
-    assert course.name == "skip"
-    assert {at: (entry.text(), entry.records) for at, entry in course.table.entries.items()} == {
-        (100.0, "block 0"): ("30.0 ± 5.0 (2 seeds)", (COURSE[0], seed)),
-        (300.0, "block 0"): ("15.0 ± 5.0 (1 seed)", (COURSE[1],)),
-        (100.0, "block 11"): ("30.0 ± 5.0 (1 seed)", (COURSE[2],)),
-        (300.0, "block 11"): ("55.0 ± 5.0 (1 seed)", (COURSE[3],)),
+    (trend,) = one.trends
+    assert trend.name == "skip"
+    assert {at: (entry.text(), entry.records) for at, entry in trend.table.entries.items()} == {
+        (100.0, "block 0"): ("30.0 ± 5.0 (2 seeds)", (TREND[0], seed)),
+        (300.0, "block 0"): ("15.0 ± 5.0 (1 seed)", (TREND[1],)),
+        (100.0, "block 11"): ("30.0 ± 5.0 (1 seed)", (TREND[2],)),
+        (300.0, "block 11"): ("55.0 ± 5.0 (1 seed)", (TREND[3],)),
     }
     assert [len(entry.records) for entry in other.trends[0].table.entries.values()] == [1, 1]
 
 
-def test_runs_share_their_axes():
-    other = [kept("skipless", 100.0, 0, 70.0), kept("alone", 300.0, 0, 80.0, model="skipless")]
-    middle = replace(COURSE[1], model="skip@150", checkpoint_sha256="b" * 64)
-    records = [*COURSE, *other, replace(middle, details={"epoch": 150.0})]
+def test_the_charts_of_all_runs_have_the_same_axes():
+    other = [make_record("skipless", 100.0, 0, 70.0), replace(SINGLE, model="skipless", value=86.0)]
+    middle = replace(TREND[1], model="skip@150", checkpoint_sha256="b" * 64)
+    records = [*TREND, *other, replace(middle, details={"epoch": 150.0})]
 
-    ((_, skip), (_, skipless)) = followed(records)[0].draw_charts()
+    ((_, skip), (_, skipless)) = find_trends(records)[0].draw_charts()
 
     assert (skip.x_ticks, skip.y_ticks) == (skipless.x_ticks, skipless.y_ticks)
     assert skip.x_label == "epoch"
@@ -85,7 +74,7 @@ def test_runs_share_their_axes():
     assert places["150"] - places["100"] == pytest.approx((places["300"] - places["100"]) / 4)
     assert [tick.label for tick in skip.y_ticks] == ["0", "20", "40", "60", "80", "100"]
     assert [curve.name for curve in skip.curves] == ["block 0", "block 11"]
-    # Labels without room are left out.
+    # Tick labels that would overlap are left out.
     points = [Point(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0)]
     chart = draw_chart([Curve("block 0", "", 0, points)], x_label="epoch")
     assert [tick.label for tick in chart.x_ticks] == ["1", "100", "200"]
@@ -104,9 +93,9 @@ def test_no_two_blocks_look_the_same(depth):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    records = [*COURSE, ALONE, plain(model="skip@100", layer=0)]
-    root = tmp_path_factory.mktemp("epochs")
-    return written(root, [replace(record, protocol=EVIL) for record in records])
+    records = [*TREND, SINGLE, plain(model="skip@100", layer=0)]
+    records = [replace(record, protocol=EVIL) for record in records]
+    return write_report(tmp_path_factory.mktemp("epochs"), *records)
 
 
 def test_the_page_shows_curves_intervals_legend_and_numbers(report):
@@ -125,89 +114,83 @@ def test_the_page_shows_curves_intervals_legend_and_numbers(report):
     assert words == ["100 20.0 ± 5.0 30.0 ± 5.0", "300 15.0 ± 5.0 55.0 ± 5.0"]
     best = re.findall(r'class="best">.*?</td>', table, re.DOTALL)
     assert [Elements(f"<td {one}").text.strip() for one in best] == ["20.0 ± 5.0", "55.0 ± 5.0"]
-    assert "alone" not in page.text
+    assert "single" not in page.text
     assert "condition_number" not in page.text
     assert EVIL in page.text
-    scripts = [given for tag, given in page.elements if tag == "script"]
+    scripts = [attrs for tag, attrs in page.elements if tag == "script"]
     assert scripts == [{"src": "records.js"}, {"src": "report.js"}]
 
 
-def test_the_overview_links_the_page_and_keeps_every_encoder(report):
+def test_the_overview_links_the_page_and_shows_every_encoder(report):
     page = Elements((report / "index.html").read_text())
 
-    links = [given["href"] or "" for tag, given in page.elements if tag == "a"]
-    assert [link for link in links if link.startswith("epochs.html")] == [
-        "epochs.html",
-        "epochs.html#panel1",
-    ]
+    links = [attrs["href"] or "" for tag, attrs in page.elements if tag == "a"]
+    epoch_links = [link for link in links if link.startswith("epochs.html")]
+    assert epoch_links == ["epochs.html", "epochs.html#panel1"]
     sections = Elements((report / "epochs.html").read_text()).elements
     assert ("section", {"id": "panel1", "data-group": None}) in sections
     assert len(list(report.glob("checkpoint-*.html"))) == 3
 
 
-def test_two_runs_of_one_name_are_reported_and_not_drawn(tmp_path):
-    report = written(tmp_path, [*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)])
+def test_two_runs_with_the_same_name_are_reported_and_not_drawn(tmp_path):
+    report = write_report(tmp_path, *TREND, replace(TREND[0], checkpoint_sha256="f" * 64))
 
     page = (report / "epochs.html").read_text()
     assert "Not drawn: epoch 100 of run skip has two encoders" in Elements(page).text
     assert "<svg" not in page[page.index("Not drawn") :]
-    # Groups without a card are hidden.
+    # A section with this attribute would be hidden, because it has no card.
     assert "data-group" not in page
 
 
 def test_the_highest_of_many_runs_are_drawn():
-    low = 3
+    lowest = 3
     records = [
         replace(
-            COURSE[0],
-            model=f"run{number:02}@{epoch}",
-            checkpoint_sha256=f"{number:032x}{epoch:032x}",
-            value=20.0 + (number != low),
-            details={"epoch": float(epoch)},
+            TREND[0], model=f"run{number:02}@{epoch}", value=20.0 + (number != lowest),
+            checkpoint_sha256=f"{number:032x}{epoch:032x}", details={"epoch": float(epoch)},
         )
-        for number in range(MAX_LINES + 1)
-        for epoch in (100, 200)
-    ]
+        for number in range(MAX_LINES + 1) for epoch in (100, 200)
+    ]  # fmt: skip
 
-    (one,) = followed(records)
+    (one,) = find_trends(records)
 
     assert len(one.trends) == MAX_LINES + 1
-    runs = [course.name for course, _ in one.draw_charts()]
-    assert runs == [course.name for course in one.trends if course.name != f"run{low:02}"]
+    runs = [trend.name for trend, _ in one.draw_charts()]
+    assert runs == [trend.name for trend in one.trends if trend.name != f"run{lowest:02}"]
 
 
 # Corrupted images.
 
 
-def test_one_metric_per_task_is_drawn_from_the_clean_score_on():
+def test_one_metric_per_task_is_drawn_and_starts_with_the_clean_score():
     other = [replace(record, metric="top1_k20") for record in CORRUPTED]
 
     ((_, chart),) = draw_severities(CORRUPTED)
-    (found,) = draw_severities([*CORRUPTED, *other])
+    ((table, _),) = draw_severities([*CORRUPTED, *other])
 
     assert (chart.x_label, chart.y_label, len(chart.curves)) == ("severity", "top1 (%)", 2)
     assert chart.curves[1].marks[2].tooltip == "skip, block 1, severity 2: 40.0"
-    assert found[0].record.metric == "top1_k20"
+    assert table.record.metric == "top1_k20"
 
 
 def test_without_corrupted_images_or_two_epochs_there_is_no_page(tmp_path):
-    report = written(tmp_path, [replace(CORRUPTED[0], details={"epoch": 300.0})])
+    report = write_report(tmp_path, replace(CORRUPTED[0], details={"epoch": 300.0}))
 
     for page in ("severities.html", "epochs.html"):
         assert not (report / page).exists()
         assert page not in (report / "index.html").read_text()
 
 
-def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
-    report = written(tmp_path, [replace(record, model=EVIL) for record in CORRUPTED])
+def test_the_page_of_severities_is_linked_once_and_names_are_escaped(tmp_path):
+    report = write_report(tmp_path, *(replace(record, model=EVIL) for record in CORRUPTED))
 
     index = Elements((report / "index.html").read_text())
     text = (report / "severities.html").read_text()
     page = Elements(text)
-    links = [attributes.get("href") for tag, attributes in index.elements if tag == "a"]
+    links = [attrs.get("href") for tag, attrs in index.elements if tag == "a"]
     assert links.count("severities.html") == 1
     assert EVIL in page.text
-    assert not [given for _, given in page.elements if EVIL in given.values()]
+    assert not [attrs for _, attrs in page.elements if EVIL in attrs.values()]
     buttons = {a["data-r"] for tag, a in page.elements if tag == "button" and "data-r" in a}
     assert buttons == set("012345")
     assert "Smallest drop: block 1, 10.0 %." in text
@@ -219,10 +202,10 @@ def test_the_leaderboard_shows_clean_images(tmp_path):
     panels = group_into_panels(CORRUPTED, list_checkpoints(CORRUPTED))
     assert [panel.is_corrupted for panel in panels] == [False, True, True]
 
-    board, alone = (
+    board, corrupted = (
         build_index_page(build_report(ResultStore(tmp_path), records, []))["leaderboard"]
         for records in (CORRUPTED, [record for record in CORRUPTED if record.corrupted])
     )
 
     assert [panel.dataset for panel in board.panels] == ["photos"]
-    assert len(alone.panels) == 2
+    assert len(corrupted.panels) == 2

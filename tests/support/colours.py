@@ -1,4 +1,4 @@
-"""A dataset of coloured halves, a tiny encoder, and a quick segmentation probe."""
+"""A dataset of images with two coloured halves, a tiny encoder, and a fast segmentation probe."""
 
 import collections
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """Images whose left and right halves show the colours of their classes."""
+    """Images of two classes, one in each half, that show the colours of these classes."""
 
     split: str
     count: int

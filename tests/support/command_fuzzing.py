@@ -1,9 +1,9 @@
 """Run random commands in a process without type checks, and print those that end badly.
 
 `python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code.
-Every second command is valid and must succeed. The others have flags of the parser with correct or
-strange values. A command is stopped when an encoder first computes, but one in fifty runs to its
-end.
+Every second command is valid and must succeed. The others combine flags of the parser with correct
+or strange values. A command is stopped when an encoder is first called, except that one in fifty
+runs to its end.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tests.support.fuzzing import TooSlow, confine
 CODES = {0, 2, 3, 4, 5, 75, 130}
 SECONDS_EACH = 20
 MEBIBYTES = 3000
-# One command in this many runs to its end.
+# One command in fifty runs to its end.
 COMPLETE_EVERY = 50
 # Commands that may print several error lines.
 MANY_ERRORS = ("doctor", "models", "sweep", "reproduce")
@@ -208,7 +208,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
         raise _Computing
 
     torch.nn.Module.__call__ = call if to_end else refuse
-    # This exception would not stop the processes of a sweep.
+    # The exception would not stop the processes that a sweep starts.
     processes = subprocess if to_end else SimpleNamespace(**vars(subprocess) | {"Popen": refuse})
     sweep.subprocess = processes
     try:
@@ -218,7 +218,12 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how it ended, and what is wrong with that."""
+    """Run a command.
+
+    Returns:
+        How the command ended, which is an exit code or a word such as "slow", and a description of
+        the problem, or "" if the command behaved correctly.
+    """
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
     try:
@@ -263,13 +268,13 @@ def prepare() -> None:
 def main(seed: int, count: int) -> int:
     draw, ends, bad = Draw(random.Random(seed)), Counter(), 0
     start, scratch = time.monotonic(), tempfile.mkdtemp()
-    # Deep enough that "../.." is still in our temporary folder.
+    # The folder is deep enough for "../.." to be in our temporary folder.
     folder = f"{scratch}/home/user"
     Path(folder).mkdir(parents=True)
     os.environ |= {"XDG_CACHE_HOME": folder, "HOME": folder, "HF_HUB_OFFLINE": "1"}
     os.chdir(folder)
     prepare()
-    confine(signal.SIGPROF, MEBIBYTES)
+    confine(MEBIBYTES)
     try:
         for number in range(count):
             is_valid = number % 2 == 1

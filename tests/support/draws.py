@@ -23,7 +23,7 @@ def follows(draws: Any, distribution: Callable[[Any], Any]) -> bool:
 
 
 def as_frequent(counts: Sequence[Any], other_counts: Sequence[Any]) -> bool:
-    """Return whether counts agree (chi-square test) and have the same zeros."""
+    """Return whether two lists of counts agree (chi-square test) and are 0 at the same places."""
     table = np.array([counts, other_counts])
     occurs = (table > 0).any(axis=0)
     result: Any = chi2_contingency(table[:, occurs])

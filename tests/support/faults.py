@@ -1,4 +1,4 @@
-"""Small datasets, commands and faults, and the check that a command reports a fault."""
+"""Small datasets, arguments of commands, and the check that a command reports a fault."""
 
 import ctypes
 import gc
@@ -21,7 +21,6 @@ from typing import Any
 
 import jaxtyping
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -57,21 +56,13 @@ PRETRAIN = (
 )  # fmt: skip
 
 
-def fits(task: str, dataset: str) -> bool:
-    """Return whether a dataset supports a task, according to a dry run."""
-    arguments = ["probe", "--task", task, "--dataset", dataset, "--checkpoint", "demo:skip"]
-    code = main([*arguments, "--dry-run"])
-    assert code in (0, 3)
-    return code == 0
-
-
 def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path:
     save_encoder(path, build_vit(config, seed=seed), {})
     return path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return noise with a bright square at 8 to 24, the object of masks and boxes."""
+    """Return noise with a bright square, the object of masks and boxes, at pixels 8 to 23."""
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -118,7 +109,7 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create different images with these names in each split, all with the same mask."""
+    """Create an image for each name in each split. The images differ, but their masks are equal."""
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -131,7 +122,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k with these image numbers. Return the annotation file."""
+    """Create COCO20k with images of these numbers. Return the path of the annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -155,6 +146,7 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
+    """Return a mask whose only object, of class 8, is the square of `picture`. Row 7 is ignored."""
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
     indices[7] = 255
@@ -176,7 +168,7 @@ LFS_POINTER = (
 def spoil(path: Path, how: str) -> None:
     """Truncate a file, or replace it with a web page or a Git LFS pointer."""
     content = path.read_bytes()
-    lengths = {"empty": 0, "half": len(content) // 2, "99": len(content) * 99 // 100, "last2": -2}
+    lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
     path.write_bytes(substitutes[how] if how in substitutes else content[: lengths[how]])
 
@@ -227,9 +219,9 @@ class Fault:
         prepare: Function that creates the fault.
         command: The command as the user types it.
         code: The expected exit code.
-        words: Parts of the error: the file or key at fault, and what is wrong if several faults of
-            the same file must be told apart.
-        hint: The command or setting that the error recommends.
+        words: Parts of the error: the file or key at fault. If a file can have several faults, also
+            what is wrong.
+        hint: The command or setting that the error must recommend.
         remedy: Arguments that make the command succeed if appended to it.
     """
 
@@ -261,13 +253,8 @@ def check_fault(fault: Fault, folder: Path, capsys) -> None:
         assert main(shlex.split(f"{fault.command} {fault.remedy}")) == 0, capsys.readouterr().err
 
 
-def each(faults: Sequence[Fault]) -> pytest.MarkDecorator:
-    """Return a mark that runs a test once for each fault."""
-    return pytest.mark.parametrize("fault", faults, ids=[fault.name for fault in faults])
-
-
-def nothing(_: Path) -> None:
-    """Prepare nothing: the fault is in the command."""
+def do_nothing(_: Path) -> None:
+    """Prepare no files, because the fault is in the command."""
 
 
 def file_contents(folder: Path) -> dict[Path, bytes]:
@@ -292,7 +279,7 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Limit the size of files to `limit` bytes, like a full disk."""
+    """Let writes fail beyond a file size of `limit` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -305,8 +292,8 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the increase of peak memory in MiB."""
-    # Memory that earlier tests have freed would hide an increase.
+    """Yield a function that returns by how much the peak memory exceeds the memory at the start."""
+    # Return memory that earlier tests have freed, because it would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -360,7 +347,7 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 
 @contextmanager
 def unchecked_types() -> Iterator[None]:
-    """Disable the type checks of the tests, which users do not have."""
+    """Disable the checks of types and shapes at run time, which only the tests enable."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

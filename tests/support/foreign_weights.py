@@ -1,4 +1,4 @@
-"""Weights in the layouts of other projects, made from random timm models, and comparisons."""
+"""Random timm models, their weights in the formats of other projects, and comparisons."""
 
 import json
 import re
@@ -44,13 +44,13 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Load an encoder and check that its features equal the model's to 1e-5."""
+    """Load the encoder at `path`. Check that its features equal those of `model` to within 1e-5."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
     assert encoder.native_size == expected.native_size
     facets: list[Facet] = ["token", "cls", "key", "query", "value", *extra]
-    # The native size, and a size to which position embeddings are interpolated.
+    # The second size requires interpolated position embeddings.
     for size in (expected.native_size, (3 * expected.patch_size, 5 * expected.patch_size)):
         images = torch.rand(2, 3, *size)
         one = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
@@ -76,7 +76,10 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights under names in which each pattern is replaced in turn."""
+    """Return the weights with new names.
+
+    In each name, every regular expression in `names` is replaced by its value, in this order.
+    """
     result: Weights = {}
     for name, value in weights.items():
         for pattern, replacement in names.items():
@@ -93,7 +96,7 @@ def saved(path: Path, content: Mapping[str, Any]) -> Path:
 def folder_of(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Write a Hugging Face model folder, as its libraries save it. Return its address."""
+    """Write a model folder in the format of Hugging Face libraries. Return its URI."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

@@ -1,4 +1,7 @@
-"""Build linear probes from plain values, each passed to the component with such a field."""
+"""Build linear probes from plain values.
+
+Each value is passed to the component that has a field of this name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,7 +22,7 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a linear segmentation probe. `defaults` may contain unknown names."""
+    """Return a linear segmentation probe. Names in `defaults` that no component has are ignored."""
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
 

@@ -1,4 +1,4 @@
-"""Small runs of every registered objective, with the options that it supports."""
+"""Small runs of each registered objective."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Return the choices, and options that make them small."""
+    """Return overrides that choose components, followed by overrides that make them small."""
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
     values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
@@ -31,7 +31,10 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return a small plan of an objective with the first model that it trains, and its options."""
+    """Return the plan of a small run of an objective, and its overrides.
+
+    The model is the first one that the objective can train.
+    """
     # Try Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):
         options = reduced_options(f"objective={objective}", f"model={model}")

@@ -1,4 +1,4 @@
-"""An encoder as users write them: own names, blocks that return tuples, a single input size."""
+"""An encoder as a user may write it: own names, blocks that return tuples, one input size."""
 
 import torch
 from torch import Tensor, nn

@@ -23,7 +23,7 @@ class PageCommand:
     Attributes:
         page: Path of the page in the repository.
         text: The command, with continued lines joined.
-        words: Program and arguments, without variables, comment, `...` and redirection.
+        words: Program and arguments, without environment variables, comment, `...` and redirection.
         in_block: Whether it is in a code block. A sentence may only mention a command's name.
     """
 

@@ -1,4 +1,4 @@
-"""Cache FLOP counts of training steps, which take most of the time of a short run."""
+"""Cache the FLOP counts of training steps. Counting takes most of the time of a short run."""
 
 from collections.abc import Callable
 from functools import wraps

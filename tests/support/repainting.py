@@ -1,17 +1,20 @@
-"""Change files without changing their size and modification time."""
+"""Change files without changing their size or modification time, and compare fingerprints."""
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from ssl_bench.data.samples import ImageSet
 
 
 def settle() -> None:
-    # Timestamps of files have a resolution of four milliseconds.
+    """Wait until new timestamps of files differ from earlier ones. Their resolution is 4 ms."""
     time.sleep(0.02)
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Change bytes of a file, by default the last 16, but not its size or time."""
+    """Change bytes of a file, by default the last 16, but not its size or modification time."""
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:
@@ -26,3 +29,20 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
     assert (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     assert after.st_ino == status.st_ino
     settle()
+
+
+def assert_fingerprint_depends_on(
+    open_images: Callable[[], ImageSet], *changes: Callable[[], object]
+) -> None:
+    """Check that a fingerprint is reproducible, and that it differs after each change of the data.
+
+    Args:
+        open_images: Function that opens the images again.
+        changes: Functions that change the data. They are called one after the other.
+    """
+    found = [open_images().fingerprint() for _ in range(2)]
+    for change in changes:
+        change()
+        found.append(open_images().fingerprint())
+    assert found[0] == found[1]
+    assert len(set(found)) == len(changes) + 1

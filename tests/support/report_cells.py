@@ -29,7 +29,7 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Add an interval as wide as that in `RECORD` if a value has none."""
+    """Add an interval as wide as that of `RECORD` if the changes set a value but no interval."""
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -50,7 +50,7 @@ def known_as(letter: str) -> str:
 
 
 def folder_of(record: Record) -> str:
-    """Return the name of the picture folder of a record."""
+    """Return the name of the folder that contains the figures of a record."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -60,7 +60,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record, with the value that is computed from its per-image values."""
+    """Save a record and its per-image values. The value of the record is computed from them."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)

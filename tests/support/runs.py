@@ -29,7 +29,7 @@ def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Check that states, logs and encoders are equal bit by bit, except for `num_workers`."""
+    """Check that states, logs and encoders are bitwise identical, except for `num_workers`."""
     states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
@@ -44,7 +44,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Send this process a signal at the `number`-th micro-batch on the device."""
+    """Send this process a signal when the `number`-th micro-batch reaches the device."""
     finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -66,7 +66,7 @@ def assert_goes_on_to_the_bit(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a resumed run is bit-identical to an uninterrupted run.
+    """Check that a resumed run is bitwise identical to an uninterrupted run.
 
     Args:
         plan: Plan of a run with more steps than `steps`.
@@ -74,8 +74,8 @@ def assert_goes_on_to_the_bit(
         parts: Number of the micro-batch at which the signal is sent.
         steps: Number of steps that the stopped run completes.
         sent: Signal that is sent.
-        error: Exception with which the stopped run ends.
-        workers: Number of data workers after resuming, if it differs.
+        error: Exception that the stopped run raises.
+        workers: Number of data workers of the resumed run, if it differs.
 
     Returns:
         The path of the encoder of the uninterrupted run.
@@ -103,7 +103,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Return a folder of a DINO run and a supervised run, with 3 and 2 steps an epoch."""
+    """Train a DINO run (3 steps per epoch) and a supervised run (2 steps). Return their folder."""
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():
@@ -114,7 +114,7 @@ def pretrain_two(root: Path) -> Path:
 
 
 def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write the log of a run. Rows that are text are written unchanged."""
+    """Write the log of a run. Rows that are strings are written unchanged."""
     folder.mkdir(parents=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / LOG).write_text("".join(f"{line}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""A small dataset in the layout of SPair-71k, in which a target is its source at another size."""
+"""A small dataset in the layout of SPair-71k. Each target is its source at another size."""
 
 import json
 from dataclasses import dataclass
@@ -81,6 +81,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image from which all images of a category are resized."""
+    """Return the image that is resized to become each image of a category."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

@@ -31,7 +31,8 @@ from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 
-AT = 3  # the step of the fault, from 0
+# The step of the fault. The first step is 0.
+AT = 3
 SECONDS = 90
 AT_ONCE = 3
 # In seconds, twice the timeout of `_SHORT`.
@@ -51,7 +52,7 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault in reading the data of the step `AT`."""
+    """Return a function that installs a fault, which occurs when the data of step `AT` is read."""
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
@@ -89,7 +90,7 @@ def full_log(usual: Any) -> Any:
 
 
 def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that installs a fault in writing a state at a step."""
+    """Return a function that installs a fault. Each write of a state calls it with the step."""
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
@@ -140,7 +141,7 @@ def no_images(usual: Any) -> Any:
     return images
 
 
-_SLOW_MONITOR = replace_method(Evaluator, "measures", slow_monitor)
+_SLOW_MONITOR = replace_method(Evaluator, "measure_if_due", slow_monitor)
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "image": at_step(lambda: DataError("photos/3.png is cut short")),
@@ -151,7 +152,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "disk": replace_method(LogFile, "write", full_log),
     "worker": at_step(lose_worker),
     "images": replace_method(ImageFolder, "images", no_images),
-    "monitor": replace_method(Evaluator, "measures", broken_monitor),
+    "monitor": replace_method(Evaluator, "measure_if_due", broken_monitor),
     "skipped": replace_method(FileImageSet, "__getitem__", lost_image),
     "taken": lambda: None,
     "states": at_state(fill_disk),
@@ -175,7 +176,7 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     """Run one process of a run to its end, and write its stderr to a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # A test run under nohup hands down an ignored SIGHUP, which the command would keep ignoring.
+    # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     name, _, where = fault.partition(":")
     if int(where) == number:
@@ -187,7 +188,7 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
             code = cli.main([*arguments, f"monitor.root={photos.parent / 'classes'}"])
     finally:
         Path(f"{out}.{number}").write_text(stderr.getvalue())
-        # Without the interpreter's shutdown, which is for the parent process.
+        # Skip the shutdown of the interpreter, which is the task of the parent process.
         os._exit(code)
 
 
@@ -235,7 +236,7 @@ def prepare() -> None:
     """Set up what all processes share, before they are forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
-    # Counting FLOPs takes as long as the run, and no fault depends on it.
+    # Counting FLOPs would take as long as the run, and no fault depends on the count.
     step.count_training_flops = lambda *_: 1e6
 
 

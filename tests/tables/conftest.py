@@ -1,4 +1,4 @@
-"""A results folder and a function that runs commands on it."""
+"""A results folder and functions that run commands on it."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def store(tmp_path) -> ResultStore:
 
 
 @pytest.fixture
-def printed(store, capsys) -> Callable[..., Any]:
+def cli(store, capsys) -> Callable[..., Any]:
     """Return a function that runs a command on the results and returns its stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> Any:
@@ -28,5 +28,6 @@ def printed(store, capsys) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def as_json(printed) -> Callable[..., list[dict[str, Any]]]:
-    return lambda *words: json.loads(printed(*words, "--format", "json").out)
+def cli_json(cli) -> Callable[..., list[dict[str, Any]]]:
+    """Return a function that runs a command on the results and parses its JSON output."""
+    return lambda *words: json.loads(cli(*words, "--format", "json").out)

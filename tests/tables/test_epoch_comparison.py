@@ -1,4 +1,4 @@
-"""Two runs compared over epochs, checked by hand and against the comparison of encoders."""
+"""Two runs compared epoch by epoch, checked by hand and against the comparison of encoders."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from ssl_bench.tables.comparison import compare_encoders, compare_runs
 from ssl_bench.tables.depth import epoch_tables
 from tests.support.report_cells import cell, save
 
-# Images that are right, of ten: by run, epoch and block.
+# The number of correct images out of ten, for each block of each run and epoch.
 HITS = {
     ("skip", 100): {0: 2, 11: 4},
     ("skip", 200): {0: 3, 11: 5},
@@ -26,8 +26,11 @@ RUNS = ("skip", "skipless")
 OVER_EPOCHS = ("compare", "--over-epochs")
 
 
-def encoder(run: str, epoch: int, **changes):
-    """Return a record of an epoch, of which 300 is the last one."""
+def make_record(run: str, epoch: int, **changes):
+    """Return a record of the encoder that a run had after an epoch.
+
+    Epoch 300 is the last one, and the name of its encoder has no "@epoch" suffix.
+    """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
     record = cell(model=model, checkpoint_sha256=digit * 64, **changes)
@@ -39,42 +42,40 @@ def store(tmp_path) -> ResultStore:
     store = ResultStore(tmp_path)
     for (run, epoch), hits in HITS.items():
         for layer, number in hits.items():
-            save(store, encoder(run, epoch, layer=layer), np.arange(10) < number)
+            save(store, make_record(run, epoch, layer=layer), np.arange(10) < number)
     return store
 
 
-@pytest.mark.parametrize("epoch", [100, 300])
-def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
+def test_an_epoch_is_compared_like_its_two_encoders(store):
     records = store.records()
-    pair = [encoder(run, epoch).encoder_id for run in RUNS]
+    (runs,) = compare_runs(store, records, RUNS)
 
-    (table,), _ = compare_encoders(store, records, dict(zip(pair, RUNS, strict=True)))
-    (found,) = compare_runs(store, records, RUNS)
-
-    rows = [row for row in table.rows if row.name in ("0", "11")]
-    assert list(found.by_epoch[epoch].rows) == rows
-    assert [record.encoder_id for record in found.by_epoch[epoch].encoders] == pair
+    for epoch in (100, 300):
+        pair = [make_record(run, epoch).encoder_id for run in RUNS]
+        (table,), _ = compare_encoders(store, records, dict(zip(pair, RUNS, strict=True)))
+        rows = [row for row in table.rows if row.name in ("0", "11")]
+        assert list(runs.by_epoch[epoch].rows) == rows
+        assert [record.encoder_id for record in runs.by_epoch[epoch].encoders] == pair
 
 
 def test_holm_counts_only_the_printed_blocks(tmp_path):
-    """`compare` has a row for last blocks with different indices, the table of epochs has none."""
+    """Unlike `compare`, the table of epochs has no row for the last blocks of both encoders."""
     store = ResultStore(tmp_path)
     for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
         for layer, number in hits.items():
-            save(store, encoder(run, 100, layer=layer), np.arange(10) < number)
+            save(store, make_record(run, 100, layer=layer), np.arange(10) < number)
 
     (table,) = compare_runs(store, store.records(), RUNS)
 
     (row,) = table.by_epoch[100.0].rows
     assert row.name == "0"
-    assert 0 < row.p < 0.5
-    assert row.p_holm == row.p
+    assert 0 < row.p_holm == row.p < 0.5
 
 
-def test_other_settings_images_and_seeds_are_never_paired(store):
+def test_results_with_other_settings_images_or_seeds_are_never_paired(store):
     for changes in ({"settings": {"tau": 0.3}}, {"seed": 1}, {"dataset_fingerprint": "e" * 64}):
-        save(store, encoder("skip", 100, layer=5, **changes), np.arange(10) < 5)
-    save(store, encoder("skipless", 100, layer=5, seed=1), np.arange(10) < 6)
+        save(store, make_record("skip", 100, layer=5, **changes), np.arange(10) < 5)
+    save(store, make_record("skipless", 100, layer=5, seed=1), np.arange(10) < 6)
 
     one, other = compare_runs(store, store.records(), RUNS)
 
@@ -85,42 +86,35 @@ def test_other_settings_images_and_seeds_are_never_paired(store):
     assert {row.name for c in by_seed[0].by_epoch.values() for row in c.rows} == {"0", "11"}
 
 
-def test_the_command_prints_epochs_below_one_another(printed, as_json):
-    lines = printed(*OVER_EPOCHS, *RUNS, "--format", "markdown").out.strip().splitlines()
+def test_the_command_prints_the_epochs_of_each_block_in_consecutive_rows(cli, cli_json):
+    lines = cli(*OVER_EPOCHS, *RUNS, "--format", "markdown").out.strip().splitlines()
 
     assert lines[2] == "| block | epoch | skip | skipless | first - second [95 %] |"
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in lines[4:8]]
-    assert [row[:4] for row in rows] == [
-        ["0", "100", "20.0", "20.0"],
-        ["0", "300", "30.0", "50.0"],
-        ["11", "100", "40.0", "10.0"],
-        ["11", "300", "50.0", "100.0"],
+    assert [" ".join(row[:4]) for row in rows] == [
+        *("0 100 20.0 20.0", "0 300 30.0 50.0", "11 100 40.0 10.0", "11 300 50.0 100.0"),
     ]
     assert rows[0][4].startswith("+0.0 [-")
     assert rows[3][4].startswith("**-50.0 [-")
-    text = printed(*OVER_EPOCHS, *RUNS, "--format", "csv").out
-    shown = [
-        (r["epoch"], r["block"], float(r["difference"])) for r in csv.DictReader(io.StringIO(text))
+    text = cli(*OVER_EPOCHS, *RUNS, "--format", "csv").out
+    differences = [
+        (r["epoch"], r["block"], round(float(r["difference"]), 9))
+        for r in csv.DictReader(io.StringIO(text))
     ]
-    assert shown == [
-        ("100.0", "0", 0),
-        ("100.0", "11", pytest.approx(30)),
-        ("300.0", "0", pytest.approx(-20)),
-        ("300.0", "11", -50),
+    assert differences == [
+        *(("100.0", "0", 0), ("100.0", "11", 30), ("300.0", "0", -20), ("300.0", "11", -50)),
     ]
-    (table,) = as_json(*OVER_EPOCHS, *RUNS)
-    assert [(one["epoch"], one["names"]) for one in table["epochs"]] == [
-        (100.0, ["skip", "skipless"]),
-        (300.0, ["skip", "skipless"]),
-    ]
+    (table,) = cli_json(*OVER_EPOCHS, *RUNS)
+    epochs = [(one["epoch"], one["names"]) for one in table["epochs"]]
+    assert epochs == [(100.0, list(RUNS)), (300.0, list(RUNS))]
     assert table["epochs"][1]["checkpoint_sha256"] == ["2" * 64, "5" * 64]
-    # A run is named by any of its encoders.
+    # A run can be named by any of its encoders.
     for names in (("skip@100", "skipless@250"), ("2222", "skipless")):
-        assert text == printed(*OVER_EPOCHS, *names, "--format", "csv").out
+        assert text == cli(*OVER_EPOCHS, *names, "--format", "csv").out
 
 
 @pytest.mark.parametrize(
-    ("names", "code", "said"),
+    ("names", "code", "words"),
     [
         (["skip", "skip@100"], 2, "got skip and skip"),
         (["skip", "other"], 3, "'other'"),
@@ -129,20 +123,18 @@ def test_the_command_prints_epochs_below_one_another(printed, as_json):
         (["skip", "late"], 3, "skip 100, 200, 300 and late 400"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(store, printed, names, code, said):
+def test_runs_that_cannot_be_compared_are_refused(store, cli, names, code, words):
     store.save(cell(model="unknown", checkpoint_sha256="f" * 64))
     late = cell(model="late", checkpoint_sha256="e" * 64)
     store.save(replace(late, details={"epoch": 400.0}))
 
-    assert said in printed(*OVER_EPOCHS, *names, code=code).err
+    assert words in cli(*OVER_EPOCHS, *names, code=code).err
 
 
 def test_two_runs_of_the_same_name_are_refused(store):
-    twin = replace(encoder("skip", 100, layer=0), checkpoint_sha256="f" * 64)
+    twin = replace(make_record("skip", 100, layer=0), checkpoint_sha256="f" * 64)
     save(store, twin, np.arange(10) < 1)
-    records = store.records()
 
-    with pytest.raises(DataError, match="epoch 100 of run skip"):
-        compare_runs(store, records, RUNS)
-    with pytest.raises(DataError, match="epoch 100 of run skip"):
-        epoch_tables(records)
+    for refuse in (lambda records: compare_runs(store, records, RUNS), epoch_tables):
+        with pytest.raises(DataError, match="epoch 100 of run skip"):
+            refuse(store.records())

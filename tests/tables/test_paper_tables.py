@@ -1,4 +1,4 @@
-"""Our scores next to published values, with all differences between both protocols."""
+"""Tables of our scores next to published values, with notes on the differences in protocol."""
 
 import csv
 import io
@@ -15,17 +15,17 @@ VOC: dict[str, Any] = {"dataset": "voc2012", "split": "trainval"}
 ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
-def laid(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table next to the scores of these encoders."""
-    known = {rows[sha]: known_as(sha) for sha in shas}
+def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
+    """Return a published table with the scores of the given encoders in `rows`."""
+    encoders = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)
-    return paper_table(published, store.records(), store, encoders=known, choice=choice)
+    return paper_table(published, store.records(), store, encoders=encoders, choice=choice)
 
 
-def test_our_scores_stand_in_the_published_cells_that_they_fit(store):
+def test_our_scores_are_shown_next_to_published_values_of_the_same_dataset(store):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     save(store, "d", 11, hits(1, 1, 0, 0), dataset="toy")
-    table = laid(store, shas="ad")
+    table = build_table(store, shas="ad")
 
     lines = render_tables([table], "text").splitlines()
     rows = list(csv.DictReader(io.StringIO(render_tables([table], "csv"))))
@@ -49,13 +49,12 @@ def test_our_scores_stand_in_the_published_cells_that_they_fit(store):
     assert whole["notes"] == list(table.notes)
 
 
-def test_the_notes_name_every_known_difference_and_what_is_missing(store):
+def test_the_notes_name_differences_and_missing_encoders_and_records(store):
     for sha in "ad":
         save(store, sha, 11, hits(1, 0, 0, 0), **VOC)
 
-    notes = laid(store, shas="a").notes
+    notes = build_table(store, shas="a").notes
 
-    assert "ours is not the published experiment" in notes[0]
     assert "how an encoder was pretrained" in notes[0]
     assert "DINO on ImageNet-1k for 300 epochs" in notes[1]
     assert notes[2] == (
@@ -72,12 +71,12 @@ def test_published_spreads_doubts_and_gaps_are_shown(store):
     save(store, "a", 0, hits(1, 0))
 
     def notes(name):
-        return laid(store, name).notes
+        return build_table(store, name).notes
 
     def rendered(name, style):
-        return render_tables([laid(store, name)], style)
+        return render_tables([build_table(store, name)], style)
 
-    # Perplexities are nothing that this suite measures; days stand in the log of a run.
+    # No probe measures perplexity. The training time is in the log of a run.
     assert "no probe for: Penn Treebank" in notes("mimetic_language")[-1]
     assert "no encoder for" not in " ".join(notes("training_time"))
     assert "`ssl-bench reproduce`" in notes("training_time")[-1]
@@ -90,13 +89,13 @@ def test_published_spreads_doubts_and_gaps_are_shown(store):
     assert json.loads(rendered("mnist", "json"))[0]["cells"][0]["published_spread"] is None
 
 
-def test_an_accuracy_of_training_comes_from_the_run_itself(store):
+def test_a_training_accuracy_comes_from_the_pretraining_run(store):
     save(store, "a", 0, hits(1, 0), dataset="mnist", task="classification", metric="top1")
     fields: dict[str, Any] = {"task": "supervised", "metric": "top1", "facet": "head"}
     save(store, "d", 5, hits(1, 1, 1, 0), dataset="mnist", protocol="central_square", **fields)
     rows = {"a": "ViT", "d": "ViT"}
 
-    probed, trained = (laid(store, "mnist", shas=sha, rows=rows) for sha in "ad")
+    probed, trained = (build_table(store, "mnist", shas=sha, rows=rows) for sha in "ad")
 
     assert "how an encoder was pretrained" in probed.notes[0]
     assert "`ssl-bench pretrain ... monitor.results=DIR`" in probed.notes[-1]
@@ -106,7 +105,7 @@ def test_an_accuracy_of_training_comes_from_the_run_itself(store):
     assert "how an encoder was pretrained" not in trained.notes[0]
 
 
-def test_the_series_nearest_to_the_paper_is_shown(store):
+def test_the_results_with_the_protocol_nearest_to_the_paper_are_shown(store):
     fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "facet": "token"}
     oracle = fields | {"metric": "miou_oracle", "protocol": "cutting_the_skip"}
     save(store, "a", 5, hits(1, 0, 0, 0), **oracle | {"protocol": "fast"})
@@ -114,7 +113,7 @@ def test_the_series_nearest_to_the_paper_is_shown(store):
     save(store, "a", 5, hits(0, 0, 0, 0), settings={"epochs": 2}, changed={"epochs": 2}, **oracle)
     save(store, "a", 5, hits(1, 1, 1, 1), metric="miou_holdout", protocol="ssl_bench", **fields)
 
-    table = laid(store, "table2", shas="a")
+    table = build_table(store, "table2", shas="a")
 
     (chosen,) = table.entries.values()
     assert (chosen.value, chosen.records[0].protocol) == (75.0, "cutting_the_skip")
@@ -122,68 +121,68 @@ def test_the_series_nearest_to_the_paper_is_shown(store):
         "also recorded: miou_oracle, token, protocol cutting_the_skip, epochs=2 | miou_oracle, "
         "token, protocol fast | miou_holdout, token, protocol ssl_bench"
     )
-    # If series differ only in their images, the series with the most images is shown.
-    save(store, "a", 5, hits(*(1, 1, 1, 1, 0)), dataset_fingerprint="c" * 64, **oracle)
-    (chosen,) = laid(store, "table2", shas="a").entries.values()
+    # If results differ only in their images, those on the most images are shown.
+    save(store, "a", 5, hits(1, 1, 1, 1, 0), dataset_fingerprint="c" * 64, **oracle)
+    (chosen,) = build_table(store, "table2", shas="a").entries.values()
     assert (chosen.value, chosen.records[0].num_images) == (80.0, 5)
-    # Multi-scale heads stand in the multi-scale columns alone.
+    # Multi-scale heads are shown in the multi-scale columns only.
     multi = {"metric": "miou_oracle", "settings": {"layers_mode": "multi"}}
     save(store, "d", 11, hits(1, 0), **multi, **fields)
-    found = laid(store, "table2", shas="d", rows={"d": "skip, soap"})
-    assert list(found.entries) == [("skip, soap", "VOC2012, multi-scale")]
+    table = build_table(store, "table2", shas="d", rows={"d": "skip, soap"})
+    assert list(table.entries) == [("skip, soap", "VOC2012, multi-scale")]
 
 
-def test_the_choice_of_the_block_is_named(store):
+def test_the_notes_say_how_the_block_was_chosen(store):
     for layer in (0, 1):
         save(store, "a", layer, hits(1, 0, layer), **VOC)
-        save(store, "d", layer, hits(1, 0, layer), keep=False, **VOC)
+        save(store, "d", layer, hits(1, 0, layer), has_hits=False, **VOC)
 
-    held_out = laid(store, shas="ad")
+    held_out = build_table(store, shas="ad")
 
     assert held_out.undecided == {("skipless, soap", "VOC2012")}
     text = render_tables([held_out], "text")
     assert "63.2 | ‡" in text
     assert "\n‡: " in text
     assert "held-out choice" in text
-    assert "ORACLE" in " ".join(laid(store, choice="oracle", shas="a").notes)
+    assert "ORACLE" in " ".join(build_table(store, choice="oracle", shas="a").notes)
 
 
-def test_a_column_has_the_block_of_its_paper(store):
+def test_each_column_shows_the_block_that_its_paper_reports(store):
     for layer in (0, 11):
         save(store, "a", layer, hits(1, 1, 1, 1 - layer // 11), **VOC)
     metric = {"task": "conditioning", "metric": "mean_log_condition_number", "facet": "before"}
     for layer in range(2):
         fields: dict[str, Any] = {**metric, "unit": "", "dataset": "folder", "depth": 2}
-        save(store, "d", layer, hits(1, layer), keep=False, **fields)
+        save(store, "d", layer, hits(1, layer), has_hits=False, **fields)
 
-    def chosen(sha, name, row, column, choice=None):
-        one = laid(store, name, choice, sha, {sha: row}).entries[row, column]
-        assert one is not None
-        return one.layers, one.value
+    def chosen_block(sha, name, row, column, choice=None):
+        entry = build_table(store, name, choice, sha, {sha: row}).entries[row, column]
+        assert entry is not None
+        return entry.layers, entry.value
 
-    # Figure 3 shows the best block on the scored images, TokenCut's own table the last one.
-    assert chosen("a", "figure3", "skip, soap", "VOC2012") == ((0,), 100.0)
-    assert chosen("a", "tokencut", "ViT-S/16, DINO", "VOC2012", "oracle") == ((11,), 75.0)
+    # Figure 3 shows the best block on the scored images, and TokenCut's own table the last block.
+    assert chosen_block("a", "figure3", "skip, soap", "VOC2012") == ((0,), 100.0)
+    assert chosen_block("a", "tokencut", "ViT-S/16, DINO", "VOC2012", "oracle") == ((11,), 75.0)
     # This column's value is a mean over all blocks so far, so `choice` has no effect.
     for choice in (None, "holdout", "oracle"):
         cell = ("graying_exponent", "no token graying", "condition number before")
-        assert chosen("d", *cell, choice) == ((1,), 100.0)
-    choices = [laid(store, choice=one, shas="a").as_json() for one in (None, "holdout")]
+        assert chosen_block("d", *cell, choice) == ((1,), 100.0)
+    choices = [build_table(store, choice=one, shas="a").as_json() for one in (None, "holdout")]
     assert [one["layer_selection"] for one in choices] == ["oracle", "holdout"]
 
 
-def test_the_command_maps_rows_to_checkpoints(store, printed, as_json):
+def test_the_command_maps_rows_to_checkpoints(store, cli, cli_json):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     command = ["table", "--paper", "cutting_the_skip:figure3"]
 
-    out = printed(*command, "--as", "skip, soap=aaaa", "--format", "markdown").out
+    out = cli(*command, "--as", "skip, soap=aaaa", "--format", "markdown").out
     assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in out
     for words, choice in (([], "oracle"), (["--best-layer", "holdout"], "holdout")):
-        assert as_json(*command, *words)[0]["layer_selection"] == choice
+        assert cli_json(*command, *words)[0]["layer_selection"] == choice
     for words, code, hint in (
         (["--as", "skp, soap=skip"], 2, "`--as 'skip, soap=CHECKPOINT'`"),
         (["--as", "skip, soap"], 2, "`--as ROW=CHECKPOINT`"),
         (["--as", "skip, soap=skip", "--as", "skip, soap=aaaa"], 2, ""),
         (["--as", "skip, soap=nobody"], 3, ""),
     ):
-        assert hint in printed(*command, *words, code=code).err
+        assert hint in cli(*command, *words, code=code).err

@@ -1,4 +1,4 @@
-"""Scores by severity of a corruption, and the loss relative to the clean score."""
+"""Tables of scores by severity of a corruption, and of the drop relative to the clean score."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,31 +16,32 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    told = {"name": name, "severity": severity, "dataset": record.dataset}
-    told["fingerprint"] = record.dataset_fingerprint
+    """Return the record of a corruption of the images that a clean record was computed on."""
+    corruption = {"name": name, "severity": severity, "dataset": record.dataset}
+    corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
         record,
         dataset=f"{record.dataset}+{name}-{severity}",
         dataset_fingerprint=f"{severity}c" * 32,
-        settings={**record.settings, "corrupted": told},
+        settings={**record.settings, "corrupted": corruption},
         **changes,
     )
 
 
-def of_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return for each block its clean score, and those of snow 1, 2 and so on."""
-    found = []
+def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
+    """Return records from each block's clean score and its scores with snow of severity 1, 2..."""
+    records = []
     for layer, (clean, *others) in enumerate(values):
         first = replace(CLEAN, layer=layer, value=clean)
-        found += [first]
-        found += [corrupted(first, "snow", n, value=value) for n, value in enumerate(others, 1)]
-    return found
+        snow = [corrupted(first, "snow", n, value=value) for n, value in enumerate(others, 1)]
+        records += [first, *snow]
+    return records
 
 
 def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
-    (table,) = severity_tables(of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)))
+    (table,) = severity_tables(corrupted_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)))
 
-    # Means of 40 and 45: half of 80, and a tenth of 50.
+    # The means are 40 and 45, so half of 80 and a tenth of 50 are lost.
     assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
     sheet = table.sheet()
     assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
@@ -52,9 +53,9 @@ def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
     assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
 
 
-def test_blocks_are_ranked_over_the_severities_that_all_share(store, printed):
-    # Over both severities block 0 loses a half, over the first one a tenth.
-    records = of_blocks((80.0, 72.0, 8.0), (50.0, 40.0), (60.0,))
+def test_blocks_are_ranked_over_the_severities_that_they_share(store, cli):
+    # Block 0 loses half of its score over both severities, but only a tenth with severity 1.
+    records = corrupted_blocks((80.0, 72.0, 8.0), (50.0, 40.0), (60.0,))
     for record in records:
         store.save(record)
 
@@ -66,20 +67,20 @@ def test_blocks_are_ranked_over_the_severities_that_all_share(store, printed):
     assert [[cell.text for cell in row][2:] for row in table.sheet().rows] == [
         ["72.0", "8.0", "10.0"], ["40.0", "‡", "20.0"], ["‡", "‡", NO_VALUE],
     ]  # fmt: skip
-    out = printed(*OVER_SEVERITY, "--format", "latex").out
+    out = cli(*OVER_SEVERITY, "--format", "latex").out
     (note,) = (line for line in out.splitlines() if line.startswith(r"\par{"))
     assert "block 1, 2." in note
     assert "share: 1" in note
-    assert printed(*OVER_SEVERITY, "--format", "csv").out.count(",1\n") == len(records)
-    printed("report")
+    assert cli(*OVER_SEVERITY, "--format", "csv").out.count(",1\n") == len(records)
+    cli("report")
     page = (store.root / "report/severities.html").read_text()
     assert "Not probed at every severity: block 1, 2." in page
     assert "Smallest drop: block 0, 10.0 %" in page
 
 
-def test_without_a_common_severity_there_is_no_drop():
-    one, other = of_blocks((80.0, 60.0), (50.0, 40.0))[::2], of_blocks((80.0, 60.0), (50.0, 40.0))
-    (table,) = severity_tables([*one, other[1], corrupted(one[1], "snow", 2, value=30.0)])
+def test_blocks_without_a_common_severity_have_no_drop():
+    first, snow, second, _ = corrupted_blocks((80.0, 60.0), (50.0, 40.0))
+    (table,) = severity_tables([first, snow, second, corrupted(second, "snow", 2, value=30.0)])
 
     assert table.common_severities == ()
     assert [table.drop(layer) for layer in table.rows] == [None, None]
@@ -87,17 +88,17 @@ def test_without_a_common_severity_there_is_no_drop():
 
 
 def test_every_corruption_and_encoder_has_a_table():
-    first, snow = of_blocks((80.0, 60.0))
+    first, snow = corrupted_blocks((80.0, 60.0))
     fog = corrupted(first, "fog", 3, value=20.0)
     other = [
-        replace(one, checkpoint_sha256="d" * 64, model="other", value=value)
-        for one, value in ((first, 60.0), (fog, 30.0))
+        replace(record, checkpoint_sha256="d" * 64, model="other", value=value)
+        for record, value in ((first, 60.0), (fog, 30.0))
     ]
 
     tables = severity_tables([first, snow, fog, *other])
 
-    told = [(table.title.split(", ")[-2:], table.columns, table.drop(0)) for table in tables]
-    assert sorted(told, key=str) == [
+    drops = [(table.title.split(", ")[-2:], table.columns, table.drop(0)) for table in tables]
+    assert sorted(drops, key=str) == [
         (["fog", "other"], (0, 3), pytest.approx(50.0)),
         (["fog", "skip"], (0, 3), pytest.approx(75.0)),
         (["snow", "skip"], (0, 1), pytest.approx(25.0)),
@@ -105,11 +106,10 @@ def test_every_corruption_and_encoder_has_a_table():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"dataset_fingerprint": "d" * 64}, {"settings": {"tau": 0.3}}, {"facet": "query"}],
+    "change", [{"dataset_fingerprint": "d" * 64}, {"settings": {"tau": 0.3}}, {"facet": "query"}]
 )
-def test_clean_scores_of_something_else_do_not_stand_beside(change):
-    clean, snow = of_blocks((80.0, 60.0))
+def test_clean_scores_on_other_data_or_settings_are_not_used(change):
+    clean, snow = corrupted_blocks((80.0, 60.0))
 
     (table,) = severity_tables([replace(clean, **change), snow])
 
@@ -119,11 +119,10 @@ def test_clean_scores_of_something_else_do_not_stand_beside(change):
 
 def test_a_score_below_the_baseline_has_no_drop():
     baseline = {"baseline": {"answer": "most frequent class", "value": 50.0}}
-    some = [replace(one, details=baseline) for one in of_blocks((80.0, 60.0), (50.0, 10.0))]
+    seed0 = [replace(r, details=baseline) for r in corrupted_blocks((80.0, 60.0), (50.0, 10.0))]
+    seed1 = [replace(record, seed=1, value=0.9 * record.value) for record in seed0]
 
-    # Scores are averaged over seeds.
-    some += [replace(one, seed=1, value=0.9 * one.value) for one in some]
-    (table,) = severity_tables(some)
+    (table,) = severity_tables([*seed0, *seed1])
 
     assert [entry.value for entry in table.entries.values()] == [76.0, 57.0, 47.5, 9.5]
     assert table.drop(0) == pytest.approx(25.0)
@@ -132,33 +131,33 @@ def test_a_score_below_the_baseline_has_no_drop():
 
 
 def test_there_is_no_drop_when_higher_is_not_better():
-    plain = [replace(one, unit="", metric="rankme") for one in of_blocks((8.0, 6.0), (5.0, 5.0))]
-
-    (table,) = severity_tables(plain)
+    records = corrupted_blocks((8.0, 6.0), (5.0, 5.0))
+    (table,) = severity_tables([replace(one, unit="", metric="rankme") for one in records])
 
     assert table.drop(0) is None
     assert not any(cell.is_best for row in table.sheet().rows for cell in row)
 
 
-def test_severities_are_drawn_and_written_as_json_and_csv(store, printed, as_json, monkeypatch):
+def test_severities_are_drawn_and_written_as_json_and_csv(store, cli, cli_json, monkeypatch):
     drawn: list[Pivot] = []
     monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
     store.save(CLEAN)
-    assert "`ssl-bench probe --task all corrupt=" in printed(*OVER_SEVERITY, code=3).err
-    for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
+    assert "`ssl-bench probe --task all corrupt=" in cli(*OVER_SEVERITY, code=3).err
+    for record in corrupted_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
         ResultStore(store.root).save(record)
 
-    printed(*OVER_SEVERITY, "--task", "knn", "--layer", "0,1", "--figure", "curves.svg")
+    cli(*OVER_SEVERITY, "--task", "knn", "--layer", "0,1", "--figure", "curves.svg")
     (table,) = drawn
     assert (table.row_name, table.rows, table.columns) == (
         "severity", (0, 1, 2), ("block 0", "block 1"),
     )  # fmt: skip
     assert table.entries[2, "block 1"].value == 40.0
-    (told,) = as_json(*OVER_SEVERITY, "--layer", "0,1")
-    assert told["drops"] == [{"layer": 0, "drop": 50.0}, {"layer": 1, "drop": pytest.approx(10.0)}]
-    cells = [(cell["layer"], cell["severity"], cell["value"]) for cell in told["cells"]]
+    (content,) = cli_json(*OVER_SEVERITY, "--layer", "0,1")
+    drops = [{"layer": 0, "drop": 50.0}, {"layer": 1, "drop": pytest.approx(10.0)}]
+    assert content["drops"] == drops
+    cells = [(cell["layer"], cell["severity"], cell["value"]) for cell in content["cells"]]
     assert cells[:2] == [(0, 0, 80.0), (0, 1, 60.0)]
-    head, first, *_ = printed(*OVER_SEVERITY, "--format", "csv").out.splitlines()
+    head, first, *_ = cli(*OVER_SEVERITY, "--format", "csv").out.splitlines()
     assert head.split(",")[:6] == ["title", "block", "severity", "model", "drop", "value"]
     assert '",0,0,skip,50.0,80.0,' in first
-    printed(*OVER_SEVERITY, "--pivot", code=2)
+    cli(*OVER_SEVERITY, "--pivot", code=2)

@@ -1,4 +1,4 @@
-"""Colours and line styles of encoders, which figures and reports share."""
+"""The colours and line styles of encoders, which are the same in figures and reports."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,13 +15,13 @@ from tests.core.test_results import RECORD
 NAMES = [f"vit{number}" for number in range(3 * len(PALETTE))]
 
 
-def test_an_encoder_keeps_its_colour_beside_others():
-    alone = {name: choose_styles({name: False})[name] for name in NAMES}
+def test_an_encoder_keeps_its_colour_next_to_others():
+    single = {name: choose_styles({name: False})[name] for name in NAMES}
     for first, second in pairwise(NAMES):
         both = choose_styles({second: False, first: False})
-        assert both[first] == alone[first]
-        assert (both[second] == alone[second]) == (alone[first].colour != alone[second].colour)
-    assert len({style.colour for style in alone.values()}) > len(PALETTE) / 2
+        assert both[first] == single[first]
+        assert (both[second] == single[second]) == (single[first].colour != single[second].colour)
+    assert len({style.colour for style in single.values()}) > len(PALETTE) / 2
 
 
 @pytest.mark.parametrize("count", [2, len(PALETTE), len(NAMES)])
@@ -35,63 +35,49 @@ def test_encoders_of_a_figure_differ_in_any_order(count):
     assert len({style.colour for style in styles.values()}) == min(count, len(PALETTE))
 
 
-def records(*names: str):
+def make_records(*names: str):
+    """Return records of blocks 0, 3 and 11 of encoders with these names."""
     details = Baseline("centre box", 31.04).as_details()
-    return [
-        replace(
-            RECORD, model=name, checkpoint_sha256=f"{number}" * 64, layer=layer, details=details
-        )
+    encoders = [
+        replace(RECORD, model=name, checkpoint_sha256=f"{number}" * 64, details=details)
         for number, name in enumerate(names)
-        for layer in (0, 3, 11)
     ]
+    return [replace(encoder, layer=layer) for encoder in encoders for layer in (0, 3, 11)]
 
 
 def test_a_figure_has_the_colours_and_dashes_of_the_report():
-    shown = records("net", "skipless", "vit")
+    records = make_records("net", "skipless", "vit")
 
-    (axis,) = curves_figure(depth_tables(shown)).axes
+    (axis,) = curves_figure(depth_tables(records)).axes
 
-    dashed = dict(
-        zip(
-            ("net", "skipless", "vit"),
-            [line.get_linestyle() for line in axis.lines[:3]],
-            strict=True,
-        )
-    )
-    assert dashed == {"net": "-", "skipless": "--", "vit": "-"}
-    for line, checkpoint in zip(axis.lines[:3], list_checkpoints(shown), strict=True):
+    assert [line.get_linestyle() for line in axis.lines[:3]] == ["-", "--", "-"]
+    for line, checkpoint in zip(axis.lines[:3], list_checkpoints(records), strict=True):
         assert f"c{PALETTE.index(line.get_color())} " in checkpoint.style
 
 
 def test_a_legend_has_the_order_of_the_names():
-    both = records("vit2", "vit10")
+    both = make_records("vit2", "vit10")
     # The first panel has only the encoder with the last name.
-    alone = [replace(record, dataset="first") for record in both if record.model == "vit10"]
+    single = [replace(record, dataset="first") for record in both if record.model == "vit10"]
 
-    figure = curves_figure(depth_tables([*alone, *both]))
+    figure = curves_figure(depth_tables([*single, *both]))
 
     assert [len(axis.get_lines()) for axis in figure.axes] == [2, 3]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["vit2", "vit10"]
 
 
-def test_ticks_are_probed_blocks_and_baselines_have_their_number():
-    (axis,) = curves_figure(depth_tables(records("vit"))).axes
-
+def test_ticks_are_probed_blocks_or_whole_epochs_and_baselines_have_their_value():
+    (axis,) = curves_figure(depth_tables(make_records("vit"))).axes
     assert list(axis.get_xticks()) == [0, 3, 11]
     assert [text.get_text() for text in axis.texts] == ["centre box 31.0"]
-    many = [replace(record, layer=layer) for record in records("vit")[:1] for layer in range(32)]
+
+    many = [replace(make_records("vit")[0], layer=layer) for layer in range(32)]
     (axis,) = curves_figure(depth_tables(many)).axes
     assert list(axis.get_xticks()) == [*range(0, 32, 3)]
 
-
-def test_ticks_over_epochs_are_whole_epochs():
-    epochs = [
-        replace(
-            RECORD, model=f"run@{epoch:g}", checkpoint_sha256=f"{n}" * 64, details={"epoch": epoch}
-        )
-        for n, epoch in enumerate((0.5, 1.0, 3.0))
-    ]
-
-    (axis,) = curves_figure(epoch_tables(epochs)).axes
-
+    epochs = {f"run@{epoch:g}": {"epoch": epoch} for epoch in (0.5, 1.0, 3.0)}
+    first_blocks = make_records(*epochs)[::3]
+    (axis,) = curves_figure(
+        epoch_tables([replace(one, details=epochs[one.model]) for one in first_blocks])
+    ).axes
     assert list(axis.get_xticks()) == [1.0, 3.0]

@@ -16,7 +16,14 @@ from ssl_bench.results import Baseline
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.entries import dagger, mean_entry, provenance, settings_digest
-from ssl_bench.tables.sheets import NO_VALUE, render_tables
+from ssl_bench.tables.sheets import (
+    NO_VALUE,
+    Cell,
+    Sheet,
+    default_format,
+    format_sheet,
+    render_tables,
+)
 from tests.core.test_results import RECORD
 from tests.support.faults import small_files
 
@@ -30,8 +37,8 @@ RECORDS = [
 ]
 
 
-def of_blocks(*values, **changes):
-    return [replace(RECORD, layer=n, value=v, ci95=None, **changes) for n, v in enumerate(values)]
+def records_of_blocks(*values):
+    return [replace(RECORD, layer=n, value=v, ci95=None) for n, v in enumerate(values)]
 
 
 def markdown_rows(records) -> list[str]:
@@ -40,13 +47,13 @@ def markdown_rows(records) -> list[str]:
     return [line for line in lines if line.startswith("|")]
 
 
-def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
+def test_rows_are_blocks_columns_are_encoders_and_the_best_block_is_bold():
     assert markdown_rows([*RECORDS, replace(SKIPLESS, layer=2, value=math.nan, ci95=None)]) == [
         "| block | skip | skip_less |",
         "|---|---:|---:|",
         "| 0 | 10.0 ± 2.0 | **25.0** |",
         "| 1 | **30.0 ± 1.0** | 20.0 |",
-        # A block that was not probed, and what is no number.
+        # One encoder was not probed at this block, and the other has no defined value.
         f"| 2 |  | {NO_VALUE} |",
     ]
     with pytest.raises(ConfigurationError) as refused:
@@ -57,74 +64,56 @@ def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
     assert "**" not in "".join(markdown_rows(unranked))
 
 
-@pytest.mark.parametrize(
-    ("values", "marked"), [((10.0, 30.0, 30.0), [1, 2]), ((7.0, 7.0, 7.0), []), ((7.0,), [])]
-)
-def test_equal_blocks_are_marked_together_and_none_where_all_are(values, marked):
-    rows = markdown_rows(of_blocks(*values))[2:]
-
-    assert [n for n, row in enumerate(rows) if "**" in row] == marked
+def test_equal_blocks_are_marked_together_unless_all_are_equal():
+    for values, marked in (((10.0, 30.0, 30.0), [1, 2]), ((7.0, 7.0, 7.0), []), ((7.0,), [])):
+        rows = markdown_rows(records_of_blocks(*values))[2:]
+        assert [n for n, row in enumerate(rows) if "**" in row] == marked
 
 
 def test_latex_underlines_the_second_best_block():
-    records = [replace(RECORD, layer=i, value=v, ci95=None) for i, v in enumerate([3.0, 1.0, 2.0])]
-
-    latex = render_tables(depth_tables(records), "latex")
+    latex = render_tables(depth_tables(records_of_blocks(3.0, 1.0, 2.0)), "latex")
 
     cells = [line.split(" & ")[1] for line in latex.splitlines() if " & " in line]
     assert cells[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
 
 
-def test_checkpoints_of_one_name_are_told_apart_in_every_table():
-    one, other = RECORDS[0], replace(SKIPLESS, model="skip")
-    alone = replace(one, metric="detection_rate")
+def test_checkpoints_with_the_same_name_have_different_columns_in_every_table():
+    first, second = RECORDS[0], replace(SKIPLESS, model="skip")
 
-    tables = depth_tables([one, other, alone])
+    tables = depth_tables([first, second, replace(first, metric="detection_rate")])
 
     assert [table.columns for table in tables] == [NAMES, NAMES[:1]]
 
 
-def test_the_share_of_degenerate_images_stands_beside_the_number():
-    shares = [0.0, 0.4, 98.6, 100.0]
+def test_the_percentage_of_degenerate_images_follows_the_value():
     records = [
-        replace(RECORD, layer=i, ci95=None, details={"degenerate_percent": share})
-        for i, share in enumerate(shares)
+        replace(one, details={"degenerate_percent": percent})
+        for one, percent in zip(
+            records_of_blocks(*[40.0] * 4), (0.0, 0.4, 98.6, 100.0), strict=True
+        )
     ]
-    records[3] = replace(records[3], ci95=(RECORD.value - 2, RECORD.value + 2))
-    same = [replace(records[0], seed=s, details={"degenerate_percent": 2.0 * s}) for s in (0, 1)]
+    records[3] = replace(records[3], ci95=(38.0, 42.0))
+    seeds = [replace(records[0], seed=s, details={"degenerate_percent": 2.0 * s}) for s in (0, 1)]
 
-    value = f"{RECORD.value:.1f}"
-    assert [row.split(" | ")[1].strip("* |") for row in markdown_rows(records)[2:]] == [
-        value,
-        f"{value} †0.4",
-        f"{value} †99",
-        f"{value} ± 2.0 †100",
-    ]
+    cells = [row.split(" | ")[1].strip("* |") for row in markdown_rows(records)[2:]]
+    assert cells == ["40.0", "40.0 †0.4", "40.0 †99", "40.0 ± 2.0 †100"]
     assert "<br>†N: N % of the images" in render_tables(depth_tables(records), "markdown")
-    (averaged,) = depth_tables(same)
-    assert averaged.entries[0, "skip"].degenerate_percent == 1.0
+    assert depth_tables(seeds)[0].entries[0, "skip"].degenerate_percent == 1.0
     assert "†" not in render_tables(depth_tables(RECORDS), "text")
-
-
-@pytest.mark.parametrize(
-    ("percent", "suffix"),
-    [
+    # A value is never the best if more than 50 % is degenerate, so the printed number exceeds 50.
+    for percent, suffix in (
         (None, ""), (0.0, ""), (0.4, " †0.4"), (1.0, " †1"), (50.0, " †50"),
-        # Above 50 a value is never the best, and its dagger shows it.
         (50.4, " †50.4"), (50.04, " †50.04"), (50.6, " †51"),
-    ],
-)  # fmt: skip
-def test_the_dagger_of_a_degenerate_value_is_above_50(percent, suffix):
-    assert dagger(percent) == suffix
+    ):  # fmt: skip
+        assert dagger(percent) == suffix
 
 
-def test_json_and_csv_hold_the_provenance_of_every_number():
-    seeds = [
-        replace(RECORD, seed=s, value=v, git_commit="c" * 40) for s, v in ((0, 10.0), (1, 20.0))
-    ]
-    lost = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
+def test_json_and_csv_contain_the_provenance_of_every_number():
+    first = replace(RECORD, value=10.0, git_commit="c" * 40)
+    seeds = [first, replace(first, seed=1, value=20.0)]
+    undefined = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
 
-    tables = depth_tables([*seeds, lost, replace(RECORD, task="pca")])
+    tables = depth_tables([*seeds, undefined, replace(RECORD, task="pca")])
     other, table = json.loads(render_tables(tables, "json"))
     rows = list(csv.DictReader(io.StringIO(render_tables(tables, "csv"))))
 
@@ -137,7 +126,7 @@ def test_json_and_csv_hold_the_provenance_of_every_number():
     assert (other["task"], table["task"]) == ("pca", "tokencut")
     assert (table["metric"], table["settings"]) == ("corloc", {"tau": 0.2})
     assert table["dataset_fingerprint"] == "b" * 64
-    mean, unknown = table["cells"]
+    mean, nan = table["cells"]
     assert (mean["layer"], mean["model"], mean["checkpoint_sha256"]) == (3, "skip", "a" * 64)
     assert (mean["value"], mean["ci95"]) == (15.0, [35.0, 45.5])
     first, second = mean["records"]
@@ -145,30 +134,28 @@ def test_json_and_csv_hold_the_provenance_of_every_number():
     assert (first["ci95"], first["num_images"]) == ([35.0, 45.5], 60)
     assert (first["git_commit"], first["device"]) == ("c" * 40, RECORD.device)
     assert first["file"] == seeds[0].key().filename()
-    assert (unknown["value"], unknown["records"][0]["ci95"]) == (None, [None, None])
+    assert (nan["value"], nan["records"][0]["ci95"]) == (None, [None, None])
 
 
-@pytest.mark.parametrize("half", [(math.nan, 50.0), (20.0, math.nan)])
-def test_ends_of_intervals_are_averaged_over_seeds(half):
-    whole = [replace(RECORD, ci95=(30.0, 45.0)), replace(RECORD, seed=1, ci95=(34.0, 55.0))]
-    seeds = [replace(whole[0], ci95=half), whole[1]]
-
-    entry, left_out, alone = (mean_entry(some) for some in (whole, seeds, seeds[:1]))
-
+def test_ends_of_intervals_are_averaged_over_seeds():
+    seeds = [replace(RECORD, ci95=(30.0, 45.0)), replace(RECORD, seed=1, ci95=(34.0, 55.0))]
+    entry = mean_entry(seeds)
     assert (entry.low, entry.high, entry.seeds) == (32.0, 50.0, (0, 1))
+
     # An interval with only one known end is left out.
-    assert (left_out.low, left_out.high) == (34.0, 55.0)
-    assert (alone.low, alone.high) == (None, None)
+    for ends in ((math.nan, 50.0), (20.0, math.nan)):
+        half = replace(seeds[0], ci95=ends)
+        both, single = mean_entry([half, seeds[1]]), mean_entry([half])
+        assert (both.low, both.high) == (34.0, 55.0)
+        assert (single.low, single.high) == (None, None)
 
 
-def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
+def test_results_with_other_settings_have_another_table():
     other = replace(RECORDS[0], settings={"tau": 0.3}, changed={"tau": 0.3})
 
-    titles = [table.title for table in depth_tables([*RECORDS, other])]
+    titles = [table.title.rpartition("protocol ")[2] for table in depth_tables([*RECORDS, other])]
 
-    assert len(titles) == 2
-    assert titles[0].endswith("protocol reference")
-    assert titles[1].endswith("protocol reference, tau=0.3")
+    assert titles == ["reference", "reference, tau=0.3"]
 
 
 def test_epochs_of_a_run_are_sorted_by_their_numbers():
@@ -180,10 +167,11 @@ def test_epochs_of_a_run_are_sorted_by_their_numbers():
     assert [c.name for c in list_checkpoints(runs)] == ["skip@10", "skip@50", "skip@100"]
 
 
-def drawn_figure(tmp_path, records):
+def draw_axis(records):
+    """Draw a figure and return its only axis."""
     figure = curves_figure(depth_tables(records))
-    figure.savefig(tmp_path / "curves.svg")
-    return figure
+    figure.draw_without_rendering()
+    return figure.axes[0]
 
 
 def band_heights(axis):
@@ -191,7 +179,7 @@ def band_heights(axis):
 
 
 @pytest.mark.parametrize(("panels", "models"), [(1, 6), (4, 1)])
-def test_titles_and_legend_of_a_drawing_do_not_overlap(tmp_path, panels, models):
+def test_titles_and_legend_of_a_figure_do_not_overlap(panels, models):
     records = [
         replace(
             RECORD, dataset=f"a_dataset_of_a_rather_long_name_{panel}", layer=layer,
@@ -201,7 +189,8 @@ def test_titles_and_legend_of_a_drawing_do_not_overlap(tmp_path, panels, models)
         for panel in range(panels) for model in range(models) for layer in (0, 1)
     ]  # fmt: skip
 
-    figure = drawn_figure(tmp_path, records)
+    figure = curves_figure(depth_tables(records))
+    figure.draw_without_rendering()
 
     axes = [axis for axis in figure.axes if axis.axison]
     texts = [axis.title for axis in axes] + [figure.legends[0]]
@@ -218,45 +207,46 @@ def test_titles_and_legend_of_a_drawing_do_not_overlap(tmp_path, panels, models)
 @pytest.mark.parametrize(
     ("unit", "chance", "scale"), [("", None, "log"), ("%", None, "linear"), ("", 0.0, "linear")]
 )
-def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, unit, chance, scale):
-    told = {} if chance is None else Baseline("random clusters", chance).as_details()
-    record = replace(RECORD, metric="spread", unit=unit, value=2.0, ci95=(1.0, 9.0), details=told)
+def test_the_scale_depends_on_the_unit_and_the_band_is_the_interval(unit, chance, scale):
+    details = {} if chance is None else Baseline("random clusters", chance).as_details()
+    fields = {"metric": "spread", "unit": unit, "value": 2.0, "ci95": (1.0, 9.0)}
+    record = replace(RECORD, details=details, **fields)
 
-    (axis,) = drawn_figure(tmp_path, [record, replace(record, layer=4)]).axes
+    axis = draw_axis([record, replace(record, layer=4)])
 
     assert axis.get_yscale() == scale
     assert chance is None or axis.get_ylim()[0] < chance
     assert (band_heights(axis).min(), band_heights(axis).max()) == (1.0, 9.0)
 
 
-def test_negative_and_infinite_values_are_drawn_and_undefined_ones_are_not(tmp_path):
-    known = replace(RECORD, metric="uniformity", unit="", value=-2.03, ci95=(-2.1, -1.9))
-    unknown = replace(RECORD, metric="cls_patch_cosine", value=math.nan, ci95=None)
-    records = [replace(one, layer=layer) for one in (known, unknown) for layer in (0, 4)]
-    (axis,) = drawn_figure(tmp_path, records).axes
+def test_negative_and_infinite_values_are_drawn_and_undefined_ones_are_not():
+    negative = replace(RECORD, metric="uniformity", unit="", value=-2.03, ci95=(-2.1, -1.9))
+    undefined = replace(RECORD, metric="cls_patch_cosine", value=math.nan, ci95=None)
+    records = [replace(one, layer=layer) for one in (negative, undefined) for layer in (0, 4)]
+    axis = draw_axis(records)
     assert np.asarray(axis.lines[0].get_ydata()).tolist() == [-2.03, -2.03]
     assert axis.get_yscale() == "linear"
     assert (band_heights(axis).min(), band_heights(axis).max()) == (-2.1, -1.9)
 
-    endless = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
-    (axis,) = drawn_figure(tmp_path, [endless, replace(endless, layer=4, value=math.inf)]).axes
+    infinite = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
+    axis = draw_axis([infinite, replace(infinite, layer=4, value=math.inf)])
     top = axis.get_ylim()[1]
     assert band_heights(axis).max() == np.asarray(axis.lines[0].get_ydata())[1] == top
     assert 1e5 < axis.get_ylim()[0] < 1e6
     assert [text.get_text() for text in axis.texts] == ["∞"]
 
 
-def test_a_model_has_its_colour_in_every_panel(tmp_path):
-    other = replace(SKIPLESS, dataset="voc2012")
-
-    draw_curves(depth_tables([RECORD, other]), tmp_path / "curves.svg")
+def test_encoders_of_different_panels_have_different_colours(tmp_path):
+    draw_curves(
+        depth_tables([RECORD, replace(SKIPLESS, dataset="voc2012")]), tmp_path / "curves.svg"
+    )
 
     drawing = (tmp_path / "curves.svg").read_text()
     bands = re.findall(r'id="FillBetweenPolyCollection.*?fill: (#\w+)', drawing, re.DOTALL)
     assert len(bands) == len(set(bands)) == 2
 
 
-def test_blocks_of_other_grids_have_their_stride_beside_them():
+def test_the_strides_of_blocks_are_shown_if_they_differ():
     swin = {"kind": "timm", "strides": [4, 8]}
     staged = [replace(record, architecture=swin) for record in RECORDS[:2]]
     (table,) = depth_tables([*staged, *RECORDS[2:]])
@@ -272,81 +262,147 @@ def test_blocks_of_other_grids_have_their_stride_beside_them():
     assert "stride" not in markdown_rows(plain)[0]
 
 
-def test_metric_names_are_explained(store, printed):
+def test_metric_names_are_explained(store, cli):
     store.save(replace(RECORD, metric="degenerate"))
     store.save(replace(RECORD, task="segmentation", metric="miou_oracle"))
 
     for words in ([], ["--pivot", "--metric", "degenerate,miou_oracle"]):
-        out = printed("table", *words).out
+        out = cli("table", *words).out
         assert out.count("\noracle: ") == 1
         assert out.count("\ndegenerate: ") == 1
 
 
-@pytest.mark.parametrize(
-    ("by_block", "notes"),
-    [
-        ([["few images"], ["few images"]], ["few images", "1 image"]),
-        (
-            [[], ["an edge\n", "few images"]],
-            ["block 1: an edge\\n", "block 1: few images", "1 image"],
-        ),
-        ([[], "not a list"], ["1 image"]),
-    ],
-)
-def test_warnings_of_records_are_printed_below_a_table(store, printed, by_block, notes):
+WARNINGS = [
+    ([["few images"], ["few images"]], ["few images", "1 image"]),
+    ([[], ["an edge\n", "few images"]], ["block 1: an edge\\n", "block 1: few images", "1 image"]),
+    ([[], "not a list"], ["1 image"]),
+]
+
+
+@pytest.mark.parametrize(("by_block", "notes"), WARNINGS)
+def test_warnings_of_records_are_printed_below_a_table(store, cli, by_block, notes):
     for layer, warnings in enumerate(by_block):
         store.save(replace(RECORD, layer=layer, num_images=1, details={"warnings": warnings}))
 
-    lines = printed("table").out.splitlines()
+    below = cli("table").out.rpartition("---\n")[2].splitlines()
 
-    below = lines[max(n for n, line in enumerate(lines) if line.startswith("---")) + 1 :]
     shown = [line.partition("; seeds")[0] for line in below if not line.startswith("marked")]
     assert list(filter(None, shown)) == notes
 
 
 def test_the_digest_of_settings_does_not_depend_on_their_order():
-    one, same, other = (
+    first, same, other = (
         settings_digest(replace(RECORD, settings=settings))
         for settings in ({"tau": 0.2, "eps": 1}, {"eps": 1, "tau": 0.2}, {"tau": 0.2, "eps": 2})
     )
 
-    assert one == same != other
+    assert first == same != other
     records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
     assert provenance(records).endswith("; 2026-03-01")
 
 
-def test_the_size_of_the_images_stands_below_a_table():
-    def note(*records):
-        tables = depth_tables(records)
-        return [table.footnote.partition("; seeds")[0] for table in tables]
+def test_the_image_size_is_stated_below_a_table():
+    def footnotes(*records):
+        return [table.footnote.partition("; seeds")[0] for table in depth_tables(records)]
 
-    def sized(record, size, own=64, **more):
-        architecture = {**record.architecture, "image_size": own}
-        settings = {**record.settings, "image_size": size, **more}
+    def resize(record, size, default=64, **settings):
+        architecture = {**record.architecture, "image_size": default}
+        settings = {**record.settings, "image_size": size, **settings}
         return replace(record, settings=settings, architecture=architecture)
 
     images = f"{RECORD.num_images} images"
-    assert note(RECORD) == [images]
-    assert note(sized(RECORD, 512)) == [f"{images}, image_size=512"]
-    squashed = sized(RECORD, 224, squash=224)
-    assert note(squashed) == [f"{images}, squash=224"]
+    assert footnotes(RECORD) == [images]
+    assert footnotes(resize(RECORD, 512)) == [f"{images}, image_size=512"]
+    squashed = resize(RECORD, 224, squash=224)
+    assert footnotes(squashed) == [f"{images}, squash=224"]
     # A setting that the title states is not repeated.
-    assert note(replace(squashed, changed={"squash": 224})) == [images]
+    assert footnotes(replace(squashed, changed={"squash": 224})) == [images]
     # Each encoder is evaluated at its own image size.
-    task, other = RECORD.task, sized(SKIPLESS, None, 96)
-    assert note(sized(RECORD, None), other) == [
-        f"{images}, image_size=64 ({task} of skip), image_size=96 ({task} of skip_less)"
+    assert footnotes(resize(RECORD, None), resize(SKIPLESS, None, 96)) == [
+        f"{images}, image_size=64 (tokencut of skip), image_size=96 (tokencut of skip_less)"
     ]
     # Records that state no size are left out.
-    together = provenance([sized(RECORD, 512), replace(RECORD, task="tokencut")])
-    assert together.startswith(f"{images}, image_size=512 ({task} of skip); ")
+    mixed = provenance([resize(RECORD, 512), RECORD])
+    assert mixed.startswith(f"{images}, image_size=512 (tokencut of skip); ")
 
 
-def test_a_figure_on_a_full_disk_is_one_line(store, printed):
+def test_a_figure_on_a_full_disk_is_refused_in_one_line(store, cli):
     store.save(RECORD)
     for kind in ("pdf", "png"):
         with small_files(2000):
-            said = printed("table", "--figure", str(store.root / f"curves.{kind}"), code=5).err
-        assert len(said.splitlines()) == 1
+            err = cli("table", "--figure", str(store.root / f"curves.{kind}"), code=5).err
+        assert len(err.splitlines()) == 1
         assert not [*store.root.glob("curves*")]
-    printed("table", "--figure", "curves.nothing", code=2)
+    cli("table", "--figure", "curves.nothing", code=2)
+
+
+# Sheets: the text of a table in every format.
+
+SHEET = Sheet(
+    title="a title",
+    head=("encoder", "voc_1", "b|c"),
+    rows=(
+        (Cell("skip & 100%"), Cell("32.3 ± 1.2 †4", is_best=True), Cell("5.0")),
+        (Cell("[x]"), Cell("7.0", is_second=True), Cell("", is_best=True)),
+    ),
+    notes=("one", "two"),
+)
+
+
+def test_latex_is_escaped_and_uses_booktabs():
+    assert format_sheet(SHEET, "latex").splitlines() == [
+        "% a title",
+        "% one",
+        "% two",
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"encoder & voc\_1 & b$\mid$c \\",
+        r"\midrule",
+        r"skip \& 100\% & \textbf{32.3 $\pm$ 1.2} $\dagger$4 & 5.0 \\",
+        r"{[}x] & \underline{7.0} &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    name = r"\~^<{"
+    sheet = Sheet("", ("block", name), ((Cell("0"), Cell(name)),), ())
+    escaped = r"\textbackslash{}\textasciitilde{}\textasciicircum{}\textless{}\{"
+    assert format_sheet(sheet, "latex").count(escaped) == 2
+
+
+def test_markdown_escapes_bars_and_tags():
+    lines = format_sheet(SHEET, "markdown").splitlines()
+
+    assert lines[2] == r"| encoder | voc_1 | b\|c |"
+    assert lines[5] == "| [x] | 7.0 |  |"
+    assert lines[-1] == "<sub>one<br>two</sub>"
+    tagged = Sheet("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
+    assert "<script>" not in format_sheet(tagged, "markdown")
+
+
+def test_columns_are_aligned_and_terminal_codes_have_no_width():
+    assert format_sheet(SHEET, "text").splitlines()[2:6] == [
+        "encoder                voc_1  b|c",
+        "---------------------------------",
+        "skip & 100%  *32.3 ± 1.2* †4  5.0",
+        "[x]                      7.0",
+    ]
+    bold = format_sheet(SHEET, "terminal")
+    assert "\033[1m32.3 ± 1.2\033[0m" in bold
+    assert re.sub("\033\\[[01]m", "", bold).splitlines()[2:6] == [
+        "encoder              voc_1  b|c",
+        "-------------------------------",
+        "skip & 100%  32.3 ± 1.2 †4  5.0",
+        "[x]                    7.0",
+    ]
+    # Block indices are aligned right.
+    sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
+    assert format_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
+
+
+def test_only_a_terminal_gets_bold_text(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert default_format() == "text"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert default_format() == "terminal"
+    monkeypatch.setenv("TERM", "dumb")
+    assert default_format() == "text"

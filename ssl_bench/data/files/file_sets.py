@@ -1,4 +1,4 @@
-"""Image sets whose images, masks and boxes are files that are named by the id of the image."""
+"""Image sets that consist of files. The names of image, mask and box files contain the image id."""
 
 import hashlib
 import os
@@ -62,8 +62,8 @@ class Files:
         is_excluded = self.excluded_suffix is not None and name.endswith(self.excluded_suffix)
         return name.endswith(self.suffix) and not is_excluded and not name.startswith(".")
 
-    def missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of the files with these ids that do not exist.
+    def list_missing(self, ids: Sequence[str]) -> list[str]:
+        """Return the names of the files that are missing for these ids.
 
         Folders are listed, because looking up 100,000 files on a network drive takes minutes.
         """
@@ -83,7 +83,7 @@ class Files:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Classes of the numbers that a mask may store. Any other number is an error.
+    """Mapping from the numbers that a mask may store to classes. Other numbers raise an error.
 
     Attributes:
         classes: Class of each allowed number from 0 to 255. The class may be `IGNORED`.
@@ -115,7 +115,7 @@ class LabelMap:
         return table
 
     def _unknown_label(self, value: int, path: str | Path) -> DataError:
-        # In a run of consecutive numbers, number minus position is constant.
+        # In a run of consecutive numbers, the number minus its position is constant.
         positions = enumerate(sorted(self.classes))
         runs = [[n for _, n in run] for _, run in groupby(positions, key=lambda p: p[1] - p[0])]
         known = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -129,7 +129,7 @@ class Masks:
     Attributes:
         files: The mask files.
         labels: Class of each stored number.
-        has_voc_palette: Whether the palette of every mask must be VOC's.
+        has_voc_palette: Whether every mask must have VOC's palette.
     """
 
     files: Files
@@ -137,12 +137,16 @@ class Masks:
     has_voc_palette: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the class of each pixel. Errors are those of `read_indices` and `LabelMap`."""
+        """Return the class of each pixel.
+
+        Raises:
+            DataError: See `read_indices` and `LabelMap.apply`.
+        """
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Return a text that identifies the class of every allowed number."""
+        """Return a text that states the class of every allowed number, for fingerprints."""
         return repr(sorted(self.labels.classes.items()))
 
 
@@ -166,12 +170,12 @@ class Boxes:
         """
         raise NotImplementedError
 
-    def missing(self, ids: Sequence[str]) -> list[str]:
+    def list_missing(self, ids: Sequence[str]) -> list[str]:
         """Return the names of the missing annotation files of these images."""
-        return self.files.missing(ids) if self.files else []
+        return self.files.list_missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text that changes if the boxes of an image change but its files do not."""
+        """Return a text for fingerprints that changes if the boxes change but the files do not."""
         raise NotImplementedError
 
 
@@ -192,21 +196,21 @@ def validate_boxes(
     names: Sequence[object],
     size: tuple[int, int] | None = None,
     *,
-    stated: tuple[float, float] | None = None,
+    stated_size: tuple[float, float] | None = None,
     allow_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
     """Return valid boxes as (x0, y0, x1, y1) in pixels, with exclusive far edges.
 
     If `size` is given, each box must overlap its image. It may extend beyond the image by at most
-    one image width to the left and right, and by one image height above and below. The part outside
-    the image is not cut off, as in the code of the published methods.
+    one image width to the left and right, and by one image height above and below. As in the code
+    of the published methods, boxes are not clipped to the image.
 
     Args:
         corners: Four numbers per box.
         file: File that contains the boxes.
         names: Name of each object, for messages.
         size: Height and width of the decoded image, or None to skip the comparison with the image.
-        stated: Height and width of the image according to the file, or None.
+        stated_size: Height and width of the image according to the file, or None.
         allow_flat: Accept boxes without height or width. COCO has a few, rounding creates more, and
             LOST counts them as objects that no predicted box hits.
 
@@ -214,11 +218,11 @@ def validate_boxes(
         DataError: A box is invalid. The message names the file and the first invalid object.
     """
     rows = corners.tolist() if isinstance(corners, np.ndarray) else corners
-    if size is not None and stated not in (None, size):
-        assert stated is not None
+    if size is not None and stated_size not in (None, size):
+        assert stated_size is not None
         raise DataError(
-            f"{file} states an image of {stated[1]:g} x {stated[0]:g} pixels, but the image has "
-            f"{size[1]} x {size[0]}. Use both files as published"
+            f"{file} states an image of {stated_size[1]:g} x {stated_size[0]:g} pixels, but the "
+            f"image has {size[1]} x {size[0]}. Use both files as published"
         )
     boxes = []
     for name, row in zip(names, rows, strict=True):
@@ -234,7 +238,9 @@ def validate_boxes(
                 # A flat box may lie on the edge of its image.
                 overlaps = low <= side and high >= 0 if allow_flat else low < side and high > 0
                 if not overlaps or low < -side or high > 2 * side:
-                    raise ValueError(f"the box {box} is not in its image, {axis} from 0 to {side}")
+                    raise ValueError(
+                        f"the box {box} does not fit its image, which has {axis} from 0 to {side}"
+                    )
         except ValueError as error:
             raise DataError(
                 f"{file}, object {name}: {error}. Correct or download the file"
@@ -250,7 +256,7 @@ class FileSet:
     Attributes:
         name: Name of the dataset.
         split: Name of the split.
-        source: List or folder that the ids come from, for messages.
+        source: List or folder that contains the ids, for messages.
         ids: Ids of the images.
         images: The image files.
         class_names: Names of the classes, in the order of their numbers.
@@ -305,8 +311,8 @@ class FileSet:
             raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
-        """Raise DataError if one of `files` is missing for these ids. No file is opened."""
-        if missing := files.missing(ids):
+        """Raise DataError if any file of these ids is missing. No file is opened."""
+        if missing := files.list_missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
                 f"{len(missing)} of {len(ids)} {kind} of the split {self.split} are missing in "
@@ -326,8 +332,8 @@ class FileImageSet(FileSet, IdentifiedImages):
     Attributes:
         masks: The masks, or None.
         boxes: The boxes, or None.
-        upright: Apply the EXIF orientation. It must be False if masks or boxes refer to the pixels
-            as they are stored.
+        upright: Whether to apply the EXIF orientation. It must be False if masks or boxes refer to
+            the pixels as they are stored.
     """
 
     masks: Masks | None = None
@@ -366,7 +372,7 @@ class FileImageSet(FileSet, IdentifiedImages):
 
     @cached_property
     def _identities(self) -> Identities:
-        # With data.fingerprint=stat, no file is opened, not even to read its orientation.
+        # With data.fingerprint=stat, no file is opened, so orientations are not read.
         reads_orientation = self.upright and self.options.fingerprint == "content"
         files_per_image = len(self.files(0)) if self.ids else 1
 
@@ -381,7 +387,7 @@ class FileImageSet(FileSet, IdentifiedImages):
             for image_id in self.ids:
                 image, *labels = islice(identities, files_per_image)
                 orientation = next(identities) if reads_orientation else _UPRIGHT
-                # A rotated image has another identity than its file.
+                # The identity of a rotated image differs from that of its file.
                 image = image if orientation == _UPRIGHT else f"{image} {orientation}"
                 yield image_id, image, *labels, self.boxes.meaning(image_id) if self.boxes else ""
 
@@ -397,7 +403,7 @@ class FileImageSet(FileSet, IdentifiedImages):
         """Return this set if all of its files exist. Nothing is decoded.
 
         Raises:
-            DataError: The set is empty, names an image twice, or files are missing.
+            DataError: The set is empty, an id occurs twice, or files are missing.
         """
         self.require_ids("image")
         self.require_files(self.images, self.ids, "images")

@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FingerprintKind = Literal["content", "stat"]
-"""Whether files are identified by their bytes, or only by their sizes and times."""
+"""How files are identified: by their content, or only by their sizes and modification times."""
 
 # Prefix of fingerprints of the kind "stat". It is valid in file names on all systems.
 _STAT = "stat-"
@@ -43,15 +43,16 @@ _SAVE_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
 # Increase the number if the meaning of cached keys or states changes.
 _HEADER = b"ssl-bench sha256 of files 1\n"
-# A cache entry has a hash of its name, a hash of the state of its files, and a digest.
+# A cache entry consists of a hash of its name, a hash of the state of its files, and a digest.
 _KEY_BYTES, _STATE_BYTES, _DIGEST_BYTES = 16, 16, 32
 _ENTRY_BYTES = _KEY_BYTES + _STATE_BYTES + _DIGEST_BYTES
-# Resolution of times on FAT. A file written more recently may change again and keep its times.
+# Resolution of file times on FAT. A file that was written more recently than this may change again
+# without a change of its times.
 RACY_NS = 2 * 10**9
 
 
-def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the SHA-256 of rows of JSON values. The kind "stat" adds a prefix to it."""
+def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
+    """Return the SHA-256 of rows of JSON values, with a prefix for the kind "stat"."""
     digest = hashlib.sha256()
     for row in rows:
         # Rows are hashed as JSON, because a name may contain any separator.
@@ -61,7 +62,7 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
 
 def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
     """Combine a fingerprint and rows of JSON values into a fingerprint of the same kind."""
-    return fingerprint_of([[fingerprint], *rows], fingerprint_kind(fingerprint))
+    return compute_fingerprint([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
 
 def fingerprint_kind(fingerprint: str) -> FingerprintKind:
@@ -86,20 +87,20 @@ class ReadOptions:
     fingerprint: FingerprintKind = "content"
     bits: int | None = None
 
-    def fingerprint_of(self, rows: Iterable[Sequence[object]]) -> str:
+    def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
         """Return the fingerprint of an image set from rows of JSON values and from `bits`."""
-        fingerprint = fingerprint_of(rows, self.fingerprint)
+        fingerprint = compute_fingerprint(rows, self.fingerprint)
         # `bits=16` changes no pixel of an image that is readable without this key.
         if self.bits in (None, 16):
             return fingerprint
         return extend_fingerprint(fingerprint, ["bits", self.bits])
 
     def hash_rows(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> "Identities":
-        """Hash an image set as a whole and image by image.
+        """Compute the fingerprint of an image set and the hashes of its images.
 
         Args:
             first: Description of the set, such as the meaning of its labels.
-            rows: Id of each image, identity of its file, and identities of its mask and boxes.
+            rows: One row for each image: its id, and the identities of its file, mask and boxes.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -112,7 +113,7 @@ class ReadOptions:
                 samples.append(_to_number(repr((first, row[1:], bits))))
                 yield row
 
-        fingerprint = self.fingerprint_of(collect_hashes())
+        fingerprint = self.compute_fingerprint(collect_hashes())
         return Identities(fingerprint, np.array(files, np.uint64), np.array(samples, np.uint64))
 
 
@@ -148,7 +149,7 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of the file of an image, however files are identified."""
+        """Return the SHA-256 of the file of an image, even with data.fingerprint=stat."""
         raise NotImplementedError
 
     @cached_property
@@ -160,8 +161,8 @@ class IdentifiedImages:
 
         It covers the ids in their order, the identity of each file, the meaning of the labels,
         `data.bits`, and whether the EXIF orientation is applied. The identity of a file is its
-        content, or its size and mtime with data.fingerprint=stat. The name and the folder of the
-        set do not matter.
+        content, or its size and mtime with data.fingerprint=stat. The fingerprint does not depend
+        on the name and the folder of the set.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -178,7 +179,7 @@ class IdentifiedImages:
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
-    """Return a copy of an image set with these options, or the set itself if it has no files."""
+    """Return a copy of an image set with other options, or the set itself if it has no options."""
     method = getattr(images, "with_read_options", None)
     return method(options) if method else images
 
@@ -259,7 +260,7 @@ def identify_parts(
         return cache.get_or_compute(name, [part.file], partial(_read, part))
 
     try:
-        # The threads end before the cache is saved, so it contains everything they have read.
+        # The threads end before the cache is saved, so the cache contains all digests.
         with closing(map_in_threads(digest, parts, chunk_size=chunk_size)) as digests:
             for _, part_digest in show_progress(digests, f"sha256 of {title}", total):
                 now = time.monotonic()
@@ -279,7 +280,7 @@ def identify_parts(
 
 
 def cached_sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file. Errors are those of `identify_parts`."""
+    """Return the hexadecimal SHA-256 of a file. Raise the errors of `identify_parts`."""
     return next(identify_parts([FilePart(path)], "content", title=path.name, folder=path, total=1))
 
 
@@ -294,11 +295,10 @@ def _read(part: FilePart) -> bytes:
 
 
 def file_state(path: Path) -> tuple[int, int, int, int]:
-    """Return four numbers of a file, at least one of which changes with the content of the file.
+    """Return four numbers, at least one of which changes if the content of the file changes.
 
-    A file that is written twice within two seconds may keep its numbers, see `RACY_NS`.
-
-    The device number is left out, because a network folder has another one on each machine.
+    If a file is written twice within two seconds, its numbers may stay the same, see `RACY_NS`. The
+    device number is not used, because a network folder may have a different one on each machine.
 
     Returns:
         Size in bytes, mtime in nanoseconds, ctime in nanoseconds, and inode. Programs can set the
@@ -321,10 +321,10 @@ def _file_error(path: Path, error: OSError) -> DataError:
 
 
 class DigestCache:
-    """Digests in a cache file. A digest is valid while `file_state` of the digested files is equal.
+    """Cache of digests in a file. A digest is valid while `file_state` of its files is unchanged.
 
     A damaged cache file is ignored. Threads may share an instance. If several processes write the
-    same cache file, some digests may be lost and are computed again.
+    same cache file, some digests may be lost. They are then computed again.
 
     Args:
         subject: Folder or file whose digests are stored in one cache file.
@@ -344,7 +344,7 @@ class DigestCache:
     def get_or_compute(
         self, name: str, files: Sequence[Path], compute: Callable[[], bytes]
     ) -> bytes:
-        """Return the stored digest of `name`, or call `compute` if the state of a file has changed.
+        """Return the digest of `name`. Call `compute` if no valid digest is stored.
 
         Raises:
             DataError: A file is not a regular file, or changes during `compute`.
@@ -370,7 +370,7 @@ class DigestCache:
         return digest
 
     def save(self) -> None:
-        """Add the new digests to the cache file, or print one message if it cannot be written."""
+        """Add the new digests to the cache file. If that fails, print a message once."""
         with self._lock:
             new, self._new = self._new, {}
         if not new or self._path is None:
@@ -390,7 +390,7 @@ def _load_entries(path: Path) -> dict[bytes, bytes]:
 
 
 def read_cache_file(path: Path, header: bytes) -> bytes | None:
-    """Return what `write_cache_file` stored, or None if the file is missing or damaged."""
+    """Return the body of a cache file, or None if the file is missing or damaged."""
     with suppress(OSError), open_trusted(path) as file:
         content = file.read()
         body = content[len(header) + _DIGEST_BYTES :]
@@ -400,7 +400,7 @@ def read_cache_file(path: Path, header: bytes) -> bytes | None:
 
 
 def write_cache_file(path: Path, header: bytes, body: bytes) -> None:
-    """Write a header, a checksum and `body`. Errors are those of `write_atomically`."""
+    """Write a header, a checksum and a body to a cache file, with `write_atomically`."""
     content = header + hashlib.sha256(body).digest() + body
     write_atomically(path, lambda file: file.write(content))
 
@@ -425,7 +425,7 @@ def map_in_threads(
 
     Args:
         function: Function that threads may call at the same time.
-        items: Any number of items. They are taken from the iterable shortly before their calls.
+        items: The items. They are taken from the iterable shortly before they are needed.
         chunk_size: Number of items that a thread takes at once. Larger chunks are faster if the
             calls are short.
     """

@@ -105,7 +105,7 @@ def decode_image(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Decode the bytes of an image file as `read_image` does. Errors contain `name`."""
-    with _errors_with_name(name):
+    with _add_name_to_errors(name):
         pixels = _decode_jpeg(data)
         return _to_rgb(_open(data, name), data, name, bits) if pixels is None else pixels
 
@@ -117,7 +117,7 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
         DataError: The file cannot be read, or was saved with a lossy compression.
     """
     data = read_data_file(path)
-    with _errors_with_name(path):
+    with _add_name_to_errors(path):
         return _to_rgb(_open_mask(data, path), data, path, bits=16)
 
 
@@ -128,9 +128,10 @@ def read_indices(
 
     Args:
         path: The mask file.
+        has_voc_palette: Whether the palette must be in VOC's order. If False, only a palette with
+            the colour of VOC's object borders must be in this order, because no other dataset uses
+            this colour.
         content: Expected content for error messages.
-        has_voc_palette: Require the palette of VOC. If this is False, only palettes with the colour
-            of VOC's object borders must be in VOC's order. No other dataset uses this colour.
 
     Raises:
         DataError: The file cannot be read, was saved with a lossy compression, stores colours
@@ -148,7 +149,7 @@ def decode_indices(
     content: str = "one class number per pixel",
 ) -> Integer[np.ndarray, "height width"]:
     """Decode the bytes of a mask file as `read_indices` does. Errors contain `name`."""
-    with _errors_with_name(name):
+    with _add_name_to_errors(name):
         image = _open_mask(data, name)
         if image.mode not in _MASK_MODES:
             raise DataError(
@@ -171,7 +172,7 @@ def read_data_file(path: Path) -> bytes:
 
 
 @contextmanager
-def _errors_with_name(name: str | Path) -> Generator[None]:
+def _add_name_to_errors(name: str | Path) -> Generator[None]:
     """Turn every exception of a decoder into an `UnreadableImage` that names the file.
 
     Damaged files make decoders raise OSError, ValueError, SyntaxError, struct.error and others.
@@ -210,18 +211,18 @@ def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
         if "extraneous bytes before marker 0xd9" not in str(error):
             raise
         pixels = simplejpeg.decode_jpeg(data, mode, strict=False)
-    # simplejpeg has only checked that a CMYK image is complete. Pillow converts its colours.
+    # For CMYK, simplejpeg only checks that the image is complete. Pillow converts the colours.
     return None if is_cmyk else pixels
 
 
 def _open(data: bytes, name: str | Path) -> Image.Image:
     """Decode a file with Pillow."""
     if _is_tiff(data) and (kind := _describe_unsupported_tiff(data)):
-        raise _not_one_image(name, kind)
+        raise _not_one_image_error(name, kind)
     try:
         image = Image.open(io.BytesIO(data), formats=_possible_formats(data))
     except UnidentifiedImageError as error:
-        raise _unidentified_image(data, name) from error
+        raise _unidentified_image_error(data, name) from error
     with image:
         if image.width * image.height > _MAX_PIXELS:
             raise UnreadableImage(
@@ -232,23 +233,23 @@ def _open(data: bytes, name: str | Path) -> Image.Image:
         # or HEIC may also contain a thumbnail or a depth map.
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
-            raise _not_one_image(name, f"a {image.format} of {frames} frames")
+            raise _not_one_image_error(name, f"a {image.format} of {frames} frames")
         image.load()
         return image
 
 
-def _unidentified_image(data: bytes, name: str | Path) -> UnreadableImage:
+def _unidentified_image_error(data: bytes, name: str | Path) -> UnreadableImage:
     if _is_tiff(data) and {Tag.StripOffsets, Tag.TileOffsets} & set(page := _tiff_pages(data)[0]):
         bits, bands = _bits_per_sample(page), page.get(Tag.SamplesPerPixel, 1)
-        return _not_one_image(name, f"a TIFF of {bits} bits and {bands} band(s)")
+        return _not_one_image_error(name, f"a TIFF of {bits} bits and {bands} band(s)")
     for kind, brands, remedy in _OPTIONAL_FORMATS:
-        if _brand(data) in brands and _possible_formats(data) is _FORMATS:
+        if _read_brand(data) in brands and _possible_formats(data) is _FORMATS:
             return UnreadableImage(f"{name} is {kind} and needs {remedy}", remedy)
     problem = describe_substitute(data[:64]) or "is not an image. Download it again"
     return UnreadableImage(f"{name} {problem}")
 
 
-def _not_one_image(name: str | Path, kind: str) -> UnreadableImage:
+def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImage:
     return UnreadableImage(
         f"{name} is {kind}, expected one grey or RGB image with 8 or 16 bits per sample. Convert "
         "it, for example to PNG"
@@ -257,13 +258,13 @@ def _not_one_image(name: str | Path, kind: str) -> UnreadableImage:
 
 def _possible_formats(data: bytes) -> tuple[str, ...]:
     """Return the formats that Pillow may try. HEIC and AVIF are recognised by their brand."""
-    brand = _brand(data)
-    if brand in _HEIC and _has_heif():
+    brand = _read_brand(data)
+    if brand in _HEIC and _register_heif():
         return ("HEIF",)
     return ("AVIF",) if brand in _AVIF and features.check("avif") else _FORMATS
 
 
-def _brand(data: bytes) -> bytes:
+def _read_brand(data: bytes) -> bytes:
     """Return the brand in the first box of a HEIC or AVIF file, or b"" for other files."""
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
     # The brands mif1 and msf1 are general. A list of more specific brands follows them.
@@ -271,8 +272,8 @@ def _brand(data: bytes) -> bytes:
     return b"avif" if is_avif else brand
 
 
-def _has_heif() -> bool:
-    """Add HEIC to Pillow and return whether pillow-heif is installed."""
+def _register_heif() -> bool:
+    """Add HEIC to Pillow. Return False if pillow-heif is not installed."""
     with suppress(ImportError):
         import pillow_heif
 
@@ -320,7 +321,9 @@ def _scale_to_8_bits(
     if is_colour:
         decoded = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         if decoded is None or decoded.dtype != np.uint16 or decoded.ndim < 3:
-            raise UnreadableImage(f"{name} has colours of 16 bits in a rare form. Save it as PNG")
+            raise UnreadableImage(
+                f"{name} has 16-bit colours in an unsupported form. Save it as PNG"
+            )
         samples = decoded[..., 2::-1]
     lowest, largest = int(samples.min()), int(samples.max())
     remedy = f"data.bits={min(16, max(8, largest.bit_length()))}"
@@ -386,7 +389,7 @@ def _is_lossless_webp(data: bytes) -> bool:
 def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
-    """Return the numbers that a file stores. Undo Pillow's scaling of numbers with few bits."""
+    """Return the numbers that a file stores, without Pillow's scaling to 8 or 16 bits."""
     # Only some programs invert the numbers of a TIFF in which zero is white.
     if _is_inverted(image):
         raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
@@ -455,7 +458,7 @@ def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette:
 
 # TIFF files.
 
-# In one of the two byte orders, Pillow cannot read 16-bit samples with zero for white.
+# Pillow cannot read big-endian 16-bit samples in which zero is white.
 TiffImagePlugin.OPEN_INFO.setdefault((b"MM", 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 # Bits of NewSubfileType: the page is a thumbnail or a transparency mask of another page.
@@ -476,7 +479,7 @@ def _describe_unsupported_tiff(data: bytes) -> str | None:
     A TIFF may have one more band than colours. This band is transparency, which is dropped.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
-        return "a BigTIFF with the high byte first"
+        return "a big-endian BigTIFF"
     pages = _tiff_pages(data)
     images = [page for page in pages if not page.get(Tag.NewSubfileType, 0) & _SECONDARY_PAGE]
     if len(images) > 1:
@@ -486,16 +489,16 @@ def _describe_unsupported_tiff(data: bytes) -> str | None:
     sample_formats = page.get(Tag.SampleFormat, (1,))
     photometric = page.get(Tag.PhotometricInterpretation, _WHITE_IS_ZERO)
     if photometric not in _NUM_COLOURS:
-        return f"a TIFF of the photometric interpretation {photometric}"
+        return f"a TIFF with the photometric interpretation {photometric}"
     has_alpha = page.get(Tag.ExtraSamples) in _ALPHA
     if bands > _NUM_COLOURS[photometric] + 1 or (bands == 2 and not has_alpha):
         return f"a TIFF of {bands} bands"
     if any(sample_format in _FLOATING for sample_format in sample_formats):
-        return f"a TIFF of floating-point numbers of {bits} bits"
+        return f"a TIFF with {bits}-bit floating-point numbers"
     if _SIGNED in sample_formats and bits == 8:
-        return "a TIFF of signed numbers of 8 bits"
+        return "a TIFF with signed 8-bit numbers"
     if bits == 16 and bands > 1 and page.get(Tag.PlanarConfiguration) == _SEPARATE_PLANES:
-        return f"a TIFF of 16 bits with its {bands} bands in separate planes"
+        return f"a 16-bit TIFF with its {bands} bands in separate planes"
     return None
 
 
@@ -520,7 +523,7 @@ def _bits_per_sample(page: Mapping[int, Any]) -> int:
 
 
 def _tiff_pages(data: bytes) -> list[Directory]:
-    """Return the tags of each page. Pillow does not return the tags of undecodable pages."""
+    """Return the tags of each page, including pages that Pillow cannot decode."""
     # The header of a BigTIFF has 16 bytes.
     file, header = io.BytesIO(data), data[: 16 if data[2] == 43 else 8]
     pages, offsets = [Directory(header)], set[int]()

@@ -74,8 +74,8 @@ class ReadabilityCache:
     """Results of decoding images, shared by all tasks of a command.
 
     Attributes:
-        errors: Error of each decoded image, or None if it is readable. The key identifies its files
-            and how they were read.
+        errors: Error of each decoded image, or None if the image is readable. The key identifies
+            the files of the image and how they were read.
         messages: Messages that have already been printed.
     """
 
@@ -93,7 +93,7 @@ class ReadableDataset(DatasetView):
     Args:
         dataset: The complete dataset.
         cache: Results of images that have already been decoded.
-        must_be_complete: Raise UnreadableImage instead of leaving images out.
+        must_be_complete: Whether to raise UnreadableImage instead of leaving images out.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class ReadableDataset(DatasetView):
         self._cache, self._must_be_complete = cache, must_be_complete
         self._left_out: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
 
-    def left_out(self) -> dict[str, list[str]]:
-        """Return the ids of the omitted images, by the name of their split."""
+    def unreadable_ids(self) -> dict[str, list[str]]:
+        """Return the ids of the images that were left out, by the name of their split."""
         by_split: dict[str, list[str]] = {}
         for (_, split, _), ids in self._left_out.items():
             if ids:
@@ -143,7 +143,10 @@ def leave_out_unreadable(
 
 
 def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
-    """Raise UnreadableImage with the number of errors and the first error, if there are any."""
+    """Raise UnreadableImage if any image has an error.
+
+    The message contains the number of errors and the first error.
+    """
     unreadable = [error for error in errors if error is not None]
     if unreadable:
         count = f"{len(unreadable)} of {len(images)} images of {_title(images)} cannot be read"
@@ -167,9 +170,9 @@ def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, in
 def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
     """Return a copy of an error with an additional hint to leave out unreadable images."""
     hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
-    with_hint = UnreadableImage(f"{error}, or leave such images out", hint=hint)
-    with_hint.is_raised_on_all_ranks = error.is_raised_on_all_ranks
-    return with_hint
+    extended = UnreadableImage(f"{error}, or leave such images out", hint=hint)
+    extended.is_raised_on_all_ranks = error.is_raised_on_all_ranks
+    return extended
 
 
 def find_read_errors(
@@ -178,8 +181,8 @@ def find_read_errors(
     """Decode all images. Return the error of each image, or None if the image is readable.
 
     Args:
-        images: The images. Images from files are decoded without further processing.
-        known: Results of images that have already been decoded. New results are added.
+        images: The images. If they come from files, the files are decoded without corruptions.
+        known: Results of images that have already been decoded. New results are added to it.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -218,7 +221,7 @@ def find_read_errors(
 
 
 def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
-    """Return phrases such as "2 cannot be read: a, b", one for each remedy of the errors."""
+    """Return one phrase for all images with the same remedy, such as "2 cannot be read: a, b"."""
     by_remedy: dict[str, list[str]] = {}
     for image_id, error in zip(images.ids, errors, strict=True):
         if error is not None:
@@ -248,17 +251,17 @@ def underlying_files(
     return files
 
 
-def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
+def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    If files are identified by size and time, files of equal size and time are read and compared.
-    Sets without files are compared by the digests of their images. If a set has neither files nor
+    With data.fingerprint=stat, only files with equal sizes and times are read and compared. Sets
+    without files are compared by the digests of their images. If a set has neither files nor
     digests, the count is 0.
 
     Raises:
         DataError: The count is not 0, and `allowed` is False.
     """
-    pairs = _find_shared(fitted, scored)
+    pairs = _find_shared_images(training, scored)
     if pairs and not allowed:
         raise DataError(
             f"the training image {pairs[0][0]} is identical to the scored image {pairs[0][1]}. "
@@ -269,40 +272,42 @@ def count_shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> 
     return len(pairs)
 
 
-def _find_shared(fitted: ImageSet, scored: ImageSet) -> Sequence[tuple[Path | str, Path | str]]:
+def _find_shared_images(
+    training: ImageSet, scored: ImageSet
+) -> Sequence[tuple[Path | str, Path | str]]:
     """Return pairs of a training image and an identical scored image, as paths or ids."""
-    fitted_files, scored_files = underlying_files(fitted), underlying_files(scored)
-    if fitted_files is None or scored_files is None:
-        fitted_digests, scored_digests = image_digests(fitted), image_digests(scored)
-        if fitted_digests is None or scored_digests is None:
+    training_files, scored_files = underlying_files(training), underlying_files(scored)
+    if training_files is None or scored_files is None:
+        training_digests, scored_digests = image_digests(training), image_digests(scored)
+        if training_digests is None or scored_digests is None:
             return []
-        first_ids = dict(zip(reversed(fitted_digests), reversed(fitted.ids), strict=True))
+        first_ids = dict(zip(reversed(training_digests), reversed(training.ids), strict=True))
         scored_ids = zip(scored_digests, scored.ids, strict=True)
         return [(first_ids[digest], name) for digest, name in scored_ids if digest in first_ids]
-    (fitted_set, fitted_indices), (scored_set, scored_indices) = fitted_files, scored_files
-    fitted_hashes = fitted_set.file_hashes()[fitted_indices]
+    (training_set, training_indices), (scored_set, scored_indices) = training_files, scored_files
+    training_hashes = training_set.file_hashes()[training_indices]
     scored_hashes = scored_set.file_hashes()[scored_indices]
-    is_certain = fitted_set.options.fingerprint == "content"
+    is_certain = training_set.options.fingerprint == "content"
 
     @cache
     def copies_by_content(file_hash: int) -> dict[str, int]:
-        indices = fitted_indices[fitted_hashes == file_hash].tolist()
-        return {fitted_set.content_sha256(index): index for index in reversed(indices)}
+        indices = training_indices[training_hashes == file_hash].tolist()
+        return {training_set.content_sha256(index): index for index in reversed(indices)}
 
     pairs = []
-    for position in np.flatnonzero(np.isin(scored_hashes, fitted_hashes)):
+    for position in np.flatnonzero(np.isin(scored_hashes, training_hashes)):
         index, file_hash = int(scored_indices[position]), int(scored_hashes[position])
         if is_certain:
-            copy = int(fitted_indices[np.argmax(fitted_hashes == file_hash)])
+            copy = int(training_indices[np.argmax(training_hashes == file_hash)])
         else:
             copy = copies_by_content(file_hash).get(scored_set.content_sha256(index))
         if copy is not None:
-            pairs.append((fitted_set.path(copy), scored_set.path(index)))
+            pairs.append((training_set.path(copy), scored_set.path(index)))
     return pairs
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a digest of each original image, or None if the set has no such digests."""
+    """Return a digest of each image before corruption, or None if the set has no such digests."""
     if own := getattr(images, "image_digests", None):
         return own()
     inner = getattr(images, "images", None)

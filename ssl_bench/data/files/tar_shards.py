@@ -1,4 +1,4 @@
-"""Read images from tar files of WebDataset in any order, without unpacking them.
+"""Read images from the tar files of a WebDataset in any order, without unpacking them.
 
 All members of a tar file with the same key form a sample. The key is the path up to the first dot
 of the file name. For example, `cat/07.jpg` and `cat/07.cls` are the image and the class number of
@@ -50,7 +50,7 @@ from ssl_bench.system.files import (
 from ssl_bench.system.output import say_once, show_progress
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-"""Suffixes of tar files. Compressed files are recognised only to be refused."""
+"""Suffixes of tar files. Compressed tar files are also found, but reading them is an error."""
 _COMPRESSED = {
     b"\x1f\x8b": "gunzip",
     b"BZh": "bunzip2",
@@ -72,7 +72,7 @@ _CACHE_HEADER = b"ssl-bench index of a tar file 2\n"
 
 
 def find_shards(pattern: str | Path) -> list[Path]:
-    """Return the tar files that a path or pattern stands for, sorted by path.
+    """Return the tar files that match a path or pattern, sorted by path.
 
     Args:
         pattern: A tar file, a folder that contains tar files, or a pattern. In a pattern,
@@ -222,7 +222,7 @@ def _list_images(
                 f"{shard} is compressed, so its images cannot be read one by one. Decompress it: "
                 f"{command} {shard}"
             )
-    # Name and place of the image, class number, and name of the first member, each by key.
+    # By key: name, offset and size of the image; class number; name of the first member.
     images, labels, keys = dict[str, tuple[str, int, int]](), dict[str, int](), dict[str, str]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
@@ -251,7 +251,7 @@ def _list_images(
             else:
                 images[key] = f"{key}.{match[2]}", member.offset_data, member.size
         # tarfile stops without an error at a damaged header, and at the end of a file that was cut
-        # between two members. A complete file continues with zeros and has nothing else.
+        # between two members. In a complete file, only zeros follow the last member.
         file.seek(tar.offset)
     end = file.read(_MAX_PADDING)
     if len(end) < _BLOCK or any(end):
@@ -294,7 +294,7 @@ class TarImages(IdentifiedImages):
 
     @classmethod
     def open(cls, shards: Sequence[Path], *, name: str, split: str) -> "TarImages":
-        """Return the images of tar files as a split.
+        """Return all images of some tar files as an image set.
 
         Raises:
             DataError: A tar file cannot be indexed by `index_shard`, or there is no image.
@@ -330,10 +330,10 @@ class TarImages(IdentifiedImages):
         """Return the same images with other options for reading them."""
         return replace(self, options=options)
 
-    def select(self, name: str, kept: Sequence[int]) -> "TarImages":
+    def select(self, name: str, indices: Sequence[int]) -> "TarImages":
         """Return the images with these indices as a set with another name."""
-        ids = tuple(self.ids[index] for index in kept)
-        return replace(self, name=name, ids=ids, places=self.places[list(kept)])
+        ids = tuple(self.ids[index] for index in indices)
+        return replace(self, name=name, ids=ids, places=self.places[list(indices)])
 
     def path(self, index: int) -> Path:
         return self.folder / self.ids[index]
@@ -368,7 +368,9 @@ class TarImages(IdentifiedImages):
             with open_regular(shard) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_size, status.st_mtime_ns) != self.states[number]:
-                    raise DataError(f"{shard} has changed since it was opened. Start again")
+                    raise DataError(
+                        f"{shard} has changed since it was opened. Run the command again"
+                    )
                 file.seek(offset)
                 return file.read(size)
         except OSError as error:

@@ -57,7 +57,10 @@ class Ade20k(PairedFolders):
 
 
 def class_names(root: Path) -> tuple[str, ...]:
-    """Return the first name of each class in objectInfo150.txt, or class_0 to class_149."""
+    """Return the first name of each class in objectInfo150.txt.
+
+    If this file is missing, return class_0 to class_149.
+    """
     table = root / "objectInfo150.txt"
     if not table.is_file():
         return tuple(f"class_{number}" for number in range(NUM_CLASSES))

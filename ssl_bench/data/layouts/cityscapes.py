@@ -36,15 +36,15 @@ class PublishedIds(IndexMasks):
         """Raise `DataError` for a mask with 255, because such a mask stores training ids."""
         if (numbers == IGNORED).any():
             raise DataError(
-                f"{path} holds 255, which occurs only in masks of training ids. They are usually "
-                "named *_labelTrainIds.png. To read all masks as training ids",
+                f"{path} holds 255, which occurs only in masks of training ids. Such masks are "
+                "usually named *_labelTrainIds.png. If all masks store training ids, say so",
                 hint=("dataset.numbers=null", "dataset.ignored=[255]"),
             )
 
 
 @dataclass(frozen=True)
 class Cityscapes(ImageMaskFolders):
-    """Cityscapes, https://www.cityscapes-dataset.com. The root holds leftImg8bit/ and gtFine/.
+    """Cityscapes, https://www.cityscapes-dataset.com, in the folders leftImg8bit and gtFine.
 
     Masks with the suffix `_gtFine_labelTrainIds.png` store training ids, so `numbers` and `ignored`
     have no effect on them.

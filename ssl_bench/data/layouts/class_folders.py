@@ -17,7 +17,7 @@ from ssl_bench.data.files.fingerprints import (
     with_read_options,
 )
 from ssl_bench.data.files.readable import select_images
-from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
+from ssl_bench.data.layouts.folder import ImageFolder, find_image_paths
 from ssl_bench.data.samples import ImageView, Layout, Sample, require_own_name, resolve_folder
 from ssl_bench.data.splits import Split, missing_split_error, read_lines, require_disjoint
 from ssl_bench.errors import DataError, escape_braces
@@ -25,7 +25,8 @@ from ssl_bench.system.files import is_output
 from ssl_bench.system.output import say_once
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
-# An odd 64-bit number, so that a different class changes many bits of a hash.
+# Multiplier of class numbers. It is an odd 64-bit number, so that another class changes many bits
+# of a hash.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 _TRAIN = "train"
@@ -71,8 +72,8 @@ class ClassificationSplits(Layout):
     """Base class of datasets with a class label for each image.
 
     Attributes:
-        known_only: Leave out scored images of classes that the training images lack. Otherwise
-            such images are an error.
+        known_only: Leave out scored images of classes without training images. Otherwise such
+            images are an error.
         name: Name in records and tables.
     """
 
@@ -113,7 +114,7 @@ class ClassFolders(ClassificationSplits):
         Raises:
             DataError: An image is in no class folder, or a class has no image in the share.
         """
-        images = self._labelled(self._splits[0], self._train_classes)
+        images = self._label_images(self._splits[0], self._train_classes)
         missing = sorted(set(range(len(images.class_names))).difference(images.labels))
         if missing:
             raise DataError(
@@ -136,7 +137,7 @@ class ClassFolders(ClassificationSplits):
         if self.known_only:
             known = set(self._class_names)
             classes = {i: name for i, name in classes.items() if name in known}
-        return self._labelled(val, classes)
+        return self._label_images(val, classes)
 
     def images(self) -> LabelledImages:
         """Return the training images."""
@@ -145,7 +146,7 @@ class ClassFolders(ClassificationSplits):
     def pretraining_images(self) -> LabelledImages:
         """Return the split `train`, or all images of ROOT/CLASS/, for supervised pretraining."""
         if self._is_flat:
-            return self._labelled(_ALL, self._train_classes)
+            return self._label_images(_ALL, self._train_classes)
         if not (self._root / _TRAIN).is_dir():
             names = sorted(folder.name for folder in self._root.iterdir() if folder.is_dir())
             first = next((name for name in names if name.lower().startswith(_TRAIN)), names[0])
@@ -175,15 +176,15 @@ class ClassFolders(ClassificationSplits):
     def _is_flat(self) -> bool:
         """Return whether the folders below the root are classes instead of splits."""
         first_images = {
-            folder.name: next(pictures_below(folder), None)
+            folder.name: next(find_image_paths(folder), None)
             for folder in self._root.iterdir()
             if folder.is_dir() and folder.name[0] != "." and not is_output(folder)
         }
-        # If there are several folders, "train" may be the name of a class.
+        # If there are other folders and none is called "val" or "test", "train" may be a class.
         names = first_images.keys()
         if names == {_TRAIN} or not names.isdisjoint(_VALIDATION_NAMES):
             return False
-        # `pictures_below` yields the images directly in a folder before those in its subfolders.
+        # `find_image_paths` yields the images directly in a folder before those in its subfolders.
         images = [image for image in first_images.values() if image is not None]
         return bool(images) and not any("/" in image for image in images)
 
@@ -225,13 +226,13 @@ class ClassFolders(ClassificationSplits):
     def _train_classes(self) -> dict[str, str]:
         """Return the class name of each image in the folder of the training split."""
         ids = ImageFolder(self._folder(self._splits[0])).images().ids
-        return {image_id: _class_of(image_id) for image_id in ids}
+        return {image_id: _parse_class(image_id) for image_id in ids}
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
         return tuple(sorted(set(self._train_classes.values())))
 
-    def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
+    def _label_images(self, split: str, classes: dict[str, str]) -> LabelledImages:
         """Return the labelled images of a split or share. `classes` maps ids to class names."""
         names, folder = self._class_names, self._folder(split)
         if len(names) < 2:
@@ -242,10 +243,10 @@ class ClassFolders(ClassificationSplits):
         if unknown := sorted(set(classes.values()).difference(names)):
             raise DataError(
                 f"{folder} has images of the class {join_names(unknown)}, which is none of the "
-                f"{len(names)} training classes. To leave out such images",
+                f"{len(names)} training classes. Remove such images or leave them out",
                 hint=("dataset.known_only=true",),
             )
-        # Each class has the same share. A share of all sorted ids would lack some classes.
+        # Take the same share of each class. A share of all sorted ids would lack some classes.
         by_class: dict[str, list[str]] = {}
         for image_id, name in classes.items():
             by_class.setdefault(name, []).append(image_id)
@@ -263,7 +264,7 @@ class ClassFolders(ClassificationSplits):
         return LabelledImages(files, names, tuple(labels[classes[i]] for i in ids))
 
 
-def _class_of(image_id: str) -> str:
+def _parse_class(image_id: str) -> str:
     parts = PurePosixPath(image_id).parts
     if len(parts) < 2:
         raise DataError(f"{image_id} is in no class folder. Move it into one, or remove it")
@@ -271,10 +272,10 @@ def _class_of(image_id: str) -> str:
 
 
 def _read_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
-    """Return the class of each image by id, from Tiny-ImageNet's list of classes if it exists."""
+    """Return the class of each image by id, from Tiny-ImageNet's list or else from its folder."""
     path = folder / _TINY_IMAGENET_LABELS
     if not path.is_file():
-        return {image_id: _class_of(image_id) for image_id in ids}
+        return {image_id: _parse_class(image_id) for image_id in ids}
     rows = (line.split() for line in read_lines(path))
     listed = {row[0]: row[1] for row in rows if len(row) > 1}
     classes = {}

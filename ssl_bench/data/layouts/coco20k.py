@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, parse_numbers, validate_boxes
 from ssl_bench.data.files.fingerprints import cached_sha256
-from ssl_bench.data.samples import Layout, find_existing_folder, find_root, name_of_images
+from ssl_bench.data.samples import Layout, benchmark_name, find_existing_folder, find_root
 from ssl_bench.data.splits import Split, find_image_ids, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import PublishedFile, download
@@ -21,7 +21,7 @@ from ssl_bench.scores import index_coco
 from ssl_bench.system.files import cache_folder, expand_path, read_regular, write_atomically
 from ssl_bench.system.process import reraise_out_of_memory
 
-# The digest is that of the file in commit fcedbec of the repository in this address.
+# The digest belongs to the file in commit fcedbec of the repository.
 LIST = PublishedFile(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
@@ -36,7 +36,7 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 class CocoBoxes(Boxes):
     """Boxes from COCO's instances file.
 
-    Boxes without height or width are kept, as in LOST. Some are in the file, and rounding creates
+    Boxes without height or width are kept, as in LOST. The file has a few, and rounding creates
     more.
 
     Attributes:
@@ -73,11 +73,11 @@ class CocoBoxes(Boxes):
             self.file,
             [f"{n} of {image_id}" for n in self.objects[own]],
             size,
-            stated=(float(rows), float(columns)) if rows and columns else None,
+            stated_size=(float(rows), float(columns)) if rows and columns else None,
             allow_flat=True,
         )
 
-    def missing(self, ids: Sequence[str]) -> list[str]:
+    def list_missing(self, ids: Sequence[str]) -> list[str]:
         known = set(self.known.tolist())
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
@@ -125,7 +125,7 @@ class Coco20k(Layout):
             find_existing_folder([root / "images" / split.name, root / split.name]), ".jpg"
         )
         ids = find_image_ids(read_list(source), images)
-        name = name_of_images(self.name, {"discovery": ids})
+        name = benchmark_name(self.name, {"discovery": ids})
         if name == self.name and (md5 := LIST.hexdigest(source)) != LIST.digest:
             raise DataError(f"{source} has md5 {md5}, expected {LIST.digest}. Download it again")
         return FileImageSet(
@@ -210,10 +210,10 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
             raise ValueError("two annotations or two images have the same id")
         parsed = [_parse_object(number, row) for number, row in index.anns.items()]
         objects = [row for row in parsed if row is not None]
-    # Other files make pycocotools raise any exception.
+    # For a file in another format, pycocotools may raise any exception.
     except Exception as error:
         reraise_out_of_memory(error)
-        raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
+        raise DataError(f"{annotations} is not a COCO instances file ({error!r})") from error
     names, owners, corners = zip(*objects, strict=True) if objects else ((), (), ())
     # Boxes are validated before rounding, which could make an invalid box valid.
     exact = validate_boxes(corners, annotations, names, allow_flat=True)

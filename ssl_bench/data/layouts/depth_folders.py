@@ -22,7 +22,7 @@ _SPLIT = "{split}"
 
 @dataclass(frozen=True)
 class DepthMaps:
-    """Files that store the depth of each pixel as a whole number. 0 means that it is unknown.
+    """Files that store the depth of each pixel as a whole number, or 0 if the depth is unknown.
 
     Attributes:
         files: The depth files.
@@ -48,7 +48,7 @@ class DepthMaps:
         return metres.astype(np.float32)
 
     def meaning(self) -> Sequence[object]:
-        """Return JSON values that identify the depth of every number."""
+        """Return JSON values that determine the depth of every number, for fingerprints."""
         return ["depth", self.metres_per_unit, self.max_metres]
 
 
@@ -133,11 +133,11 @@ class DepthFolders(Layout):
 
     def train(self) -> DepthImageSet:
         """Return the training images. Raise `DataError` for an image without a depth map."""
-        return self._with_depth(self.train_split)
+        return self._open_depth(self.train_split)
 
     def val(self) -> DepthImageSet:
         """Return the scored images. Raise `DataError` for an image without a depth map."""
-        return self._with_depth(self.val_split)
+        return self._open_depth(self.val_split)
 
     def images(self) -> FileImageSet:
         """Return the training images without depth maps."""
@@ -150,14 +150,14 @@ class DepthFolders(Layout):
             images=files,
         ).validate()
 
-    def _with_depth(self, split: str) -> DepthImageSet:
+    def _open_depth(self, split: str) -> DepthImageSet:
         images = self._files(self.image_folder, self.image_suffix, split)
         depths = self._files(self.depth_folder, self.depth_suffix, split)
         return DepthImageSet(
             name=self.name,
             split=split,
             source=images.folder,
-            # The ids of depth maps are included, so that a missing image is reported.
+            # Depth maps without an image are included, so that the missing image is reported.
             ids=Split.parse(split).cut({*images.ids(), *depths.ids()}),
             images=images,
             depths=DepthMaps(depths, self.metres_per_unit, self.max_metres),

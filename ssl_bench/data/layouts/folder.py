@@ -69,7 +69,7 @@ class ImageFolder(Layout):
         )
 
 
-def pictures_below(root: Path) -> Iterator[str]:
+def find_image_paths(root: Path) -> Iterator[str]:
     """Yield the relative paths of the images below a folder, in the order of `list_files`."""
     return filter(_has_image_suffix, list_files(root))
 

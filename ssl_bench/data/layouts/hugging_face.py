@@ -1,7 +1,7 @@
 """Datasets of Hugging Face, from the hub, its cache on disk, or a folder of parquet files.
 
-The library `datasets` reads them. It is an optional dependency (`ssl-bench[hf]`). Images and masks
-are decoded like image files, so equal bytes give equal pixels.
+They are read with the library `datasets`, an optional dependency (`ssl-bench[hf]`). Images and
+masks are decoded like image files, so equal bytes give equal pixels.
 """
 
 import os
@@ -53,7 +53,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns to read. "objects.bbox" is the column `bbox` inside of `objects`."""
+    """Names of the columns to read. "objects.bbox" is the column `bbox` in the column `objects`."""
 
     image: str
     label: str | None
@@ -67,7 +67,7 @@ class TableItems(Items):
     Args:
         table: The dataset.
         split: Name of the split, for messages.
-        options: The dataset, whose fields name the columns and the format of the boxes.
+        options: The dataset of ssl-bench. Its fields name the columns and the format of the boxes.
     """
 
     def __init__(self, table: Any, split: str, options: IndexedDataset) -> None:
@@ -103,39 +103,39 @@ class TableItems(Items):
         return len(self._table)
 
     def read(self, index: int, bits: int | None = None) -> Item:
-        row, place, columns = self._table[index], self.place(index), self.columns
+        row, place, columns = self._table[index], self.describe_item(index), self.columns
         # Masks and boxes refer to the pixels before the EXIF orientation is applied.
         decode = decode_image if columns.mask or columns.boxes else decode_upright
-        image = decode(_bytes_of(row[columns.image], place), place, bits)
+        image = decode(_read_bytes(row[columns.image], place), place, bits)
         mask = self.read_mask(index) if columns.mask else None
         boxes = None
         if columns.boxes and self._box_format:
             try:
-                boxes = to_corners(_boxes_of(row, columns.boxes), self._box_format)
+                boxes = to_corners(_get_boxes(row, columns.boxes), self._box_format)
             except (ValueError, TypeError) as error:
                 raise DataError(f"{place}, {columns.boxes}: {error}") from error
         allows_flat_boxes = self._box_format == "xywh"
-        return Item(image, self._label_of(row, place), mask, boxes, allows_flat_boxes)
+        return Item(image, self._get_label(row, place), mask, boxes, allows_flat_boxes)
 
     def read_identity(self, index: int) -> ItemIdentity:
-        row, place, columns = self._table[index], self.place(index), self.columns
-        image_digest = digest_of_parts(_bytes_of(row[columns.image], place))
-        parts = [_bytes_of(row[columns.mask], place)] if columns.mask else []
-        label = self._label_of(row, place)
-        boxes = repr(_boxes_of(row, columns.boxes)) if columns.boxes else None
+        row, place, columns = self._table[index], self.describe_item(index), self.columns
+        image_digest = digest_of_parts(_read_bytes(row[columns.image], place))
+        parts = [_read_bytes(row[columns.mask], place)] if columns.mask else []
+        label = self._get_label(row, place)
+        boxes = repr(_get_boxes(row, columns.boxes)) if columns.boxes else None
         described = repr((image_digest, label, boxes, self._box_format)).encode()
         return ItemIdentity(digest_of_parts(described, *parts), image_digest, label)
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
-        data = _bytes_of(self._table[index][self.columns.mask], self.place(index))
-        return decode_indices(data, f"the mask of {self.place(index)}")
+        data = _read_bytes(self._table[index][self.columns.mask], self.describe_item(index))
+        return decode_indices(data, f"the mask of {self.describe_item(index)}")
 
     @cached_property
     def labels(self) -> list[int]:
         """Return the label of each row."""
         return list(self._table[self.columns.label])
 
-    def _label_of(self, row: Mapping[str, Any], place: str) -> int | None:
+    def _get_label(self, row: Mapping[str, Any], place: str) -> int | None:
         if self.columns.label is None:
             return None
         label = row[self.columns.label]
@@ -144,8 +144,8 @@ class TableItems(Items):
         return label
 
 
-def _bytes_of(value: Any, place: str) -> bytes:
-    """Return the bytes of an encoded image. A table contains the bytes or the path of a file."""
+def _read_bytes(value: Any, place: str) -> bytes:
+    """Return the bytes of an encoded image. `value` contains them, or the path of a file."""
     if not isinstance(value, Mapping):
         raise DataError(f"{place} is missing")
     if value.get("bytes") is not None:
@@ -156,8 +156,11 @@ def _bytes_of(value: Any, place: str) -> bytes:
         raise DataError(f"cannot read {value.get('path')} of {place} ({error})") from error
 
 
-def _boxes_of(row: Mapping[str, Any], column: str) -> Any:
-    """Return the boxes of a row. A nested column has one dictionary, or one for each object."""
+def _get_boxes(row: Mapping[str, Any], column: str) -> Any:
+    """Return the boxes of a row.
+
+    A nested column contains a dictionary of all objects, or one dictionary for each object.
+    """
     first, *rest = column.split(".")
     value = row[first]
     for name in rest:
@@ -170,6 +173,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
     Raises:
         ConfigurationError: A column that the user named does not exist, or several columns fit.
+        DataError: There is no column with images.
     """
     import datasets
 
@@ -180,7 +184,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
         for name, kind in features.items()
         if name in _LABEL_NAMES and str(getattr(kind, "dtype", "")).startswith(("int", "uint"))
     ]
-    boxes = [*_box_columns(features)]
+    boxes = [*_find_box_columns(features)]
     image = options.image_column
     if image is None:
         usual = [name for name in pictures if name in _IMAGE_NAMES]
@@ -188,7 +192,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     if image is None:
         raise DataError(f"{title} has no images, only the columns {', '.join(features)}")
     mask, label, box = options.mask_column, options.label_column, options.box_column
-    # If a dataset has labels and masks, the user must name the column to use.
+    # If a dataset has labels and masks, the user must choose one of them.
     others = [name for name in pictures if name != image]
     if mask is None and label is None:
         mask = _choose_column("mask", others, title)
@@ -218,7 +222,7 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
-    """Return the only name, or None if there is none. Several names raise ConfigurationError."""
+    """Return the only name, or None without names. Raise ConfigurationError for several names."""
     if len(names) < 2:
         return next(iter(names), None)
     ways = [(f"dataset.{kind}_column={escape_braces(name)}",) for name in names]
@@ -228,18 +232,18 @@ def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
     )
 
 
-def _box_columns(features: Mapping[str, Any], before: str = "") -> Iterator[str]:
+def _find_box_columns(features: Mapping[str, Any], before: str = "") -> Iterator[str]:
     for name, kind in features.items():
         inner = getattr(kind, "feature", kind)
         if name in _BOX_NAMES and not isinstance(inner, Mapping):
             yield f"{before}{name}"
         elif isinstance(inner, Mapping) and not before:
-            yield from _box_columns(inner, f"{name}.")
+            yield from _find_box_columns(inner, f"{name}.")
 
 
 @dataclass(frozen=True)
 class HuggingFace(IndexedDataset):
-    """A dataset of Hugging Face.
+    """A dataset on the hub of Hugging Face, or in a folder that the library `datasets` can read.
 
     Attributes:
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
@@ -262,10 +266,10 @@ class HuggingFace(IndexedDataset):
             )
         return super().supports
 
-    def available(self) -> Mapping[str, Items]:
+    def list_sequences(self) -> Mapping[str, Items]:
         return self._items
 
-    def part(self, role: str) -> SelectedItems | None:
+    def select_items(self, role: str) -> SelectedItems | None:
         if role == "images" or (split := self._splits[role]) is None:
             return None
         share = Split.parse(split)
@@ -281,7 +285,7 @@ class HuggingFace(IndexedDataset):
             items, split, sorted(int(i) for ids in groups.values() for i in share.cut(ids))
         )
 
-    def missing_error(self, role: str) -> DataError:
+    def missing_role_error(self, role: str) -> DataError:
         return missing_split_error(role, [*self._tables], Path(str(self.root)))
 
     def images_name(self) -> str:
@@ -343,7 +347,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
             "dataset hf needs the package datasets, which is not installed; "
             "pip install 'ssl-bench[hf]'"
         ) from error
-    with _quiet(datasets):
+    with _hide_warnings(datasets):
         try:
             if folder.is_dir():
                 loaded = datasets.load_dataset(str(folder.absolute()), subset)
@@ -374,7 +378,7 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
                 f"{error.code})"
             ) from error
     except DownloadError as error:
-        with _offline(datasets):
+        with _enable_offline_mode(datasets):
             try:
                 return datasets.load_dataset(name, subset, revision=revision)
             # An incomplete cache raises errors of many types.
@@ -388,8 +392,8 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
 
 
 @contextmanager
-def _offline(datasets: Any) -> Generator[None]:
-    """Switch the library to offline mode. It would otherwise retry requests for half a minute."""
+def _enable_offline_mode(datasets: Any) -> Generator[None]:
+    """Switch the library to offline mode. Otherwise, it would retry requests for half a minute."""
     modules = (datasets.config, huggingface_hub.constants)
     before = [module.HF_HUB_OFFLINE for module in modules]
     try:
@@ -402,7 +406,7 @@ def _offline(datasets: Any) -> Generator[None]:
 
 
 @contextmanager
-def _quiet(datasets: Any) -> Generator[None]:
+def _hide_warnings(datasets: Any) -> Generator[None]:
     """Hide the warnings of the library. Show its progress bars only if stderr is a terminal."""
     level = datasets.logging.get_verbosity()
     had_bars = datasets.is_progress_bar_enabled()

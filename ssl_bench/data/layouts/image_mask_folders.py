@@ -18,8 +18,8 @@ from ssl_bench.data.samples import (
     IGNORED,
     PUBLISHED_COUNTS,
     Layout,
+    benchmark_name,
     find_root,
-    name_of_images,
     unsupported_role_error,
 )
 from ssl_bench.data.splits import (
@@ -40,10 +40,11 @@ Colour = tuple[int, int, int]
 class PairedFolders(Layout):
     """Base class of datasets with an image folder and a mask folder for each split.
 
-    A subclass returns the files of a split from `_images` and `_masks`.
+    Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Name of a split on disk, by its key in `PUBLISHED_COUNTS`, if both differ.
+        published_splits: Names of splits on disk that differ from the names in `PUBLISHED_COUNTS`,
+            which are the keys.
     """
 
     supports: Any
@@ -94,7 +95,7 @@ class PairedFolders(Layout):
     ) -> tuple[Path, Collection[str]]:
         """Return the folder or list of a split, and all ids in it."""
         del split
-        # The ids of masks are included, so that a missing image is reported.
+        # Masks without an image are included, so that the missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
 
     @cached_property
@@ -104,7 +105,7 @@ class PairedFolders(Layout):
             # A missing split does not change the name.
             with suppress(DataError):
                 ids[split] = self._images(self.published_splits.get(split, split)).ids()
-        return name_of_images(self.name, ids)
+        return benchmark_name(self.name, ids)
 
     def _images(self, split: str) -> Files:
         raise NotImplementedError
@@ -142,8 +143,8 @@ class IndexMasks(Masks):
 
     Attributes:
         checks_first_mask: Whether the first mask is read when a split is opened.
-        reference: Path of a mask in the same split, or None. In every mask with a palette, a colour
-            must have the same number as in this mask.
+        reference: Path of another mask of the split, or None. In every mask with a palette, each
+            colour must have the same number as in this mask.
     """
 
     checks_first_mask: ClassVar[bool] = False
@@ -154,7 +155,8 @@ class IndexMasks(Masks):
         """Return the classes of a mask.
 
         Raises:
-            DataError: As for `Masks`, or the mask follows another convention.
+            DataError: See `Masks.read`. Also, the mask follows another convention, or its palette
+                has another order than the reference.
         """
         path = self.files.path(image_id)
         if palette := read_palette(path):
@@ -169,8 +171,8 @@ class IndexMasks(Masks):
     def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
         expected, source = self._reference_palette, str(self.reference)
         greys = {r for r, g, b in palette if r == g == b}
-        # A tool may have added a palette to a grey mask, whose grey values are the class numbers.
-        # A palette of black and white is no evidence, because both are common class colours.
+        # A tool may have added a palette to a mask whose grey values are the class numbers. Black
+        # and white alone are no evidence of this, because both are common class colours.
         if greys - {0, 255} and len(greys) == len(palette) and greys <= self.labels.classes.keys():
             expected, source = {(grey, grey, grey): grey for grey in greys}, "its grey value"
         for colour, number in palette.items():
@@ -189,12 +191,12 @@ class IndexMasks(Masks):
 
 @dataclass(frozen=True)
 class TwoClassMasks(IndexMasks):
-    """Masks of two classes, for which the user has not stated the meaning of 255."""
+    """Masks of two classes, in which 255 may be a class or may mark ignored pixels."""
 
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` for a mask of 0 and 255, because 255 may be a class or ignored."""
+        """Raise `DataError` for a mask that stores only 0 and 255, because 255 is ambiguous."""
         if set(np.unique(numbers)) == {0, IGNORED}:
             raise DataError(
                 f"{path} holds 0 and 255, but not 1 for the second class. Either 255 is the second "
@@ -265,8 +267,8 @@ class ImageMaskFolders(PairedFolders):
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
         reduce_zero: Whether the numbers of the classes begin at 1, and 0 is ignored.
-        ignored: Numbers of ignored pixels. By default 255. Numbers of neither a class nor an
-            ignored pixel are errors.
+        ignored: Numbers of ignored pixels. By default 255. Any number that is neither in `numbers`
+            nor in `ignored` is an error.
         colours: Red, green and blue of each class, if masks store colours.
         ignored_colours: Colours that are ignored.
         one_object: Whether class 0 is the background and class 1 is one object. Then, `train_split`

@@ -1,4 +1,4 @@
-"""Datasets of items in sequences, such as Python datasets or the rows of a table.
+"""Datasets that consist of sequences of items, such as Python datasets or the rows of a table.
 
 `Items` is a sequence of items. `IndexedDataset` is a dataset of one or more such sequences.
 """
@@ -104,18 +104,18 @@ class Items:
         assert mask is not None
         return mask
 
-    def place(self, index: int) -> str:
-        """Return the text that names an item in error messages."""
+    def describe_item(self, index: int) -> str:
+        """Return the name of an item for error messages."""
         return f"image {index} of {self.title}"
 
     def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
-        """Return the identities of items. Items of unknown identity are read in threads."""
+        """Return the identities of items. Items are read in threads, unless they are cached."""
 
         def read(index: int) -> ItemIdentity:
             try:
                 return self.read_identity(index)
             except UnreadableImage:
-                return ItemIdentity(_UNREADABLE, f"{_UNREADABLE} {self.place(index)}", None)
+                return ItemIdentity(_UNREADABLE, f"{_UNREADABLE} {self.describe_item(index)}", None)
 
         missing = [index for index in indices if index not in self._identities]
         shown = show_progress(missing, f"sha256 of {self.title}", len(missing))
@@ -142,7 +142,8 @@ class IndexedImages:
         indices: Indices into `items`.
         class_names: Names of the classes. Without names, images have no labels and no masks.
         numbers: Class of each number that masks store, or None for images without masks.
-        is_255_unclear: Whether nobody has stated if 255 is a class or marks ignored pixels.
+        is_255_unclear: Whether 255 in a mask may be a class or may mark ignored pixels, because the
+            user has not stated it.
         options: Options for reading the images. Only `bits` has an effect.
     """
 
@@ -183,7 +184,7 @@ class IndexedImages:
             UnreadableImage: The image cannot be read.
         """
         number = self.indices[index]
-        item, place = self.items.read(number, self.options.bits), self.items.place(number)
+        item, place = self.items.read(number, self.options.bits), self.items.describe_item(number)
         size = item.image.shape[:2]
         mask = boxes = None
         if item.mask is not None and self.numbers is not None:
@@ -213,7 +214,7 @@ class IndexedImages:
         if label is not None and 0 <= label < len(self.class_names):
             return label
         raise DataError(
-            f"{self.items.place(index)} has label {label}, expected 0 to "
+            f"{self.items.describe_item(index)} has label {label}, expected 0 to "
             f"{len(self.class_names) - 1} for {len(self.class_names)} classes"
         )
 
@@ -228,7 +229,7 @@ class IndexedImages:
     def _fingerprint(self) -> str:
         meaning = sorted(self.numbers.classes.items()) if self.numbers else None
         rows = ([i, digest] for i, digest in zip(self.ids, self.sample_hashes(), strict=True))
-        return self.options.fingerprint_of([["items", self.class_names, meaning], *rows])
+        return self.options.compute_fingerprint([["items", self.class_names, meaning], *rows])
 
     def sample_hashes(self) -> list[str]:
         """Return the digest of each item."""
@@ -242,13 +243,15 @@ class IndexedImages:
         """Return the same images with other options. Items are always identified by content."""
         return replace(self, options=replace(options, fingerprint="content"))
 
-    def select(self, name: str, kept: Sequence[int]) -> "IndexedImages":
+    def select(self, name: str, positions: Sequence[int]) -> "IndexedImages":
         """Return the images at these positions as a set with another name."""
-        return replace(self, name=name, indices=tuple(self.indices[position] for position in kept))
+        return replace(
+            self, name=name, indices=tuple(self.indices[position] for position in positions)
+        )
 
 
 class SelectedItems(NamedTuple):
-    """A sequence, the name of a split or share in it, and the indices of the selected items."""
+    """A sequence of items, the indices of the selected items, and the name of their split."""
 
     items: Items
     split: str
@@ -296,31 +299,31 @@ class IndexedDataset(Layout):
                 hint=("dataset.class_names=[background,object]",),
             )
 
-    def part(self, role: str) -> SelectedItems | None:
-        """Return the items of the role "train", "val" or "images", or None if it has no items.
+    def select_items(self, role: str) -> SelectedItems | None:
+        """Return the items of the role "train", "val" or "images", or None if there are none.
 
         Raises:
             DataError: The items cannot be used for this role.
         """
         raise NotImplementedError
 
-    def available(self) -> Mapping[str, Items]:
-        """Return all sequences of the dataset, by role or by split."""
+    def list_sequences(self) -> Mapping[str, Items]:
+        """Return all sequences of the dataset. The keys are roles or splits."""
         raise NotImplementedError
 
-    def missing_error(self, role: str) -> DataError:
-        """Return the error for a task that needs the images of `role`, if there are none."""
+    def missing_role_error(self, role: str) -> DataError:
+        """Return the error for a task that needs images of `role` if the dataset has none."""
         raise NotImplementedError
 
     def images_name(self) -> str:
-        """Return the name that records give to the image set."""
+        """Return the name of the image sets in records."""
         raise NotImplementedError
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the roles that the annotations support. Object discovery needs no boxes."""
+        """Return the roles that the annotations support. Discovery also accepts plain images."""
         roles = set[str]()
-        for role, items in self.available().items():
+        for role, items in self.list_sequences().items():
             roles.add("images")
             if "label" in items.annotations:
                 roles.add("classification")
@@ -334,30 +337,30 @@ class IndexedDataset(Layout):
 
     def train(self) -> ImageSet:
         """Return the training images with labels or masks."""
-        return self._annotated("train")
+        return self._open_annotated("train")
 
     def val(self) -> ImageSet:
         """Return the images to score with labels or masks."""
-        return self._annotated("val")
+        return self._open_annotated("val")
 
     def discovery(self) -> ImageSet:
-        """Return images with boxes. If there are none, return images without boxes."""
-        parts = [part for role in ("images", "val", "train") if (part := self.part(role))]
+        """Return images with boxes. If there are none, return other images."""
+        parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
-        if not (found := [*with_boxes, *without, *filter(None, [self.part("images")])]):
+        if not (found := [*with_boxes, *without, *filter(None, [self.select_items("images")])]):
             raise unsupported_role_error(self.name, "discovery")
         return self._open(found[0], with_classes=False)
 
     def images(self) -> ImageSet:
         """Return images without their annotations."""
-        parts = (self.part(role) for role in ("images", "train", "val"))
+        parts = (self.select_items(role) for role in ("images", "train", "val"))
         return self._open(next(part for part in parts if part), with_classes=False)
 
-    def _annotated(self, role: str) -> ImageSet:
-        part = self.part(role)
+    def _open_annotated(self, role: str) -> ImageSet:
+        part = self.select_items(role)
         if part is None:
-            raise self.missing_error(role)
+            raise self.missing_role_error(role)
         if not {"label", "mask"} & part.items.annotations:
             raise unsupported_role_error(self.images_name(), "classification")
         return self._open(part)
@@ -401,13 +404,15 @@ class IndexedDataset(Layout):
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
-        """Return the class names, which all sequences share."""
+        """The class names, which are equal for all sequences."""
         if self.class_names:
             return tuple(self.class_names)
         if self.one_object:
             return ("background", "object")
         sets = [
-            items for items in self.available().values() if {"label", "mask"} & items.annotations
+            items
+            for items in self.list_sequences().values()
+            if {"label", "mask"} & items.annotations
         ]
         title = " and ".join(items.title for items in sets)
         names = list(dict.fromkeys(items.class_names for items in sets if items.class_names))

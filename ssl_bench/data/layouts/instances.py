@@ -30,13 +30,13 @@ from ssl_bench.data.samples import (
     Layout,
     Sample,
     Search,
+    benchmark_name,
     find_existing_folder,
     find_root,
-    name_of_images,
 )
 from ssl_bench.errors import DataError
 
-# What an array of numbers in a pickle needs. None of these functions can run other code.
+# Names of functions that a pickle with an array of numbers calls. None of them can run other code.
 _PICKLED = {
     *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"), ("__builtin__", "bytes")),
     *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
@@ -58,7 +58,7 @@ class SearchImages(ImageView):
     """An `ImageSet` in which some images are queries.
 
     Attributes:
-        searches: What each query should find, by the id of the query.
+        searches: Expected results of each search, by the id of the query.
     """
 
     searches: Mapping[str, Search] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Holidays(Layout):
         """Return all images.
 
         Raises:
-            DataError: A file has a name that is not one of Holidays, or there are no files.
+            DataError: A file name does not consist of six digits, or there are no files.
         """
         folder = self._root() / "jpg"
         ids = Files(folder, ".jpg").ids()
@@ -131,7 +131,7 @@ class Holidays(Layout):
                 f"{folder} has {join_names(unknown)}.jpg, expected names of six digits such as "
                 "100000.jpg. Remove other files"
             )
-        return _all_images(name_of_images(self.name, {"val": ids}), "all", folder, ids)
+        return _make_image_set(benchmark_name(self.name, {"val": ids}), "all", folder, ids)
 
     def _root(self) -> Path:
         return find_root(
@@ -188,8 +188,8 @@ class Landmarks(Layout):
         file = root / f"gnd_{self.name}.pkl"
         truth = read_ground_truth(file)
         ids = [*truth["qimlist"], *truth["imlist"]]
-        name = name_of_images(self.name, {"val": ids})
-        return _all_images(name, "all", root / "jpg", ids, source=file), truth
+        name = benchmark_name(self.name, {"val": ids})
+        return _make_image_set(name, "all", root / "jpg", ids, source=file), truth
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,16 @@ class Copydays(Layout):
                 "with the same first four letters. Unpack all archives again"
             )
         counted = {"val": [*copies, *originals]} if self.copies == "strong" else {}
-        name = name_of_images(self.name, counted)
-        return SearchImages(_all_images(name, self.copies, root, [*copies, *originals]), searches)
+        name = benchmark_name(self.name, counted)
+        return SearchImages(
+            _make_image_set(name, self.copies, root, [*copies, *originals]), searches
+        )
 
     def images(self) -> FileImageSet:
         """Return the originals."""
         root = self._root()
         ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
-        return _all_images(name_of_images(self.name, {"images": ids}), "original", root, ids)
+        return _make_image_set(benchmark_name(self.name, {"images": ids}), "original", root, ids)
 
     def _root(self) -> Path:
         return find_root(
@@ -257,15 +259,15 @@ class Copydays(Layout):
 
 
 def read_ground_truth(file: Path) -> dict[str, Any]:
-    """Read the ground truth of revisited Oxford or Paris from a pickle. No code of it is run.
+    """Read the ground truth of revisited Oxford or Paris from a pickle, without running its code.
 
     Returns:
         `imlist` and `qimlist`, the ids of the database and of the queries, and `gnd`, which has the
         indices of easy, hard and junk images for each query.
 
     Raises:
-        DataError: The file is missing, is not such a pickle, or contains something else than lists,
-            texts and arrays.
+        DataError: The file is missing, is not such a pickle, or contains anything but lists, texts,
+            numbers and arrays.
     """
     data = read_data_file(file)
     try:
@@ -279,7 +281,7 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
             {key: _parse_indices(one[key], len(database)) for key in ("easy", "hard", "junk")}
             for one in content["gnd"]
         ]
-    # A damaged pickle makes the parser raise any exception, also for want of memory.
+    # For a damaged pickle, the parser may raise any exception, including MemoryError.
     except Exception as error:
         raise DataError(
             f"{file} is not the ground truth of a revisited dataset ({error}). Download it again"
@@ -314,7 +316,7 @@ def _parse_indices(value: Any, count: int) -> list[int]:
     return indices.tolist()
 
 
-def _all_images(
+def _make_image_set(
     name: str, split: str, folder: Path, ids: Sequence[str], source: Path | None = None
 ) -> FileImageSet:
     return FileImageSet(

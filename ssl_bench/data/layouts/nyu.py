@@ -14,7 +14,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, LabelMap
 from ssl_bench.data.layouts.depth_folders import DepthImageSet, DepthMaps
 from ssl_bench.data.layouts.image_mask_folders import IndexMasks, split_folder
-from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
+from ssl_bench.data.samples import IGNORED, Layout, benchmark_name, find_root
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
 
@@ -53,14 +53,14 @@ class SceneFiles(Files):
         return sorted(self.parse(f"{path.parent.name}/{path.name}") for path in found)
 
     def parse(self, name: str) -> str:
-        """Return the id of a file below the folder. Raise ValueError for another kind of name."""
+        """Return the image id in a path below the folder. Raise ValueError for other paths."""
         scene, _, file = name.strip("/").rpartition("/")
         number = file.removeprefix(self.prefix).removesuffix(self.suffix)
         if not scene or file != f"{self.prefix}{number}{self.suffix}":
             raise ValueError
         return f"{scene}/{number}"
 
-    def missing(self, ids: Sequence[str]) -> list[str]:
+    def list_missing(self, ids: Sequence[str]) -> list[str]:
         paths = map(self.path, ids)
         return [f"{path.parent.name}/{path.name}" for path in paths if not path.is_file()]
 
@@ -137,32 +137,32 @@ class Nyu(Layout):
 
     def train(self) -> FileImageSet:
         """Return the training images. An image without its annotation raises `DataError`."""
-        return self._annotated(self.train_split)
+        return self._open_annotated(self.train_split)
 
     def val(self) -> FileImageSet:
         """Return the scored images. An image without its annotation raises `DataError`."""
-        return self._annotated(self.val_split)
+        return self._open_annotated(self.val_split)
 
     def images(self) -> FileImageSet:
         """Return the training images without annotations."""
-        return FileImageSet(**self._common(self.train_split)).validate()
+        return FileImageSet(**self._shared_fields(self.train_split)).validate()
 
-    def _annotated(self, split: str) -> FileImageSet:
-        common = self._common(split)
-        folder = common["images"].folder
+    def _open_annotated(self, split: str) -> FileImageSet:
+        shared = self._shared_fields(split)
+        folder = shared["images"].folder
         if self.annotation == "classes":
             first, ignored = (1, 0) if self.reduce_zero else (0, IGNORED)
             classes = {first + number: number for number in range(len(CLASS_NAMES))}
             hint = f"use dataset.reduce_zero={str(not self.reduce_zero).lower()} for other numbers"
             labels = LabelMap({**classes, ignored: IGNORED}, hint)
             masks = IndexMasks(SceneFiles(folder, ".png", prefix="label40_"), labels)
-            return FileImageSet(**common, class_names=CLASS_NAMES, masks=masks).validate()
+            return FileImageSet(**shared, class_names=CLASS_NAMES, masks=masks).validate()
         kind = EigenCrop if self.eigen_crop else DepthMaps
         depths = kind(SceneFiles(folder, ".png", prefix="sync_depth_"), _METRES_PER_UNIT)
-        return DepthImageSet(**common, depths=depths).validate()
+        return DepthImageSet(**shared, depths=depths).validate()
 
-    def _common(self, split: str) -> dict[str, Any]:
-        """Return the fields that all image sets of a split share."""
+    def _shared_fields(self, split: str) -> dict[str, Any]:
+        """Return the fields of a split's image set that do not depend on the annotation."""
         source, ids = self._list_ids(Split.parse(split).name)
         return {
             "name": self._full_name,
@@ -179,7 +179,7 @@ class Nyu(Layout):
             # A missing split does not change the name.
             with suppress(DataError):
                 ids[key] = self._list_ids(Split.parse(split).name)[1]
-        return name_of_images(self.name, ids)
+        return benchmark_name(self.name, ids)
 
     def _list_ids(self, split: str) -> tuple[Path, Sequence[str]]:
         """Return the folder or list of a split, and all ids in it."""

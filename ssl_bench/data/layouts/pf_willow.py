@@ -14,7 +14,7 @@ from ssl_bench.composition.fields import OptionalPath
 from ssl_bench.data.files.file_sets import FileImageSet, Files, FileSet
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_data_file, read_image
-from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
+from ssl_bench.data.samples import Layout, Pair, Sample, benchmark_name, find_root
 from ssl_bench.errors import DataError
 from ssl_bench.system.process import reraise_out_of_memory
 
@@ -29,7 +29,7 @@ class WillowPairs(FileSet):
     """Ordered pairs of images. A sample has the source image. Its `pair` has the target image.
 
     Attributes:
-        ids: NUMBER-SOURCE-TARGET:CATEGORY.
+        ids: Ids of the pairs, in the form NUMBER-SOURCE-TARGET:CATEGORY.
         points: MATLAB file with the points of each image.
     """
 
@@ -42,7 +42,7 @@ class WillowPairs(FileSet):
         Raises:
             DataError: A file is unreadable, or the images have different numbers of points.
         """
-        image_ids = _images_of(self.ids[index])
+        image_ids = _parse_pair_id(self.ids[index])
         images = [read_image(self.images.path(i), self.options.bits) for i in image_ids]
         files = [self.points.path(i) for i in image_ids]
         source, target = (
@@ -69,11 +69,13 @@ class WillowPairs(FileSet):
 
     @cached_property
     def _fingerprint(self) -> str:
-        image_ids = sorted({image_id for pair_id in self.ids for image_id in _images_of(pair_id)})
+        image_ids = sorted(
+            {image_id for pair_id in self.ids for image_id in _parse_pair_id(pair_id)}
+        )
         paths = [files.path(i) for files in (self.points, self.images) for i in image_ids]
         with self.identify_parts(map(FilePart, paths), len(paths)) as found:
             parts = [*found]
-        return self.options.fingerprint_of([self.ids, image_ids, parts])
+        return self.options.compute_fingerprint([self.ids, image_ids, parts])
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class PfWillow(Layout):
             for number, (source, target, category) in enumerate(pairs)
         ]
         found = WillowPairs(
-            name=name_of_images(self.name, {"val": ids}),
+            name=benchmark_name(self.name, {"val": ids}),
             split="all",
             source=images.folder,
             ids=tuple(ids),
@@ -143,7 +145,7 @@ class PfWillow(Layout):
             for name in Files(folder / category, ".png").ids()
         ]
         return FileImageSet(
-            name=name_of_images(self.name, {"images": ids}),
+            name=benchmark_name(self.name, {"images": ids}),
             split="all",
             source=folder,
             ids=tuple(ids),
@@ -152,10 +154,12 @@ class PfWillow(Layout):
 
 
 def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "points 2"]:
-    """Read the points of an image, and shift them from MATLAB's pixels to the centres of pixels.
+    """Read the points of an image, and convert them from MATLAB's pixel coordinates.
+
+    MATLAB counts pixels from 1. In the result, the centre of the first pixel is (0.5, 0.5).
 
     Args:
-        file: A MATLAB file with the array `pts_coord`, whose rows are x and y, counted from 1.
+        file: A MATLAB file with the array `pts_coord`, whose two rows are x and y.
         size: Width and height of the image in pixels.
 
     Raises:
@@ -180,7 +184,7 @@ def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "point
     return points
 
 
-def _images_of(pair_id: str) -> tuple[str, str]:
+def _parse_pair_id(pair_id: str) -> tuple[str, str]:
     """Return the ids of both images of a pair."""
     names, _, category = pair_id.rpartition(":")
     _, source, target = names.split("-")

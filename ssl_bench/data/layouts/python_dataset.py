@@ -1,4 +1,4 @@
-"""Python objects as datasets: those of torchvision, Hugging Face, or the user's own class.
+"""Datasets from Python objects of torchvision, of Hugging Face, or of the user's own class.
 
 A dataset is a sequence (`__len__` and `__getitem__`) of images or of pairs (image, target). The
 target of the first item determines the kind of all targets:
@@ -43,7 +43,7 @@ _COCO_BOXES = "COCO's x, y, width, height"
 class Target(NamedTuple):
     """Kind of a target, and its value as a label, a mask or corners of boxes.
 
-    `format` describes the original boxes. It is "" for other targets and for an empty list.
+    `format` describes the original format of boxes. It is "" for other kinds and for an empty list.
     """
 
     kind: Annotation | None
@@ -54,11 +54,11 @@ class Target(NamedTuple):
 class PythonItems(Items):
     """Items of a sequence such as `torchvision.datasets.CIFAR10`.
 
-    Only one thread at a time reads an item, because many datasets do not support several threads.
+    Only one thread at a time reads items, because many datasets do not support several threads.
 
     Args:
         dataset: The sequence.
-        argument: Name of the argument of `ssl_bench.probe` with this dataset, for messages.
+        argument: Name of the argument of `ssl_bench.probe` that contains the dataset, for messages.
         box_format: Format of boxes in arrays and lists.
     """
 
@@ -95,7 +95,7 @@ class PythonItems(Items):
         item, identity = self._read_item(index)
         if self._identities.setdefault(index, identity).digest != identity.digest:
             raise DataError(
-                f"{self.place(index)} has changed since it was first read. Remove random "
+                f"{self.describe_item(index)} has changed since it was first read. Remove random "
                 "transforms from the dataset, because results are stored by its content"
             )
         return item
@@ -107,7 +107,9 @@ class PythonItems(Items):
         image, target = self._read_raw(index)
         if target.kind != self._kind:
             expected = self._kind or "no target"
-            raise DataError(f"{self.place(index)} has another target, expected {expected}")
+            raise DataError(
+                f"{self.describe_item(index)} has another kind of target, expected {expected}"
+            )
         item = Item(
             image,
             **({target.kind: target.value} if target.kind else {}),
@@ -130,12 +132,12 @@ class PythonItems(Items):
         except SslBenchError:
             raise
         except _UnsupportedContent as error:
-            raise DataError(f"{self.place(index)}: {error}") from error
+            raise DataError(f"{self.describe_item(index)}: {error}") from error
         # The dataset of a user can raise any exception.
         except Exception as error:
             reraise_out_of_memory(error)
             raise UnreadableImage(
-                f"{self.place(index)} cannot be read ({type(error).__name__}: {error})"
+                f"{self.describe_item(index)} cannot be read ({type(error).__name__}: {error})"
             ) from error
 
 
@@ -146,7 +148,7 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    The first dataset with an attribute `classes` is taken, or else the innermost one.
+    This is the outermost dataset with an attribute `classes`, or else the innermost dataset.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
@@ -164,7 +166,7 @@ def _split_pair(content: Any) -> tuple[Any, Any]:
 
 
 def to_pixels(image: Any) -> UInt8[np.ndarray, "height width 3"]:
-    """Return a PIL image, array or tensor as RGB, 0 to 255."""
+    """Convert a PIL image, array or tensor to an RGB array with values from 0 to 255."""
     if isinstance(image, Image.Image):
         if image.mode not in _PIL_COLOURS:
             raise _UnsupportedContent(
@@ -223,7 +225,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
     if isinstance(target, Mapping):
         return _parse_mapping(target)
     if isinstance(target, list) and not target:
-        # CocoDetection returns this for an image without objects.
+        # CocoDetection returns an empty list for an image without objects.
         return Target("boxes", to_corners(target, box_format))
     if isinstance(target, list) and all(isinstance(one, Mapping) for one in target):
         # The box of a crowd encloses many objects instead of one.
@@ -305,20 +307,20 @@ class PythonDataset(IndexedDataset):
             return TableItems(dataset, role, self)
         return PythonItems(dataset, role, self.box_format)
 
-    def available(self) -> Mapping[str, Items]:
+    def list_sequences(self) -> Mapping[str, Items]:
         return getattr(self, "_sets", {})
 
-    def part(self, role: str) -> SelectedItems | None:
-        if not self.available():
+    def select_items(self, role: str) -> SelectedItems | None:
+        if not self.list_sequences():
             raise DataError(
                 "the dataset python exists only in Python, as ssl_bench.probe(encoder, task=TASK, "
                 "train=DATASET, val=DATASET)",
                 hint=("--dataset", "class_folders", "--data-root", "{folder}"),
             )
-        items = self.available().get(role)
+        items = self.list_sequences().get(role)
         return SelectedItems(items, role, range(len(items))) if items else None
 
-    def missing_error(self, role: str) -> DataError:
+    def missing_role_error(self, role: str) -> DataError:
         return DataError(f"{self.name} has no {role} images, pass them as {role}=DATASET")
 
     def images_name(self) -> str:

@@ -20,7 +20,7 @@ from ssl_bench.data.files.file_sets import (
 )
 from ssl_bench.data.files.fingerprints import FilePart
 from ssl_bench.data.files.images import read_image
-from ssl_bench.data.samples import Layout, Pair, Sample, find_root, name_of_images
+from ssl_bench.data.samples import Layout, Pair, Sample, benchmark_name, find_root
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
@@ -37,8 +37,8 @@ class SpairPairs(FileSet):
     """The pairs of a split. A sample has the source image. Its `pair` has the target image.
 
     Attributes:
-        ids: Lines of the list of pairs.
-        annotations: JSON file of each pair.
+        ids: Ids of the pairs, which are the lines of the published list.
+        annotations: JSON files, one for each pair.
     """
 
     class_names: tuple[str, ...] = CATEGORIES
@@ -88,7 +88,7 @@ class SpairPairs(FileSet):
         paths += [self.images.path(image_id) for image_id in self._image_ids]
         with self.identify_parts(map(FilePart, paths), len(paths)) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
-            return self.options.fingerprint_of(rows)
+            return self.options.compute_fingerprint(rows)
 
     @property
     def _image_ids(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class Spair71k(Layout):
         source = root / "Layout/large" / f"{split.name}.txt"
         lines = read_list(source)
         return SpairPairs(
-            name=name_of_images(self.name, {"val": lines}),
+            name=benchmark_name(self.name, {"val": lines}),
             split=self.val_split,
             source=source,
             ids=split.cut(lines),
@@ -147,7 +147,7 @@ class Spair71k(Layout):
             if file.name[0] != "."
         )
         return FileImageSet(
-            name=name_of_images(self.name, {"images": ids}),
+            name=benchmark_name(self.name, {"images": ids}),
             split="all",
             source=folder,
             ids=tuple(ids),
@@ -165,7 +165,7 @@ class Spair71k(Layout):
 
 
 def _parse_line(line: str, file: Path) -> tuple[str, str, str]:
-    """Return the ids of both images and the category of a line NUMBER-SOURCE-TARGET:CATEGORY."""
+    """Parse a line NUMBER-SOURCE-TARGET:CATEGORY. Return the two image ids and the category."""
     names, _, category = line.partition(":")
     parts = names.split("-")
     if len(parts) != 3 or category not in CATEGORIES:

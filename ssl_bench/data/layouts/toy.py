@@ -1,4 +1,4 @@
-"""Generated scenes with exact masks and boxes, on which most probes run without a download.
+"""Generated scenes with exact masks and boxes. Most probes can use them without a download.
 
 A scene shows textured objects in front of a photograph. All photographs come from scikit-image and
 scikit-learn. `ToyObjects` contains the same objects, cropped, and `ToyInstances` contains views of
@@ -70,7 +70,7 @@ TEXTURES = {
     "stars": Photograph("skimage", "data/hubble_deep_field.jpg", 0.5),
     "print": Photograph("skimage", "data/page.png", 0.7, cut=(5, 58, 375, 140)),
 }
-"""Photograph for the texture of each class, from class 1 on. Class 0 is the background."""
+"""Photographs of the textures of classes 1 to 8, by class name. Class 0 is the background."""
 
 BACKGROUNDS = (
     Photograph("skimage", "data/astronaut.png"),
@@ -86,7 +86,8 @@ CLASS_NAMES = ("background", *TEXTURES)
 # Heights and widths. No scene is square, and some sides are not multiples of a patch size.
 SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
 
-# Columns of each photograph that a split uses, as shares of the width. No column is in both.
+# Columns of each photograph that a split uses, as fractions of the width. No column is in both
+# splits.
 _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 
@@ -109,7 +110,7 @@ class Scene:
 
 
 class Painter:
-    """Paint the scenes of a split. The split, the seed and the index determine a scene.
+    """Painter of the scenes of a split. The split, the seed and the index determine a scene.
 
     Args:
         split: "train" or "val".
@@ -152,13 +153,13 @@ class Painter:
     def paint_video(
         self, index: int, num_frames: int
     ) -> Iterator[tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"]]]:
-        """Yield the frames of a video and their masks, in which each object has a number.
+        """Yield each frame of a video with its mask, which stores the number of the visible object.
 
         Each object moves along a line, by at most 2.5 pixels per frame in each direction.
         """
         from scipy.ndimage import shift
 
-        # A scene draws from a seed of three numbers, so a video never shows a scene.
+        # Scenes have seeds of three numbers, so a video differs from the scene of the same index.
         rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index, 1])
         height, width = SIZES[rng.integers(len(SIZES))]
         depths = _draw_outlines(rng, height, width)
@@ -169,7 +170,7 @@ class Painter:
         textures = [_warp_texture(rng, self._textures[number], height, width) for number in classes]
         speeds = rng.uniform(-2.5, 2.5, (len(depths), 2))
         for frame in range(num_frames):
-            # Parts of an object that lie outside of the first frame do not exist.
+            # Parts of an object that are outside of the first frame never appear.
             moved = [
                 shift(depth, frame * speed, order=1, mode="constant", cval=2.0)
                 for depth, speed in zip(depths, speeds, strict=True)
@@ -199,7 +200,10 @@ def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, 
 def _draw_outlines(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
-    """Return one to three outlines, farthest first, of objects that are at least half visible."""
+    """Draw one to three objects, farthest first, so that at least half of each is visible.
+
+    See `_draw_outline` for the format.
+    """
     number = int(rng.integers(1, 4))
     while True:
         depths = [_draw_outline(rng, height, width) for _ in range(number)]

@@ -20,7 +20,7 @@ Map = Float64[np.ndarray, "height width"]
 
 
 class RoomPainter(Painter):
-    """Paint rooms with the textures and photographs of the toy scenes.
+    """Painter of rooms with the textures and photographs of the toy scenes.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
     objects are upright boards that face the camera. Surfaces are darker if they are far away.
@@ -37,7 +37,7 @@ class RoomPainter(Painter):
         right = np.arange(width) + 0.5 - width / 2
         down = (np.arange(height) + 0.5 - horizon)[:, None]
 
-        # A row below the horizon shows the floor, unless the wall is nearer.
+        # Rows below the horizon show the floor, unless the wall is nearer.
         floor = focal * camera / np.maximum(down, 1e-9)
         depth = np.broadcast_to(np.minimum(floor, wall), (height, width)).copy()
         x, y = right * depth / focal, down * depth / focal

@@ -14,7 +14,7 @@ NUM_FRAMES = 12
 
 @dataclass(frozen=True)
 class ToyVideo(GeneratedDataset):
-    """Videos of 12 frames, of which only `num_val` are generated."""
+    """Generated videos of 12 frames. There are `num_val` videos, and none for training."""
 
     name = "toy_video"
     supports = frozenset({"tracking"})

@@ -1,4 +1,4 @@
-"""Videos, stored as one folder of frames each: DAVIS, and your own frames with a first mask."""
+"""Videos as folders of frames: DAVIS, and your own frames with a mask of each first frame."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ from ssl_bench.data.samples import (
     Frames,
     Layout,
     Sample,
+    benchmark_name,
     find_root,
-    name_of_images,
     require_own_name,
     resolve_folder,
 )
@@ -27,13 +27,13 @@ from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import natural_sort_key
 
-# A video needs a frame to track in, besides the first one.
+# A video needs at least one frame after the first, in which the objects are tracked.
 MaxFrames = Annotated[int, Bounds(2, 10**9)] | None
 
 
 @dataclass(frozen=True)
 class VideoSet(FileSet):
-    """Videos. A sample is the first frame of a video with its mask, and has all `frames`.
+    """A set of videos. A sample is the first frame of a video with its mask, and all `frames`.
 
     Attributes:
         ids: Folder of each video, relative to the folder of `images` and of `masks`.
@@ -41,7 +41,7 @@ class VideoSet(FileSet):
         masks: The mask files. The first frame of a video needs one. Masks of other frames may be
             missing.
         labels: Number of the object for each number that a mask stores.
-        advice: What to type if a first mask shows no object.
+        advice: Hint of the error for a first mask that shows no object.
     """
 
     frame_names: Mapping[str, Sequence[str]] = field(kw_only=True)
@@ -90,7 +90,7 @@ class VideoSet(FileSet):
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of all frames and masks, their names and the meaning of numbers."""
+        """Return the SHA-256 of all frames and masks, their names, and the meaning of numbers."""
         return self._fingerprint
 
     @cached_property
@@ -101,7 +101,7 @@ class VideoSet(FileSet):
         first = [self.ids, len(frames), sorted(self.labels.classes.items())]
         with self.identify_parts(map(FilePart, paths), len(paths)) as found:
             rows = zip(chain(frames, masked), found, strict=True)
-            return self.options.fingerprint_of(chain([first], rows))
+            return self.options.compute_fingerprint(chain([first], rows))
 
     @property
     def frame_ids(self) -> list[str]:
@@ -125,12 +125,12 @@ class VideoSet(FileSet):
 class Davis(Layout):
     """DAVIS 2016 or 2017, https://davischallenge.org, with frames of 480 rows.
 
-    Masks of DAVIS 2016 hold 255 for the object. Masks of DAVIS 2017 hold the numbers of several
-    objects, and 255 for pixels that belong to none of them.
+    Masks of DAVIS 2016 store 255 for the object. Masks of DAVIS 2017 store the numbers of several
+    objects, and 255 for pixels that are ignored.
 
     Attributes:
         root: The folder that contains JPEGImages, Annotations and ImageSets, or its parent folder.
-        year: Which masks and which list of videos are used.
+        year: Year of the masks and of the list of videos.
         val_split: `val`, `train`, or a share of one of them. Unless the split has the published
             number of videos, the name in records ends in its number of videos.
         max_frames: Number of frames at the beginning of each video that are used. If it is set,
@@ -162,20 +162,20 @@ class Davis(Layout):
         objects = {255: 1} if self.year == 2016 else {n: n for n in (*range(1, 255), IGNORED)}
         ids = split.cut(listed)
         videos = VideoSet(
-            name=_limited_name(name_of_images(self.name, {"val": listed}), self.max_frames),
+            name=_limited_name(benchmark_name(self.name, {"val": listed}), self.max_frames),
             split=self.val_split,
             source=source,
             ids=ids,
             images=images,
             frame_names=list_frames(ids, images, self.max_frames),
             masks=masks,
-            # All numbers of 2017 are allowed, so only 2016 refuses any.
+            # For 2017 all numbers are allowed, so this hint is only shown for 2016.
             labels=LabelMap({0: 0, **objects}, "several objects need --dataset davis2017"),
             advice=("--dataset", "davis2016") if self.year == 2017 else (),
         ).validate()
-        # Lists without published masks, such as test-dev, only have the first mask of each video.
+        # For some lists, such as test-dev, only the first mask of each video is published.
         frames = videos.frame_ids
-        if len(masks.missing(frames)) != len(frames) - len(videos):
+        if len(masks.list_missing(frames)) != len(frames) - len(videos):
             videos.require_files(masks, frames, "masks")
         return videos
 
@@ -192,7 +192,7 @@ class Davis(Layout):
 
 @dataclass(frozen=True)
 class FrameFolders(Layout):
-    """Your own videos: a folder of frames for each video, with a mask beside the first frame.
+    """Your own videos: a folder of frames for each video, with a mask of the first frame.
 
     The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
     objects, and 255 for pixels that are neither. Frames are sorted by name, and 10 follows 9.
@@ -233,7 +233,7 @@ class FrameFolders(Layout):
             key=natural_sort_key,
         )
         if images.ids():
-            # The folder of one video.
+            # The root is the folder of one video.
             root, ids = root.parent, [root.name]
             images = replace(images, folder=root)
         frame_names = list_frames(ids, images, self.max_frames)

@@ -18,7 +18,7 @@ from ssl_bench.data.files.file_sets import (
     Masks,
     validate_boxes,
 )
-from ssl_bench.data.samples import IGNORED, Layout, find_root, name_of_images
+from ssl_bench.data.samples import IGNORED, Layout, benchmark_name, find_root
 from ssl_bench.data.splits import Split, find_image_ids, read_list, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular
@@ -56,10 +56,10 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image, converted from VOC's 1-based, inclusive corners.
+        """Return the boxes of an image. VOC's 1-based, inclusive corners are converted.
 
         Raises:
-            DataError: The file is not VOC's XML, or an object has no valid box in the image.
+            DataError: The file is not a VOC annotation, or an object has no valid box in the image.
         """
         path = self.files.path(image_id)
         try:
@@ -79,7 +79,7 @@ class VocBoxes(Boxes):
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         # Some files do not state the size, or state 0.
         stated_size = (height, width) if height and width else None
-        return validate_boxes(corners, path, list(objects), size, stated=stated_size)
+        return validate_boxes(corners, path, list(objects), size, stated_size=stated_size)
 
     def meaning(self, image_id: str) -> str:
         del image_id
@@ -87,7 +87,7 @@ class VocBoxes(Boxes):
 
 
 def _parse_xml(data: bytes) -> ElementTree.Element:
-    """Parse XML in any encoding that Python knows. Undecodable characters are replaced."""
+    """Parse XML in any encoding that Python supports. Undecodable characters are replaced."""
     try:
         return ElementTree.fromstring(data)
     except (ElementTree.ParseError, ValueError):
@@ -148,7 +148,7 @@ class VocFolder:
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
         """Return images with boxes.
 
-        With `exclude_difficult`, images with only difficult objects are also left out.
+        With `exclude_difficult`, images that have only difficult objects are also left out.
         """
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
         images = self._image_set("Main", split, boxes=boxes).validate()
@@ -179,7 +179,7 @@ class VocFolder:
 
 
 def _read_ids(source: Path, folder: Path) -> list[str]:
-    """Read a list of images. A list such as person_val.txt marks images without its class by -1."""
+    """Read a list of images. In lists such as person_val.txt, -1 marks images to leave out."""
     lines = read_list(source)
     if all(_CLASS_FLAG.search(line) for line in lines):
         lines = [line for line in lines if not line.endswith("-1")]
@@ -245,4 +245,4 @@ class Voc(Layout):
             raise DataError(f"{path} is not {self.name}", hint=("--dataset", path.name.lower()))
         lists = {split: path / "ImageSets" / file for split, file in _LISTS.items()}
         ids = {split: set(_read_ids(file, path)) for split, file in lists.items() if file.is_file()}
-        return VocFolder(path, name_of_images(self.name, ids), CLASS_NAMES)
+        return VocFolder(path, benchmark_name(self.name, ids), CLASS_NAMES)

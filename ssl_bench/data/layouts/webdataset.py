@@ -1,4 +1,4 @@
-"""Datasets in tar files of WebDataset: images, which may have class numbers."""
+"""Datasets in the WebDataset format: images in tar files, with or without class numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ssl_bench.data.files.tar_shards import (
     find_shards,
 )
 from ssl_bench.data.layouts.class_folders import ClassificationSplits, LabelledImages
-from ssl_bench.data.layouts.folder import pictures_below
+from ssl_bench.data.layouts.folder import find_image_paths
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import expand_path, list_files
 
@@ -26,7 +26,7 @@ def is_webdataset(root: str | Path) -> bool:
     path = expand_path(root)
     if not path.is_dir():
         return not set("*?[{").isdisjoint(str(path)) or path.name.lower().endswith(SHARD_SUFFIXES)
-    if next(pictures_below(path), None) is not None:
+    if next(find_image_paths(path), None) is not None:
         return False
     return any(name.lower().endswith(SHARD_SUFFIXES) for name in list_files(path))
 
@@ -69,7 +69,7 @@ class WebDataset(ClassificationSplits):
         if shared := sorted({*shards}.intersection(self._train_shards)):
             raise DataError(f"{shared[0]} belongs to both splits", hint=_CHOOSE_SPLITS)
         images = self._open(shards, self.val_split or _VAL_NAMES[0])
-        numbers = _class_numbers(images)
+        numbers = _read_class_numbers(images)
         known = {int(name): label for label, name in enumerate(self._train.class_names)}
         if self.known_only:
             kept = [index for index, number in enumerate(numbers) if number in known]
@@ -79,7 +79,8 @@ class WebDataset(ClassificationSplits):
             numbers = [numbers[index] for index in kept]
         if unknown := sorted(set(numbers).difference(known)):
             raise DataError(
-                f"{images.folder} has images of class {unknown[0]}, but no training image has it",
+                f"{images.folder} has images of class {unknown[0]}, but no training image has this "
+                "class. Remove such images or leave them out",
                 hint=("dataset.known_only=true",),
             )
         labels = tuple(known[number] for number in numbers)
@@ -93,7 +94,7 @@ class WebDataset(ClassificationSplits):
         """
         if self._root.is_dir() and (self.train_split or self._find(_TRAIN_NAMES)):
             return self._train
-        return _with_labels(self.images())
+        return _label_images(self.images())
 
     @property
     def _root(self) -> Path:
@@ -105,7 +106,7 @@ class WebDataset(ClassificationSplits):
 
     @cached_property
     def _train(self) -> LabelledImages:
-        return _with_labels(self._open(self._train_shards, self.train_split or _TRAIN_NAMES[0]))
+        return _label_images(self._open(self._train_shards, self.train_split or _TRAIN_NAMES[0]))
 
     @cached_property
     def _train_shards(self) -> list[Path]:
@@ -139,9 +140,9 @@ class WebDataset(ClassificationSplits):
         return TarImages.open(shards, name=self.name, split=split)
 
 
-def _with_labels(images: TarImages) -> LabelledImages:
-    """Return images with labels from 0, in the order of the class numbers."""
-    numbers = _class_numbers(images)
+def _label_images(images: TarImages) -> LabelledImages:
+    """Return labelled images. Labels count from 0 in the order of the class numbers."""
+    numbers = _read_class_numbers(images)
     classes = sorted(set(numbers))
     if len(classes) < 2:
         raise DataError(f"{images.folder} has the single class {classes[0]}, expected two or more")
@@ -151,7 +152,7 @@ def _with_labels(images: TarImages) -> LabelledImages:
     )
 
 
-def _class_numbers(images: TarImages) -> list[int]:
+def _read_class_numbers(images: TarImages) -> list[int]:
     numbers: list[int] = images.places[:, -1].tolist()
     for value, problem in (
         (NO_LABEL, "no member KEY.cls with a class number"),

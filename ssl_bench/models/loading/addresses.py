@@ -1,4 +1,4 @@
-"""Resolve addresses of checkpoints to weights files, and patterns to addresses."""
+"""Resolve checkpoint addresses to weights files, and expand patterns to addresses."""
 
 import glob
 import re
@@ -11,12 +11,12 @@ from ssl_bench.system.files import PACKAGE, expand_path, resolve_links
 
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
-"""Schemes of untrained baselines: `random:URI` and `colours:PATCH`."""
+"""Schemes of the untrained baselines `random:URI` and `colours:PATCH`."""
 DEMO, NAMES = "demo", ("skip", "skipless")
-"""Scheme and names of the encoders that come with this suite: `demo:NAME`."""
+"""Scheme and names of the demo encoders that come with this suite, with addresses `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
 FILE_AND_NAME = re.compile(r"(.+\.py):(\w+)", re.DOTALL)
-"""`FILE.py:NAME`, a module of the user."""
+"""Pattern of `FILE.py:NAME`, the address of a user's module."""
 _USUAL_STEMS = ("checkpoint", "model", "pytorch_model", "last", "best")
 _EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
 
@@ -27,16 +27,16 @@ def epoch_file_name(epoch: int) -> str:
 
 
 def parse_epoch(path: Path) -> int | None:
-    """Return the epoch in the file name of a stored encoder, or None for another file."""
+    """Return the epoch in the file name of an encoder, or None for any other file."""
     match = _EPOCH_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def resolve_file(uri: str) -> Path:
-    """Return the weights file of an address, which may not exist.
+    """Return the path of an address's weights file. The file may not exist.
 
-    `RUN` stands for the last encoder in a run folder, and `RUN@200` for that of epoch 200.
-    `demo:skip` stands for an encoder that comes with this suite.
+    `RUN` means the last encoder in a run folder, and `RUN@200` means the encoder of epoch 200.
+    `demo:skip` is an encoder that comes with this suite.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -65,9 +65,9 @@ def resolve_file(uri: str) -> Path:
 def display_name(path: Path) -> str:
     """Return the name of an encoder in tables.
 
-    The last encoder of a run has the name of the run. An encoder of an earlier epoch has the name
-    RUN@EPOCH. Any other file has the name of the file without its suffix. Usual file names, such as
-    `checkpoint`, are preceded by the name of the folder.
+    The last encoder of a run is named after the run folder. An encoder of an earlier epoch is
+    called RUN@EPOCH. Any other encoder is named after its file, without the suffix. If the file has
+    a common name, such as `checkpoint`, the name of its folder is put before it.
     """
     epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
@@ -78,18 +78,18 @@ def display_name(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Return the addresses in patterns and comma-separated lists, without duplicates."""
+    """Expand patterns and comma-separated lists to addresses, and drop duplicates."""
     uris: list[str] = []
     for pattern in (part for text in patterns for part in _split_list(text)):
-        # A shell expands RUN/epoch* to weights files and their .sha256 files.
+        # A shell expands RUN/epoch* to weights files and to their .sha256 files.
         if pattern.removesuffix(".sha256") not in uris:
             uris += _find_matches(pattern) if _is_pattern(pattern) else [pattern]
     return list(dict.fromkeys(uris))
 
 
 def _split_list(text: str) -> list[str]:
-    """Split "a,b" at its commas if a or b is an address, a file or a pattern with matches."""
-    # RUN@1,2 is not split, because 2 is no address.
+    """Split "a,b" at the comma if a or b is an address, an existing file or a matching pattern."""
+    # RUN@1,2 is not split, because 2 is not an address.
     if re.fullmatch(r"[^,]*@[\d,-]+", text, re.DOTALL):
         return [text]
     parts: list[str] = []
@@ -104,7 +104,7 @@ def _split_list(text: str) -> list[str]:
 
 
 def _exists(text: str) -> bool:
-    """Whether a path exists, with or without a final @EPOCH, or a pattern has matches."""
+    """Return whether a path exists, with or without a final @EPOCH, or a pattern has matches."""
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]
     # Path.glob does not accept absolute patterns.
@@ -112,23 +112,25 @@ def _exists(text: str) -> bool:
 
 
 def is_baseline(uri: str) -> bool:
-    """Whether an address is that of an untrained baseline: `random:URI` or `colours:PATCH`."""
+    """Return whether an address is an untrained baseline: `random:URI` or `colours:PATCH`."""
     return uri.partition(":")[0] in (RANDOM, COLOURS)
 
 
 def has_random_weights(uri: str) -> bool:
-    """Whether `--baselines` may add `random:URI`, judged by the address alone.
+    """Return whether `random:URI` exists for an address, judged by the address alone.
 
-    The initialisation of a user's module and of an encoder of another package is unknown.
+    It does not exist for baselines. It also does not exist for user modules and for encoders from
+    other packages, because their initialisation is unknown.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)
 
 
 def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
-    """Return the addresses, followed by those of their untrained baselines.
+    """Return the addresses, followed by the addresses of untrained baselines.
 
-    The baselines are each encoder with random weights, and raw colours for each patch size.
+    The baselines are each encoder with random weights, if its initialisation is known, and raw
+    colours for each patch size.
     """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
@@ -136,7 +138,7 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
 
 
 def layers_of_encoder(uri: str, layers: str | int | Sequence[int]) -> str | int | Sequence[int]:
-    """Return the requested layers, or "all" for raw colours, which have a single block."""
+    """Return the requested layers, or "all" for raw colours, which have only one block."""
     return "all" if uri.partition(":")[0] == COLOURS else layers
 
 
@@ -146,7 +148,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _find_matches(pattern: str) -> list[str]:
-    # runs/*@200 stands for all runs with an encoder of epoch 200.
+    # runs/*@200 means all runs that have an encoder of epoch 200.
     run, at, epoch = pattern.rpartition("@")
     if at and re.fullmatch(r"\d{1,9}", epoch):
         pattern = f"{run}/{epoch_file_name(int(epoch))}"
@@ -168,13 +170,13 @@ def _find_matches(pattern: str) -> list[str]:
 
 
 def demo_folder() -> Path:
-    """Return the folder of the demo encoders in a wheel or a git checkout."""
+    """Return the folder of the demo encoders, in an installed wheel or in a git checkout."""
     inside = PACKAGE / DEMO
     return inside if inside.is_dir() else PACKAGE.parent / "results" / DEMO
 
 
 def demo_file(uri: str) -> Path:
-    """Return the weights file of `demo:NAME`."""
+    """Return the path of the weights file of `demo:NAME`."""
     name = uri.removeprefix(f"{DEMO}:")
     if name not in NAMES:
         ways = [("--checkpoint", f"{DEMO}:{known}") for known in NAMES]
@@ -183,7 +185,7 @@ def demo_file(uri: str) -> Path:
     if not path.is_file():
         raise CheckpointError(
             f"{uri} is missing in this installation: no {path.name} in {path.parent}. Train an "
-            "encoder, or pass a checkpoint",
+            "encoder, or pass another checkpoint",
             hint=("ssl-bench", "pretrain", "or", "--checkpoint", "{checkpoint}"),
         )
     return path

@@ -1,4 +1,4 @@
-"""Find the tensors of the encoder among everything that training tools store in a weights file."""
+"""Find the encoder's tensors among everything that training tools store in a weights file."""
 
 import os
 import re
@@ -21,19 +21,20 @@ from ssl_bench.models.loading.layouts import (
 )
 
 # The prefix of an encoder is the text before the name of its patch kernel. Nested dictionaries are
-# flattened: slashes separate their keys, and keys that are no strings are in brackets.
+# flattened: slashes separate the keys, and keys other than strings are in brackets.
 _KERNEL = re.compile(
     r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj(?:ection)?|embeddings\.patch_embeddings"
     r"(?:\.projection)?|conv_proj|conv1|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
 _BLOCKS = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
 _SEPARATOR = re.compile(r"[./]")
-# Words in prefixes that distinguish the encoders of a file. Averaged encoders are preferred, but
-# MoCo-v3 and solo-learn, whose averages are called momentum, evaluate the trained encoder.
+# Words in prefixes that distinguish several encoders in a file. Moving averages are preferred.
+# MoCo-v3 and solo-learn are exceptions, because they evaluate the trained encoder. They call the
+# moving average "momentum".
 _AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
 _NOT_PREFERRED = {"current", "momentum", "online", "student"}
-# Reasons to ignore tensors outside of the encoder, by pattern of the part of their names in which
-# they first differ from the encoder's prefix.
+# Reasons to ignore tensors outside of the encoder. A pattern must match the first part of the
+# tensor's name that differs from the encoder's prefix.
 _REASONS_OUTSIDE = {
     r"neck|target_generator": "a head of pretraining",
     r"student": "the student, because the teacher is used",
@@ -49,7 +50,7 @@ _REASONS_OUTSIDE = {
     r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
     r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
 }
-# In timm's ConvNeXt, `head.norm` is the final norm, so it is no head.
+# In timm's ConvNeXt, `head.norm` is the final norm, so it does not belong to the head.
 _HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 
 
@@ -59,8 +60,8 @@ class Backbone:
 
     Attributes:
         weights: Tensors by name, without prefixes.
-        total: Number of tensors in the dictionary that contains the encoder.
-        ignored: Reason for each tensor, or container of tensors, that is not used.
+        total: Number of all tensors in the dictionary that contains the encoder.
+        ignored: Reason why each unused tensor or container of tensors is not used.
         prefixes: Prefixes that were removed from the names, such as "teacher.".
         note: A message for users if the file contains several encoders.
     """
@@ -75,13 +76,15 @@ class Backbone:
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the encoder in the content of a weights file.
 
-    If there are several encoders, the one whose prefix indicates an average is used, such as
-    "teacher" or "ema". MoCo-v3, solo-learn and averages that were never updated are exceptions.
+    If there are several encoders, the one whose prefix indicates a moving average, such as
+    "teacher" or "ema", is used. Exceptions are MoCo-v3, solo-learn and averages that were never
+    updated.
 
     Raises:
-        CheckpointError: No encoder or several equal ones are found, or a tensor's use is unknown.
+        CheckpointError: There is no encoder, or it is unclear which of several encoders to use, or
+            the purpose of a tensor is unknown.
     """
-    leaves = list(_leaves(content))
+    leaves = list(_iterate_leaves(content))
     tensors = _require_unique(
         ((name, value) for name, value in leaves if isinstance(value, Tensor)), path
     )
@@ -90,7 +93,7 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     training = tuple(
         {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
     )
-    # Before its first update, an average contains the initial weights.
+    # Before its first update, a moving average contains the initial weights.
     unaveraged = tuple(
         name.removesuffix("n_averaged")
         for name, value in leaves
@@ -100,7 +103,7 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     encoders = _find_encoders(candidates)
     if not (roots := encoders or _largest_containers(candidates)):
         raise CheckpointError(
-            f"{path} is no Vision Transformer: expected tensors with names of weights, got "
+            f"{path} is not a Vision Transformer: expected tensors with names of weights, got "
             f"{list_names(list(tensors))}. Save model.state_dict() instead"
         )
     root = _choose_encoder(roots, unaveraged, path)
@@ -108,7 +111,7 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     container = root[: root.rfind("/") + 1]
     if invalid := [name for name in tensors if name.startswith(f"{container}[")]:
         raise CheckpointError(
-            f"{path}: the name {invalid[0].removeprefix(container)} is no string. "
+            f"{path}: the key {invalid[0].removeprefix(container)} is not a string. "
             "Save model.state_dict() instead"
         )
     own: dict[str, Tensor] = {}
@@ -125,7 +128,7 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
         key = name.removeprefix(above).partition("/")[0]
         if name.startswith(training):
             ignored[key] = "state of training"
-        elif reason := _reason_outside(name, value, above, root, others):
+        elif reason := _find_reason_outside(name, value, above, root, others):
             ignored[key] = reason
         else:
             unknown.append(key)
@@ -143,8 +146,8 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
         if not encoders:
             reject_unsupported(weights, path)
         raise CheckpointError(
-            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, whose use is unknown. "
-            "Save the state_dict of the encoder alone"
+            f"{path} contains {list_names(list(dict.fromkeys(unknown)))}, whose purpose is unknown."
+            " Save only the state_dict of the encoder"
         )
     heads = find_reasons(weights, _HEADS)
     plain = {name: value for name, value in weights.items() if name not in heads}
@@ -158,8 +161,8 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     )
 
 
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values in nested containers. Slashes separate the keys in a name."""
+def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of all leaves of nested containers. Slashes separate the keys."""
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
@@ -172,11 +175,11 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, item in items:
-        yield from _leaves(item, f"{name}/{key}" if name else key)
+        yield from _iterate_leaves(item, f"{name}/{key}" if name else key)
 
 
 def _remove_wrapper(wrapper: str, name: str) -> str:
-    """Return the name of a tensor without the parts that match the pattern `wrapper`."""
+    """Return the name of a tensor without those parts that match the pattern `wrapper`."""
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
 
@@ -185,8 +188,8 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
     for name, value in pairs:
         if name in tensors:
             raise CheckpointError(
-                f"{path} contains {name} twice, with and without a wrapper. Save the state_dict "
-                "of the encoder alone"
+                f"{path} contains {name} twice, with and without the prefix of a wrapper. Save "
+                "only the state_dict of the encoder"
             )
         tensors[name] = value
     return tensors
@@ -195,8 +198,8 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
 def _find_encoders(names: Collection[str]) -> list[str]:
     """Return the prefix of each encoder.
 
-    An encoder has blocks and a patch kernel. A kernel without a bias does not count if another one
-    has a bias.
+    An encoder has blocks and a patch kernel. If the kernel of one encoder has a bias, kernels of
+    the same name without a bias do not count.
     """
     kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
@@ -211,7 +214,7 @@ def _find_encoders(names: Collection[str]) -> list[str]:
 
 
 def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes of the dictionaries with the most tensors. They may be encoders."""
+    """Return the prefixes of the dictionaries with the most tensors, which may be encoders."""
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
         container, _, key = name.rpartition("/")
@@ -226,7 +229,7 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
-    """Return the prefix of the averaged encoder, comparing prefixes part by part."""
+    """Return the prefix of the encoder to use. Prefixes are compared part by part."""
     if len(roots) == 1:
         return roots[0]
     above = _common_prefix(roots)
@@ -242,13 +245,13 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
         labels = list_names([_label(branches[branch][0]) for branch in best])
         raise CheckpointError(
             f"{path} contains {len(best)} encoders ({labels}), and no name shows which of them is "
-            "the average. Save the state_dict of one of them"
+            "the moving average. Save the state_dict of only one of them"
         )
     return _choose_encoder(branches[best[0]], unaveraged, path)
 
 
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
-    """Return the rank of an encoder. The encoder with the highest rank is used."""
+    """Return the preference for an encoder. The one with the highest value is used."""
     below = root.removeprefix(above)
     if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
         return 0
@@ -263,13 +266,13 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
     return 1
 
 
-def _reason_outside(
+def _find_reason_outside(
     name: str, value: Tensor, above: str, root: str, others: Sequence[str]
 ) -> str | None:
-    """Return the reason to ignore a tensor outside of the encoder. None if there is no reason.
+    """Return the reason to ignore a tensor outside of the encoder, or None if there is no reason.
 
-    `root` is the prefix of the encoder, `above` the common prefix of `root` and the tensor's name,
-    and `others` contains the prefixes of other encoders.
+    `root` is the prefix of the encoder. `above` is the common prefix of `root` and the tensor's
+    name. `others` contains the prefixes of all other encoders.
     """
     rest = name.removeprefix(above)
     part = _SEPARATOR.split(rest)[0]
@@ -288,12 +291,12 @@ def _reason_outside(
 
 
 def _is_counter(key: str, value: Tensor) -> bool:
-    """Whether a tensor is a plain number, such as a counter, and no parameter of one element."""
+    """Return whether a tensor is a single number such as a counter, not a parameter of size 1."""
     return value.numel() == 1 and not re.search(r"\.|token|embed", key)
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """Return the longest common prefix of names that ends with a dot or a slash."""
+    """Return the longest common prefix of all names that ends with a dot or a slash."""
     common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
     return common[: max(common.rfind("."), common.rfind("/")) + 1]
 

@@ -1,4 +1,4 @@
-"""Load untrained baselines: an architecture with initial weights, and raw colours of patches."""
+"""Load untrained baselines: encoders with initial weights, and the raw colours of patches."""
 
 import re
 from dataclasses import replace
@@ -25,10 +25,11 @@ _LARGEST_PATCH = 256
 
 
 def load_random(uri: str) -> Encoder:
-    """Load `random:URI`: the encoder of URI with initial weights, drawn with seed 0.
+    """Load `random:URI`: the encoder at URI with initial weights, drawn with seed 0.
 
-    Encoders of this suite and of timm are initialised as for training. Encoders of other weights
-    files get the default initialisation of this suite. Mean and standard deviation are kept.
+    Encoders of this suite and timm encoders are initialised as for training. Encoders from other
+    weights files get this suite's default initialisation. The mean and standard deviation of the
+    images stay those of URI.
 
     Raises:
         CheckpointError: The initialisation of the encoder is unknown.
@@ -75,10 +76,10 @@ def load_random(uri: str) -> Encoder:
 
 
 class ColourPatches(nn.Module):
-    """An encoder with one block. The token of a patch consists of the colours of its pixels.
+    """Encoder with one block, in which a patch token contains the colours of the patch's pixels.
 
     The [CLS] token is the mean of all patch tokens. Queries, keys and values equal the tokens, so
-    that probes of all facets can run.
+    that probes can use all facets.
     """
 
     def __init__(self, patch_size: int) -> None:
@@ -88,7 +89,7 @@ class ColourPatches(nn.Module):
         self.norm = nn.Identity()
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """Return the [CLS] token: the mean of all patches, with dim = 3 * patch_size ** 2."""
+        """Return the [CLS] token, which is the mean of all patches. dim is 3 * patch_size ** 2."""
         patches = F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
         tokens = torch.cat([patches.mean(1, keepdim=True), patches], 1)
         return self.norm(self.blocks[0](tokens))[:, 0]

@@ -1,7 +1,7 @@
-"""Read weights files of any source, and read and write checkpoints of this suite.
+"""Read weights files from any source, and read and write checkpoints of this suite.
 
 A checkpoint of this suite is a safetensors file, whose header contains the configuration of the
-model. A second file next to it contains its sha256.
+model. A second file next to it, with the suffix .sha256, contains its SHA-256.
 """
 
 import argparse
@@ -50,17 +50,17 @@ from ssl_bench.system.process import reraise_out_of_memory
 
 _FORMAT = "ssl-bench"
 _VERSION = "1"
-# The kind of model in checkpoints that do not state one.
+# The kind of model in checkpoints that do not state a kind.
 _UNNAMED_KIND = "vit"
 _SMALL_FILE = 2**20
-# Name of one of several files of a large model of Hugging Face.
+# Name of a shard, that is, of one of several weights files of a large Hugging Face model.
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 # Largest absolute number in a config.json.
 _LARGEST = 1e9
-# Floats of 8 bits are refused, because their scale factors are separate tensors.
+# 8-bit floats are refused, because their scale factors are stored in separate tensors.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
-# Zip files of other functions than torch.save: pattern of a file inside the zip file, description,
+# Zip files that were not written by torch.save: pattern of a file inside the zip file, description,
 # and Python code that returns the weights.
 _ARCHIVES = (
     (r".*/code/.*", "a TorchScript module", "torch.jit.load({!r}).state_dict()"),
@@ -68,7 +68,7 @@ _ARCHIVES = (
     (r".*\.npy", "NumPy arrays", "{{n: torch.tensor(v) for n, v in numpy.load({!r}).items()}}"),
 )
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
-# Types in official DINO checkpoints that torch may unpickle, because they run no code.
+# Types in official DINO checkpoints that are safe to unpickle, because they run no code.
 _ALLOWED_TYPES: list[Any] = [
     argparse.Namespace,
     np.dtype,
@@ -81,10 +81,11 @@ _ALLOWED_TYPES: list[Any] = [
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
-    """Write a checkpoint with weights, configuration and `metadata`, and its sha256 file.
+    """Write a checkpoint with weights, configuration and `metadata`, and its .sha256 file.
 
-    Equal arguments give equal bytes. If the process is killed, the old or the new checkpoint can be
-    loaded: while the weights are replaced, the sha256 file contains both digests.
+    Equal arguments give bitwise identical files. If the process is killed, either the old or the
+    new checkpoint can still be loaded: while the weights are replaced, the .sha256 file contains
+    both digests.
 
     Raises:
         MachineError: The folder cannot be written, or the disk is full. Old files stay intact.
@@ -93,7 +94,7 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     if model.config.kind != _UNNAMED_KIND:
         header["kind"] = model.config.kind
     if (shape := model.config.shape) is not None:
-        # Stored, so that `read_identity` need not import timm to compute the strides.
+        # Store the strides, so that `read_identity` does not import timm to compute them.
         header["strides"] = json.dumps(shape.strides)
     content = _serialize(model.state_dict(), {**metadata, **header})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
@@ -123,7 +124,7 @@ def load_own_encoder(uri: str, path: Path) -> Encoder:
 
 
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
-    """Return the model in a checkpoint of this suite, and the sha256 of the file."""
+    """Return the model in a checkpoint of this suite, and the SHA-256 of the file."""
     with require_unchanged(path):
         digest, sidecar = verify_sha256(path), _sidecar_path(path)
         if not _exists(sidecar):
@@ -144,7 +145,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 
 def normalization_metadata(colours: Normalization) -> dict[str, str]:
-    """Return metadata that state a normalisation in a checkpoint, or none for ImageNet's."""
+    """Return the checkpoint metadata for a normalisation, which are empty for ImageNet's."""
     if colours == IMAGENET_NORMALIZATION:
         return {}
     return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
@@ -153,8 +154,8 @@ def normalization_metadata(colours: Normalization) -> dict[str, str]:
 def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     content = safetensors.torch.save(tensors, dict(metadata))
-    # Sort the metadata, because the library writes them in random order, and the sha256 of equal
-    # weights must be equal.
+    # Sort the metadata, because the library writes them in random order, but equal checkpoints must
+    # have the same SHA-256.
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -170,7 +171,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
-    # Models whose blocks may differ in stride store the strides of all blocks.
+    # Checkpoints of models whose blocks may differ in stride state all strides.
     text = metadata.get("strides", "[]")
     try:
         strides = json.loads(text)
@@ -180,7 +181,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
         raise CheckpointError(f"{path} states strides that are not positive integers: {text[:80]}")
     require_images(config, uri)
     stated = read_digests(_sidecar_path(path))
-    # The file has two lines while weights are replaced, and it may list other files.
+    # The file has two lines while the weights are replaced, and it may list other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verify_sha256(path)
     mean, std = _read_normalization(path, metadata)
@@ -193,7 +194,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
         patch_size=strides[0] if strides else config.patch_size,
         depth=len(strides) if strides else config.depth,
         num_heads=None if strides else config.num_heads,
-        # Hierarchical encoders of timm have no prefix tokens.
+        # timm's hierarchical encoders have no prefix tokens.
         num_prefix_tokens=0 if is_staged else config.num_prefix_tokens,
         native_size=(config.image_size, config.image_size),
         mean=mean,
@@ -204,7 +205,7 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Whether `save_encoder` wrote this safetensors file."""
+    """Return whether `save_encoder` wrote this safetensors file."""
     return read_metadata(path).get("format") == _FORMAT
 
 
@@ -216,7 +217,7 @@ def _read_normalization(path: Path, metadata: Mapping[str, str]) -> Normalizatio
             red, green, blue = map(float, json.loads(text))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{path} states a {name} of images that is not three numbers: {text[:80]}"
+                f"{path} states an image {name} that is not three numbers: {text[:80]}"
             ) from error
         stated.append((red, green, blue))
     return stated[0], stated[1]
@@ -249,16 +250,16 @@ IN_PYTHON = "name a function that loads it in Python (docs/python.md)"
 PYTHON_FILE = ("--checkpoint", "{file}.py:{name}")
 TIMM_NAME = ("--checkpoint", "timm:{timm_name}@{file}")
 MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
-"""The hints that belong to the advice `IN_PYTHON`, to timm's names, and to model folders."""
+"""Hints for the advice `IN_PYTHON`, for naming a timm architecture, and for model folders."""
 
 
 def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
-    """Return the hint to load a file as a model of timm."""
+    """Return the hint to load a file into a timm model."""
     return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
 def reject_parts(path: Path) -> None:
-    """Raise an error for a checkpoint in several files, or for one of these files."""
+    """Raise an error for a checkpoint in several files, or for a single file of it."""
     folder = path if path.is_dir() else path.parent
     is_given = path.suffix == ".distcp" or path.name == ".metadata"
     if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
@@ -278,7 +279,7 @@ def reject_parts(path: Path) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise an error if a file cannot be read, is empty, or is a web page."""
+    """Raise an error if a file cannot be read, is empty, or is a placeholder such as a web page."""
     reject_parts(path)
     try:
         with open_regular(path) as file:
@@ -293,9 +294,9 @@ def _check_readable(path: Path) -> None:
 
 @contextmanager
 def require_unchanged(path: Path) -> Generator[None]:
-    """Raise an error if the file is replaced within this context, such as by a running training.
+    """Raise an error if a file is replaced inside the `with` block, such as by a training run.
 
-    Otherwise results of the new weights could be stored with the sha256 of the old weights.
+    Otherwise, results of the new weights could be stored with the SHA-256 of the old weights.
     """
     before = _file_state(path)
     try:
@@ -306,7 +307,7 @@ def require_unchanged(path: Path) -> Generator[None]:
 
 
 def verify_sha256(path: Path) -> str:
-    """Return the sha256 of a file. Raise an error if its .sha256 file has another digest."""
+    """Return the SHA-256 of a file. Raise an error if its .sha256 file states another digest."""
     _check_readable(path)
     digest = file_sha256(path)
     sidecar = _sidecar_path(path)
@@ -327,10 +328,10 @@ def _sidecar_path(path: Path) -> Path:
 
 
 def _exists(sidecar: Path) -> bool:
-    """Whether a sha256 file exists."""
+    """Return whether a .sha256 file exists."""
     try:
         return sidecar.is_file()
-    except OSError:  # The name of the weights has the maximum length, so this one is too long.
+    except OSError:  # With the suffix, the file name is too long.
         return False
 
 
@@ -343,9 +344,9 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """Return the mean or standard deviation in `content[key]`, from three numbers or one.
+    """Return the mean or standard deviation that `content[key]` states as one or three numbers.
 
-    If the key ends with "std", the numbers must be above 0.
+    If the key ends with "std", the numbers must be positive.
     """
     value: Any = content.get(key)
     numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * 3
@@ -360,27 +361,27 @@ def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, f
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number with an absolute value below 1e9."""
+    """Return whether a JSON value is a number with an absolute value below 1e9."""
     return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """Return the content of a weights file: tensors, or containers of tensors, by name."""
+    """Return the content of a weights file: tensors or containers of tensors, by name."""
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        # Warnings of torch about unusual pickles do not matter if the file can be loaded.
+        # Ignore torch's warnings about unusual pickles, because loading either succeeds or fails.
         ignoring = warnings.catch_warnings(action="ignore", category=UserWarning)
         with ignoring, torch.serialization.safe_globals(_ALLOWED_TYPES):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL (\S+)", str(error))
         if culprit is None:
-            raise CheckpointError(_describe_damage(path, "no pickle of torch")) from error
+            raise CheckpointError(_describe_damage(path, "not a pickle of torch")) from error
         if culprit[1].startswith("torch.distributed"):
             raise CheckpointError(
                 f"{path} contains {culprit[1]}: it has only the tensors of one process of a "
-                "distributed run; gather the whole state_dict() in that run, and save it"
+                "distributed run; gather the full state_dict() in that run, and save it"
             ) from error
         raise CheckpointError(
             f"{path} contains {culprit[1]}, which could run code, so it was not loaded. If you "
@@ -401,7 +402,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Return the weights, after checking that they are dense floating-point tensors on the CPU."""
+    """Check that the weights are dense floating-point tensors on the CPU, and return them."""
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
         is_numeric = value.dtype in _FLOATS or is_index
@@ -417,13 +418,13 @@ def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], path: Path, *, hint: Sequence[str] = ()
 ) -> None:
-    """Copy `weights` into `model`. If a name or shape differs, raise an error with `hint`."""
+    """Copy `weights` into `model`, or raise an error with `hint` if a name or shape differs."""
     expected = model.state_dict()
     wrong = {
         "missing": [name for name in expected if name not in weights],
         "unknown": [name for name in weights if name not in expected],
         "of another shape": [
-            f"{name} ({shape_text(weights[name])}, expected {shape_text(expected[name])})"
+            f"{name} ({format_shape(weights[name])}, expected {format_shape(expected[name])})"
             for name in expected
             if name in weights and weights[name].shape != expected[name].shape
         ],
@@ -451,13 +452,14 @@ def _describe_damage(path: Path, reason: str) -> str:
         start = file.read(64)
     if start and start.isascii() and b"\0" not in start:
         reason = "it begins with text"
-    return f"{path} is no weights file, or a damaged one ({reason}). Copy or download it again"
+    return f"{path} is not a weights file, or is damaged ({reason}). Copy or download it again"
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return the advice to describe a timm model in a config.json.
+    """Return the advice to describe a file as a timm model in a config.json next to the file.
 
-    `different` contains the arguments that differ from those of timm's model `name`, as JSON items.
+    `different` contains the arguments that differ from timm's model `name`, as items of a JSON
+    object.
     """
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
@@ -466,12 +468,12 @@ def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
     )
 
 
-def shape_text(tensor: Tensor) -> str:
-    """Return a shape for messages, such as `192 x 3 x 16 x 16`."""
+def format_shape(tensor: Tensor) -> str:
+    """Format the shape of a tensor for messages, such as `192 x 3 x 16 x 16`."""
     return " x ".join(str(size) for size in tensor.shape) or "one number"
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first three names, and the number of further names, for messages."""
+    """Format the first three names and the number of further names for messages."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

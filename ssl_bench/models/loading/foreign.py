@@ -1,6 +1,6 @@
 """Load Vision Transformers from weights files of other projects.
 
-Every tensor of a file is loaded, or ignored for a reason that the encoder's `contents` state.
+Each tensor of a file is either loaded or ignored. The encoder's `contents` state the reasons.
 """
 
 import math
@@ -28,10 +28,10 @@ from ssl_bench.models.loading.checkpoint import (
     MODEL_FOLDER,
     PYTHON_FILE,
     advise_model_folder,
+    format_shape,
     load_weights,
     read_weights,
     require_unchanged,
-    shape_text,
     timm_hint,
     verify_sha256,
 )
@@ -48,7 +48,7 @@ from ssl_bench.models.loading.layouts import (
 from ssl_bench.models.vit import VisionTransformer
 
 ASSUMED_GRID = "square grid assumed, {} x {} patches"
-# The usual number of channels per head, which cannot be inferred from tensor shapes.
+# The usual number of channels per head. The true number cannot be inferred from tensor shapes.
 _HEAD_DIM = 64
 _REQUIRED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
 _SCALED_LAYERS = {1: "attn.proj", 2: "mlp.fc2"}
@@ -63,17 +63,18 @@ def load_foreign(
     colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = ASSUMED,
 ) -> Encoder:
-    """Load a ViT with skips from a file in one of `LAYOUTS`, or from an ONNX file.
+    """Load a ViT with skip connections from a file in one of `LAYOUTS`, or from an ONNX file.
 
     Args:
         path: The weights file.
         uri: Address of the encoder.
         name: Name of the encoder in tables.
-        description: Values of config.json. Only files in the layout of transformers need it.
+        description: Values of config.json. Only files in the transformers library's layout need
+            them.
         colours: Mean and standard deviation of the training images.
-        colours_from: Source of `colours`.
+        colours_from: Text that names the source of `colours`.
     """
-    # The weights of a memory-mapped safetensors file are only read when they are copied.
+    # A safetensors file is memory-mapped, so its weights are only read when they are copied.
     with require_unchanged(path):
         digest = verify_sha256(path)
         if path.suffix == ".onnx":
@@ -87,9 +88,9 @@ def load_foreign(
         layout = find_layout(names, backbone.prefixes)
         if description is None and any(key.startswith("embeddings.") for key in names):
             raise CheckpointError(
-                f"{path} has the layout of transformers, which states the number of heads in "
-                f"config.json. Save both with model.save_pretrained({str(path.parent)!r}) and "
-                "load the folder",
+                f"{path} has the layout of the transformers library, which states the number of "
+                f"heads in config.json. Save both with model.save_pretrained({str(path.parent)!r}) "
+                "and load the folder",
                 hint=("--checkpoint", f"local-dir:{escape_braces(str(path.parent))}"),
             )
         if (architecture := dinov3_architecture(backbone.weights)) is not None:
@@ -124,7 +125,7 @@ def load_foreign(
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
-    """Join the query, key and value layers of each block in place, and return a note for users."""
+    """Join the query, key and value layers of each block in place. Return a note for users."""
     matches = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
     for prefix, kind in [(match[1], match[2]) for match in matches if match]:
         names = [f"{prefix}{third}.{kind}" for third in ("query", "key", "value")]
@@ -142,7 +143,7 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
 
 
 def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
-    """Rename the tensors of a DINOv3 of transformers as in the files of DINOv3's authors."""
+    """Rename the tensors of the transformers library's DINOv3 to the names of DINOv3's authors."""
     weights, dropped = rename_tensors(DINOV3_TRANSFORMERS, backbone.weights, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
@@ -152,7 +153,7 @@ def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
         pattern = rf"(?:model\.)?layer\.(\d+)\.mlp\.{old}\.(\w+)"
         weights = {re.sub(pattern, rf"blocks.\1.mlp.{new}.\2", n): w for n, w in weights.items()}
     for name in [name for name in weights if name.endswith("attn.query.bias")]:
-        # Keys have no bias in DINOv3, so their bias in the joined layer is zero.
+        # Keys have no bias in DINOv3, so the bias of the keys in the joined layer is zero.
         zeros = torch.zeros_like(weights[name])
         weights.setdefault(name.replace("query", "key"), zeros)
     _fuse_queries_keys_values(weights, path)
@@ -160,10 +161,10 @@ def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
-    """Multiply each LayerScale into the preceding layer in place, and return a note for users.
+    """Multiply each LayerScale into the preceding layer in place. Return a note for users.
 
-    If a LayerScale is missing or has another shape, nothing is changed. `load_weights` then raises
-    an error that names the remaining ones.
+    If a LayerScale is missing or has an unexpected shape, nothing is changed. `load_weights` then
+    raises an error that names the LayerScales that are left.
     """
     names = [
         f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED_LAYERS
@@ -175,10 +176,10 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
             gamma = weights.pop(f"blocks.{layer}.ls{half}.gamma")
             for kind in ("weight", "bias"):
                 name = f"blocks.{layer}.{linear}.{kind}"
-                # Tensors of other shapes are left for `load_weights`, which reports them.
+                # Leave tensors of other shapes to `load_weights`, which reports them.
                 if name in weights and weights[name].shape[:1] == (config.dim,):
                     scale = gamma[:, None] if kind == "weight" else gamma
-                    # In half precision, the product would be less accurate.
+                    # Multiply in float32. In half precision, the product would be less accurate.
                     weights[name] = weights[name].float() * scale.float()
     return "LayerScale is multiplied into attn.proj and mlp.fc2; "
 
@@ -186,7 +187,7 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
 def _infer_config(
     weights: Mapping[str, Tensor], layout: Layout, description: Description | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
-    """Return the configuration, the rows and columns of positions, and a note about assumptions."""
+    """Return the configuration, the grid (rows, cols) of positions, and a note on assumptions."""
     _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
@@ -198,7 +199,7 @@ def _infer_config(
         other = advise_model_folder(path, '"num_heads": N') + ", and type local-dir:FOLDER"
         if not layout.is_read_by_timm:
             other = f"{IN_PYTHON}, and type FILE.py:NAME"
-        assumed += f"{heads} heads of {dim // heads} channels assumed, if it has others {other}; "
+        assumed += f"{heads} heads of {dim // heads} channels assumed, if this is wrong {other}; "
     else:
         heads = description.num_heads
     try:
@@ -220,7 +221,7 @@ def _infer_config(
 def _grid_size(
     description: Description | None, num_patches: int, patch_size: int, path: Path
 ) -> tuple[int, int, str]:
-    """Return the rows and columns of positions, and a note about assumptions."""
+    """Return the rows and columns of the position embedding, and a note about assumptions."""
     if description is not None and description.image_size is not None:
         height, width = description.image_size
         rows, cols = height // patch_size, width // patch_size
@@ -228,7 +229,7 @@ def _grid_size(
             raise CheckpointError(
                 f"{path} has pos_embed for {num_patches} patches, but config.json states images "
                 f"of {height} x {width} pixels, so {rows} x {cols} patches of {patch_size} pixels. "
-                "Download both again"
+                "Download both files again"
             )
         return rows, cols, ""
     side = math.isqrt(num_patches)
@@ -237,8 +238,8 @@ def _grid_size(
         if description is None:
             remedy, hint = advise_model_folder(path, '"img_size": [HEIGHT, WIDTH]'), MODEL_FOLDER
         raise CheckpointError(
-            f"{path} has pos_embed for {num_patches} patches, which are no square, and does not "
-            f"state their rows and columns; {remedy}",
+            f"{path} has pos_embed for {num_patches} patches, which do not form a square, and does "
+            f"not state their rows and columns; {remedy}",
             hint=hint,
         )
     return side, side, f"{ASSUMED_GRID.format(side, side)}; "
@@ -251,28 +252,28 @@ def _check_required(
     if missing:
         first = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
-            f"{path} is no Vision Transformer in a known layout: expected {', '.join(missing)}, "
+            f"{path} is not a Vision Transformer in a known layout: expected {', '.join(missing)}, "
             f"got {first}. Rename its keys, or {IN_PYTHON}",
             hint=ways_to_load(weights, path),
         )
     _, positions, kernel, linear = (weights[name] for name in _REQUIRED)
     if kernel.ndim == 2:
         raise CheckpointError(
-            f"{path} embeds patches by a linear layer ({_REQUIRED[2]} is {shape_text(kernel)}) and "
-            "does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
+            f"{path} embeds patches with a linear layer ({_REQUIRED[2]} is {format_shape(kernel)}) "
+            "and does not state the order of pixels. Reshape it to dim x 3 x rows x columns, or "
             f"{IN_PYTHON}",
             hint=PYTHON_FILE,
         )
     if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
         raise CheckpointError(
             f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "
-            f"{kernel.shape[1]} channels ({_REQUIRED[2]}), expected squares of RGB"
+            f"{kernel.shape[1]} channels ({_REQUIRED[2]}), expected square RGB patches"
         )
     has_axes = (kernel.ndim, positions.ndim, linear.ndim) == (4, 3, 2) and positions.shape[1] > 1
     if not has_axes or len(kernel) % head_dim:
         shapes = (f"{name} {tuple(weights[name].shape)}" for name in _REQUIRED)
         raise CheckpointError(
-            f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
+            f"{path} is not a {layout.name} Vision Transformer: expected a width that is a "
             f"multiple of {head_dim}, got {', '.join(shapes)}. Use timm's name of the "
             "architecture",
             hint=timm_hint(path),

@@ -1,4 +1,4 @@
-"""Find published weights in the caches of torch hub and Hugging Face, or download them."""
+"""Find published weights in the torch hub and Hugging Face caches, or download them."""
 
 import re
 import urllib.error
@@ -18,7 +18,7 @@ from ssl_bench.network import DownloadError, PublishedFile, download, open_url
 from ssl_bench.system.files import file_sha256, open_regular
 
 _FILES = "https://dl.fbaipublicfiles.com"
-# URLs from hubconf.py of each repository. The code of the repositories is not run.
+# URLs in the hubconf.py of each repository. The repositories' code is never run.
 HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
     "facebookresearch/dino": {
         name: f"{_FILES}/dino/{folder}/{folder}.pth"
@@ -40,7 +40,7 @@ HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
         for size, digest in (("tiny", "a1311bcf"), ("small", "cd65a155"), ("base", "b5f2ef4d"))
     },
 }
-# First bytes of a zip file, and of a pickle that torch wrote before version 1.6.
+# First bytes of a zip file, and of a pickle written by a torch version before 1.6.
 _MAGIC = (b"PK\x03\x04", b"\x80\x02")
 _DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
 _LOCAL_WAYS = join_alternatives(
@@ -64,16 +64,16 @@ def load_torch_hub(uri: str) -> Encoder:
 
 
 def download_file(url: str) -> Path:
-    """Return the file of `url` in torch's hub cache. Download it if it is missing."""
+    """Return the path of the file in torch's hub cache. Download the file if it is missing."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(PublishedFile(url, None), target, _require_weights)
     except (DownloadError, DataError) as error:
-        raise CheckpointError(f"{error}. Or {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(f"{error}. Or {_download_advice(url)}", hint=_LOCAL_WAYS) from error
 
 
 def _require_weights(file: Path) -> None:
-    """Raise a DataError if torch did not write the file, or if its name states another sha256.
+    """Raise DataError if torch did not write the file, or if its name states another SHA-256.
 
     For example, the sha256 of deit_tiny_patch16_224-a1311bcf.pth begins with a1311bcf.
     """
@@ -88,7 +88,7 @@ def _require_weights(file: Path) -> None:
 def hugging_face_file(
     repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
 ) -> Path:
-    """Return a file of a repository from the Hugging Face cache, or download it.
+    """Return the path of a repository's file in the Hugging Face cache. Download it if missing.
 
     Args:
         repository: `org/name`.
@@ -97,7 +97,8 @@ def hugging_face_file(
     """
     try:
         for name in names:
-            # hf_hub_download may send requests even for cached files.
+            # Look in the cache first, because hf_hub_download may send requests even for cached
+            # files.
             cached = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
             if isinstance(cached, str):
                 return Path(cached)
@@ -112,15 +113,15 @@ def hugging_face_file(
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except DownloadError as error:
-        raise CheckpointError(f"{error}; {_elsewhere(url)}", hint=_LOCAL_WAYS) from error
+        raise CheckpointError(f"{error}; {_download_advice(url)}", hint=_LOCAL_WAYS) from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
             return Path(huggingface_hub.hf_hub_download(repository, name, revision=revision))
     at = f" at {revision}" if revision else ""
     raise CheckpointError(
-        f"{url}{at} has no {' or '.join(names)}; {_elsewhere(url)}", hint=_LOCAL_WAYS
+        f"{url}{at} has no {' or '.join(names)}; {_download_advice(url)}", hint=_LOCAL_WAYS
     )
 
 
-def _elsewhere(url: str) -> str:
+def _download_advice(url: str) -> str:
     return f"download {url} on a machine with a network and load the file, or use demo:skip"

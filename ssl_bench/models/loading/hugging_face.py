@@ -1,4 +1,4 @@
-"""Load folders and repositories in the format of Hugging Face: config.json and weights."""
+"""Load folders and repositories in the Hugging Face format: config.json and a weights file."""
 
 import json
 import math
@@ -21,12 +21,12 @@ from ssl_bench.system.files import expand_path, read_regular, resolve_links
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
 _DINOV3 = "dinov3_vit"
-# The base of the rotary positions (`rope_theta`) in timm's DINOv3.
+# Base of the rotary position embedding (`rope_theta`) in timm's DINOv3.
 _DINOV3_ROTATION = 100.0
-# All published models of these types use ImageNet's mean and standard deviation.
+# Model types whose published models all use ImageNet's mean and standard deviation.
 _IMAGENET_NORMALIZED = ("vit_mae", "dinov2", "dinov2_with_registers")
 _EXPECTED = {"layer_norm_eps": "a number above 0", "image_size": "pixels or [HEIGHT, WIDTH]"}
-# Steps of a preprocessor that do not change colours, or that mean and deviation can express.
+# Preprocessing steps that do not change colours, or that a mean and standard deviation can express.
 _STEPS = (
     *("do_resize", "do_center_crop", "do_pad", "do_convert_rgb", "do_rescale", "do_normalize"),
     "do_reduce_labels",
@@ -37,16 +37,17 @@ _COLOUR_CHANGES = re.compile("bgr|channel_order|offset|gr[ae]y")
 def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> Encoder:
     """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
-    If config.json has the key `architecture`, timm loads the encoder. Otherwise its `model_type`
-    must be vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit, as in transformers.
+    If config.json has the key `architecture`, timm loads the encoder. Otherwise, its `model_type`
+    must be one of the transformers library: vit, vit_mae, dinov2, dinov2_with_registers or
+    dinov3_vit.
 
     With `allow_missing_preprocessor`, preprocessor_config.json may be missing, because the caller
-    knows the mean and standard deviation.
+    provides the mean and standard deviation.
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
         folder = expand_path(place)
-        label, file = resolve_links(folder).name, partial(_file_in, folder)
+        label, file = resolve_links(folder).name, partial(_find_file, folder)
     else:
         repository, _, revision = place.partition("@")
         label = place.rpartition("/")[2]
@@ -61,9 +62,9 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     model_type = config.get("model_type", "")
     if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
-            f"{path} has model_type={config.get('model_type')!r}, expected an architecture of timm "
+            f"{path} has model_type={config.get('model_type')!r}, expected a timm architecture "
             f"or one of {', '.join((*_TRANSFORMERS, _DINOV3))}; {IN_PYTHON}, such as "
-            f"AutoModel.from_pretrained({str(path.parent)!r}) of transformers",
+            f"transformers.AutoModel.from_pretrained({str(path.parent)!r})",
             hint=PYTHON_FILE,
         )
     weights = file(WEIGHTS_FILES)
@@ -72,7 +73,8 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
     try:
         preprocessor = file([_PREPROCESSOR])
     except CheckpointError as error:
-        # Published models of type `vit` differ in mean and deviation, so a guess may be wrong.
+        # Published models of type `vit` have different means and deviations, so a guess could be
+        # wrong.
         if model_type not in _IMAGENET_NORMALIZED and not allow_missing_preprocessor:
             raise CheckpointError(
                 f"{uri} has no {_PREPROCESSOR} with the mean and standard deviation of its images; "
@@ -124,14 +126,14 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
         if expected != value and expected != [value, value]:
             raise CheckpointError(
                 f"{path} states {key}={expected!r}, but the encoder in {weights.name} has "
-                f"{value!r}. Download both again, or {IN_PYTHON}",
+                f"{value!r}. Download both files again, or {IN_PYTHON}",
                 hint=PYTHON_FILE,
             )
     return encoder
 
 
-def _file_in(folder: Path, names: Sequence[str]) -> Path:
-    """Return the first existing file of a folder, in the order of `names`."""
+def _find_file(folder: Path, names: Sequence[str]) -> Path:
+    """Return the first file in `names` that exists in a folder."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -141,7 +143,7 @@ def _file_in(folder: Path, names: Sequence[str]) -> Path:
             "model.save_pretrained(FOLDER, max_shard_size='100GB')"
         )
     raise CheckpointError(
-        f"{folder} has no {' or '.join(names)}, expected a folder of Hugging Face with "
+        f"{folder} has no {' or '.join(names)}, expected a folder in the Hugging Face format with "
         f"{_CONFIG} and {WEIGHTS_FILES[0]}"
     )
 
@@ -157,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_description(config: Mapping[str, Any], path: Path) -> Description:
-    """Return the values of config.json that cannot be inferred from the shapes of tensors."""
+    """Return those values of config.json that cannot be inferred from tensor shapes."""
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
     size: Any = config.get("image_size")
@@ -182,7 +184,8 @@ def _read_description(config: Mapping[str, Any], path: Path) -> Description:
 def _read_normalization(preprocessor: Mapping[str, Any], path: Path) -> Normalization:
     """Return the mean and standard deviation that a preprocessor applies to images in [0, 1].
 
-    Raise an error if the preprocessor changes colours in another way.
+    Raises:
+        CheckpointError: The preprocessor changes colours in another way, or a value is invalid.
     """
     unknown = [
         key

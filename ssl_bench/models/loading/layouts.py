@@ -1,7 +1,7 @@
-"""List published layouts of Vision Transformers: how their files name tensors.
+"""Published layouts of Vision Transformers, that is, how their weights files name the tensors.
 
-To add a layout, define a `Layout` and enter it in `LAYOUTS` before DINO. Patch embeddings and
-blocks with other names also need a pattern in backbone.py.
+To add a layout, define a `Layout` and insert it into `LAYOUTS` before DINO. If its patch embedding
+or its blocks have new names, also extend the patterns in backbone.py.
 """
 
 import re
@@ -29,17 +29,17 @@ _BLOCK = r"blocks\.(\d+)\."
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor names of a family of checkpoints. All patterns match whole names.
+    """The tensor names of a family of checkpoints. All patterns must match whole names.
 
     Attributes:
         name: Name of the layout in messages and records.
         source: URL of the code that defines the layout.
         marks: Patterns that identify the layout. A file has the layout if a pattern matches the
-            name of a tensor, or the prefix that was removed from the names.
-        renames: Patterns of tensor names with their replacements. The first match counts.
-        ignored: Reason why a tensor is ignored, by pattern of its name.
-        heads: Number of heads by width. Other widths have one head for 64 channels.
-        is_read_by_timm: Whether timm's models load weights with these names.
+            name of a tensor, or a prefix that was removed from the names.
+        renames: Pairs of a pattern for tensor names and its replacement. The first match is used.
+        ignored: Reason why a tensor is ignored, for each pattern of tensor names.
+        heads: Number of heads for each width. Other widths have one head per 64 channels.
+        is_read_by_timm: Whether timm can load weights with these names.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Description:
     Attributes:
         num_heads: Number of attention heads in each block.
         norm_eps: Epsilon of all norms.
-        image_size: Height and width in pixels of the images whose patches have the stored
-            positions. None if it is unknown.
-        position_margin: The `margin` of `ssl_bench.models.vit.resize_positions`.
+        image_size: Height and width in pixels of the images that fit the stored position embedding.
+            None if unknown.
+        position_margin: The argument `margin` of `ssl_bench.models.vit.resize_positions`.
     """
 
     num_heads: int
@@ -77,7 +77,7 @@ MOCO_V3 = Layout(
     "MoCo-v3",
     "https://github.com/facebookresearch/moco-v3/blob/1c6b717e/vits.py",
     marks=(r"base_encoder\.",),
-    # Its ViT-S has 12 heads with 32 channels.
+    # Its ViT-S has 12 heads of 32 channels.
     heads={384: 12, **_WIDE_HEADS},
 )
 DINOV2 = Layout(
@@ -85,7 +85,7 @@ DINOV2 = Layout(
     "https://github.com/facebookresearch/dinov2/blob/e1277af2/dinov2/models/vision_transformer.py",
     marks=(r"register_tokens", rf"{_BLOCK}ls1\.gamma", r"blocks\.\d+\.\d+\.norm1\.weight"),
     renames=(
-        # If FSDP wrapped the blocks in chunks, the second number is the index of the block.
+        # If FSDP wrapped the blocks in chunks, the second number is the block's index.
         (r"blocks\.\d+\.(\d+)\.(.*)", r"blocks.\1.\2"),
         (r"register_tokens", r"reg_token"),
     ),
@@ -152,7 +152,7 @@ TORCHVISION = Layout(
         (rf"{_TV_BLOCK}ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
         (rf"{_TV_BLOCK}self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
         (rf"{_TV_BLOCK}self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        # The first files of torchvision name the layers of an MLP linear_1 and linear_2.
+        # The oldest torchvision files call the layers of an MLP linear_1 and linear_2.
         (rf"{_TV_BLOCK}mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
         (rf"{_TV_BLOCK}mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
         (r"encoder\.ln\.(\w+)", r"norm.\1"),
@@ -179,7 +179,7 @@ DINOV3_TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
-"""Renames tensors as in the files of DINOv3's authors, except for two linear layers of the MLP."""
+"""Renames to the names of DINOv3's authors. `rename_dinov3` renames two more MLP layers."""
 
 _MM_LAYER = r"layers\.(\d+)\."
 MMPRETRAIN = Layout(
@@ -221,7 +221,7 @@ CLIP = Layout(
     ),
     ignored={r"proj": "a head, after the encoder"},
 )
-"""Renames the tensors of a CLIP's image encoder as in timm, which loads this encoder."""
+"""Renames the tensors of CLIP's image encoder to the names in timm, which loads this encoder."""
 SAM = Layout(
     "SAM",
     "https://github.com/facebookresearch/segment-anything/blob/main/segment_anything/modeling/"
@@ -229,17 +229,17 @@ SAM = Layout(
     marks=(r"blocks\.\d+\.mlp\.lin1\.weight",),
     renames=((rf"{_BLOCK}mlp\.lin([12])\.(\w+)", r"blocks.\1.mlp.fc\2.\3"),),
 )
-"""Renames the tensors of SAM's image encoder as in timm, which loads this encoder."""
+"""Renames the tensors of SAM's image encoder to the names in timm, which loads this encoder."""
 
 LAYOUTS = (TRANSFORMERS, TORCHVISION, MMPRETRAIN, MOCO_V3, DINOV2, MAE, IBOT, DINO)
-"""Layouts of the files that the ViT of this suite loads, in the order of `find_layout`.
+"""Layouts that the ViT of this suite can load. `find_layout` tries them in this order.
 
-DINO is the layout of a file without marks. The layouts CLIP, SAM and DINOV3_TRANSFORMERS are not
-listed, because timm loads their encoders.
+DINO comes last, because it is the layout of all files without marks. CLIP, SAM and
+DINOV3_TRANSFORMERS are not listed, because timm loads these encoders.
 """
 
-# Parts that the ViT of this suite does not have: pattern of a tensor, description, and names of
-# timm architectures that have the part.
+# Parts that the ViT of this suite does not have: pattern of a tensor name, description, and timm
+# architectures that have the part.
 _UNSUPPORTED_VIT = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
@@ -254,12 +254,12 @@ _UNSUPPORTED_VIT = (
     (r"reg_token", "registers as timm stores them", "vit_{size}_patch14_reg4_dinov2"),
     (r"attn_pool\..*", "attention pooling", "vit_{size}_patch16_siglip_224"),
 )
-# Names of sizes in timm by width.
+# timm's names of model sizes, by width.
 _SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
 _USUAL_PATCH = 16
 _BY_NAME = "use timm's name of its architecture"
 _BY_BLOCKS = IN_PYTHON + ", with Encoder.from_module(model, blocks={!r})"
-# Networks that are no plain ViT: pattern of a tensor, description, and advice.
+# Networks that are not plain ViTs: pattern of a tensor name, description, and advice.
 _NOT_VIT = (
     (r"layer\d\.\d+\.conv\d\.weight", "a ResNet", _BY_NAME),
     (
@@ -273,12 +273,12 @@ _NOT_VIT = (
     (r"features\.\d+\..*", "a network of torchvision", IN_PYTHON),
     (r".*relative_position_bias_table", "relative positions, such as a BEiT's", _BY_NAME),
 )
-# Tensors in blocks of timm's models.
+# Pattern for the names of tensors in the blocks of timm models.
 _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 
 
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
-    """Return the first layout with a mark that matches a name or a removed prefix, or DINO."""
+    """Return the first layout with a mark that matches a tensor name or a prefix, or DINO."""
     present = (*names, *prefixes)
     marked = (
         layout
@@ -289,7 +289,7 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an error, with a way to load the file, if the weights are not those of a plain ViT."""
+    """Raise an error that says how to load the file if the weights are not those of a plain ViT."""
     for pattern, network, remedy in _NOT_VIT:
         if (name := first_match(weights, pattern)) is not None:
             raise CheckpointError(
@@ -311,23 +311,23 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
             ]
             known = [timm_hint(path, n) for n in dict.fromkeys(names) if timm.is_model(n)]
             raise CheckpointError(
-                f"{path} has {feature} ({name}), which the ViT of this suite does not have; "
+                f"{path} has {feature} ({name}), which the ViT of this suite does not support; "
                 f"{_BY_NAME}. If its arguments differ, {advise_model_folder(path, '...')}",
                 hint=join_alternatives(*(known or [TIMM_NAME]), MODEL_FOLDER),
             )
 
 
 def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
-    """Return the hint for an unknown layout: Python, and timm if the names resemble timm's."""
+    """Return the hint for an unknown layout: Python, or also timm if the names look like timm's."""
     is_like_timm = first_match(weights, _TIMM_BLOCK) is not None
     return join_alternatives(timm_hint(path) if is_like_timm else (), PYTHON_FILE)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Return timm's name of a DINOv3's architecture, or None for other weights.
+    """Return timm's name of the architecture if the weights are a DINOv3, or None otherwise.
 
-    The tensors may be named as in timm or by DINOv3's authors. The name ends with `_qkvb` if the
-    file has biases of queries and values, because these are not zero in all files.
+    The tensors may have the names in timm or those of DINOv3's authors. The result ends with
+    `_qkvb` if the file has biases of queries and values, because they are non-zero in some files.
     """
     kernel = weights.get("patch_embed.proj.weight")
     has_timm_names = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
@@ -343,13 +343,14 @@ def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def first_match(names: Iterable[str], pattern: str) -> str | None:
+    """Return the first name that a pattern matches as a whole, or None."""
     return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
 def rename_tensors(
     layout: Layout, weights: Mapping[str, Tensor], path: object
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors by their new names, and the reason for each tensor that is ignored."""
+    """Return the tensors under their new names, and the reason for each ignored tensor."""
     ignored = find_reasons(weights, layout.ignored)
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
@@ -365,7 +366,7 @@ def rename_tensors(
 
 
 def find_reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the reason to ignore each name that matches a pattern in `known`."""
+    """Return the reason to ignore a tensor for each name that matches a pattern in `known`."""
     reasons: dict[str, str] = {}
     for name in names:
         for pattern, reason in known.items():

@@ -1,4 +1,4 @@
-"""Load the frozen encoder of an address, and find the encoders that a command evaluates."""
+"""Load the frozen encoder at an address, and find the encoders that a command evaluates."""
 
 import re
 import time
@@ -45,22 +45,22 @@ from ssl_bench.system.device import preserve_process_state
 from ssl_bench.system.output import format_duration, say
 
 _SEED = 0
-# Names of sizes in timm by width and depth. timm has a ViT of each size for patches of 16 pixels
-# and images of 224 and 384 pixels.
+# timm's names of model sizes, by width and depth. timm has a ViT of each size for patches of 16
+# pixels and images of 224 or 384 pixels.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-# A depth above that of any encoder, to check the form of layer numbers.
+# A depth that no encoder reaches. It is used to check only the form of layer numbers.
 _MAX_DEPTH = 9999
 _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Address:
-    """A form of address, as `ssl-bench models` lists it.
+    """A form of address in the list that `ssl-bench models` prints.
 
     Attributes:
         form: The address with placeholders.
-        example: An example of such an address. Empty if the loader states none.
+        example: An example of such an address. Empty if the loader provides no example.
         meaning: What the address loads.
     """
 
@@ -100,19 +100,19 @@ LOADERS = {
     "random": "baselines.load_random",
     "colours": "baselines.load_colours",
 }
-"""Module and function of each loader of this package, by scheme: the text before the colon.
+"""Module and function of each built-in loader, by scheme (the text before the colon).
 
-A module is imported when it is needed, because timm takes seconds to import. Other packages add
-loaders as entry points of the group `ssl_bench.encoder`. The name of the entry point is the scheme,
-and its function takes the whole address and returns an `Encoder`.
+A module is only imported when it is needed, because timm takes seconds to import. Other packages
+add loaders as entry points in the group `ssl_bench.encoder`. The name of the entry point is the
+scheme, and its function takes the whole address and returns an `Encoder`.
 """
 
 
 def list_addresses() -> list[Address]:
     """Return all forms of address, including the schemes of installed packages.
 
-    The attribute `example` of a package's loader is the example of its scheme. The example is empty
-    if the loader has no such attribute or cannot be imported.
+    For installed packages, the example is the attribute `example` of the loader. It is empty if the
+    loader has no such attribute or cannot be imported.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
@@ -124,7 +124,7 @@ def list_addresses() -> list[Address]:
 
 
 def load_encoder(uri: str) -> Encoder:
-    """Load the frozen encoder of an address. Code in a weights file is never run.
+    """Load the frozen encoder at an address. Code in a weights file is never run.
 
     Args:
         uri: One of these addresses:
@@ -132,20 +132,21 @@ def load_encoder(uri: str) -> Encoder:
             - `RUN`, `RUN@EPOCH` or `FILE.safetensors`: a checkpoint of this suite.
             - `FILE`: weights in the layout of DINO, DINOv2, MAE, iBOT, MoCo-v3, torchvision or
               mmpretrain, or an ONNX file.
-            - `FILE.py:NAME`: a module of the user. The file is run.
+            - `FILE.py:NAME`: a user's module. The Python file is run.
             - `timm:NAME` (random weights), `timm:NAME.TAG` (published) or `timm:NAME@FILE`.
             - `hf-hub:ORG/NAME@REVISION`, `local-dir:FOLDER` or `torchhub:REPOSITORY:NAME`.
             - `demo:skip` or `demo:skipless`: small encoders of this suite.
-            - `random:URI`: the encoder of URI with initial weights.
-            - `colours:PATCH`: raw colours of patches with a side of PATCH pixels.
-            - `mean=0.5,std=0.5:URI`: the encoder of URI, whose file states no normalisation.
-            - `SCHEME:ADDRESS`: an encoder that the loader of an installed package returns.
+            - `random:URI`: the encoder at URI with initial weights.
+            - `colours:PATCH`: raw colours of patches of PATCH x PATCH pixels.
+            - `mean=0.5,std=0.5:URI`: the encoder at URI with this image normalisation, if its file
+                states none.
+            - `SCHEME:ADDRESS`: an encoder from the loader of an installed package.
 
     Raises:
         CheckpointError: The encoder cannot be loaded. The message says what was expected.
     """
     with preserve_process_state():
-        # Loaders that draw random numbers always draw the same ones.
+        # Make loaders that draw random numbers reproducible.
         torch.manual_seed(_SEED)
         return _find_loader(uri)(uri)
 
@@ -153,9 +154,9 @@ def load_encoder(uri: str) -> Encoder:
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
     """Return the loader of an address.
 
-    Forms of address are tried in this order: `mean=...:URI`, the schemes of `LOADERS`,
+    Forms of address are tried in this order: `mean=...:URI`, the schemes in `LOADERS`,
     `FILE.py:NAME`, the schemes of installed packages, paths. Installed packages therefore cannot
-    replace a scheme of `LOADERS`.
+    replace a scheme in `LOADERS`.
     """
     scheme, colon, _ = uri.partition(":")
     if uri.startswith("mean="):
@@ -173,7 +174,7 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
 
 
 def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
-    """Load an encoder by the loader of an installed package, and check what it returns."""
+    """Load an encoder with the loader of an installed package, and check its result."""
     source = f"the encoder loader {point.name} = {point.value}"
     try:
         encoder = load_entry_point(point)(uri)
@@ -190,15 +191,15 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 
 
 def identify_encoder(uri: str) -> EncoderIdentity:
-    """Return the identity of the encoder of an address.
+    """Return the identity of the encoder at an address.
 
-    If it is a checkpoint of this suite, only its header and its .sha256 file are read. This takes
-    milliseconds, but damaged weights are not noticed. Any other encoder is loaded.
+    For a checkpoint of this suite, only its header and its .sha256 file are read. This takes
+    milliseconds, but damaged weights are not detected. Any other encoder is loaded.
 
     Raises:
         CheckpointError: The encoder cannot be loaded.
     """
-    if (stated := stated_identity(uri)) is not None:
+    if (stated := read_header_identity(uri)) is not None:
         return stated
     encoder = load_encoder(uri)
     return EncoderIdentity(
@@ -206,7 +207,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     )
 
 
-def stated_identity(uri: str) -> EncoderIdentity | None:
+def read_header_identity(uri: str) -> EncoderIdentity | None:
     """Return the identity in the header of a checkpoint of this suite, or None for other addresses.
 
     Raises:
@@ -218,7 +219,7 @@ def stated_identity(uri: str) -> EncoderIdentity | None:
 
 
 def _load_normalized(uri: str) -> Encoder:
-    """Load `mean=NUMBERS,std=NUMBERS:URI`: a file without a normalisation of its own."""
+    """Load `mean=NUMBERS,std=NUMBERS:URI`, where the file at URI states no normalisation."""
     match = _NORMALIZED.fullmatch(uri)
     try:
         texts = match.groups()[:2] if match else ("", "")
@@ -228,7 +229,7 @@ def _load_normalized(uri: str) -> Encoder:
     mean, std = (values * 3 if len(values) == 1 else values for values in (mean, std))
     if match is None or len(mean) != 3 or len(std) != 3 or max(mean) > 1 or not 0 < min(std) <= 1:
         raise CheckpointError(
-            "expected mean=NUMBERS,std=NUMBERS:URI, with a mean in [0, 1] and a standard deviation "
+            "expected mean=NUMBERS,std=NUMBERS:URI with a mean in [0, 1] and a standard deviation "
             f"in (0, 1], got {uri!r}",
             hint=(
                 "--checkpoint",
@@ -264,7 +265,7 @@ def load_path(uri: str) -> Encoder:
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(
-            f"{folder} is a folder in the format of Hugging Face",
+            f"{folder} is a folder in the Hugging Face format",
             hint=("--checkpoint", f"local-dir:{escape_braces(str(folder))}"),
         )
     reject_parts(path)
@@ -292,9 +293,10 @@ def load_path(uri: str) -> Encoder:
 
 
 def _guess_address(name: str) -> str | None:
-    """Return an address for a name that is no path, as a word of a hint, or None.
+    """Guess the address that the user meant by a name that is not a path. Return None if unknown.
 
-    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face.
+    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. The
+    result is one word of an error's hint.
     """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
@@ -319,39 +321,38 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
     """Return the addresses of all encoders to probe.
 
     Args:
-        checkpoints: Addresses and patterns. If there are none, the newest checkpoint below `runs/`
-            is used.
-        baselines: Whether to add the encoders with random weights, and raw colours.
+        checkpoints: Addresses and patterns. If empty, the newest checkpoint below `runs/` is used.
+        baselines: Whether to add each encoder with random weights, and raw colours.
     """
     uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
         return uris
     unknown = [uri for uri in uris if not is_baseline(uri) and not has_random_weights(uri)]
     if unknown:
-        say(f"without random weights of {', '.join(unknown)}, whose initialisation is unknown")
+        say(f"no random baseline for {', '.join(unknown)}, because the initialisation is unknown")
     return add_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
-    """Check the requested layers against the depths in the headers of checkpoints.
+    """Check the requested layers against the depths in the headers of this suite's checkpoints.
 
-    Encoders of other sources are not checked, because loading them takes long.
+    Other encoders are not checked, because loading them takes long.
 
     Raises:
-        ConfigurationError: The layers are not numbers, or a checkpoint does not have them.
+        ConfigurationError: The layers are not numbers, or a checkpoint does not have these layers.
     """
     if layers != "all":
         parse_layer_numbers(layers, _MAX_DEPTH)
-    newest = None if checkpoints else _newest(Path("runs"))
+    newest = None if checkpoints else _find_newest(Path("runs"))
     for uri in expand(checkpoints or ([str(newest)] if newest else [])):
         # Other errors are reported when the encoder is loaded.
         with suppress(CheckpointError):
-            if (encoder := stated_identity(uri)) is not None:
+            if (encoder := read_header_identity(uri)) is not None:
                 resolve_layers(layers, encoder.depth)
 
 
 def load_and_log(uri: str) -> Encoder:
-    """Load an encoder, and log its depth, digest, normalisation and notes."""
+    """Load an encoder, and print its depth, digest, normalisation and notes."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
@@ -363,7 +364,7 @@ def load_and_log(uri: str) -> Encoder:
     if encoder.contents.note:
         say(encoder.contents.note)
     file = encoder.contents.file
-    # timm's models have the same tensor names as DINO's.
+    # timm models have the same tensor names as DINO models.
     may_be_timm = encoder.contents.layout == DINO_NAMES and file and "dino" not in file.name.lower()
     if encoder.colours_from == ASSUMED and may_be_timm:
         size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
@@ -376,12 +377,12 @@ def load_and_log(uri: str) -> Encoder:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Return the newest checkpoint below a folder, and log its path.
+    """Return the newest checkpoint below a folder, and print its path.
 
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    newest = _newest(folder)
+    newest = _find_newest(folder)
     if newest is None:
         raise CheckpointError(
             f"no checkpoint below {folder}/",
@@ -396,7 +397,7 @@ def newest_checkpoint(folder: Path) -> str:
     return str(newest)
 
 
-def _newest(folder: Path) -> Path | None:
+def _find_newest(folder: Path) -> Path | None:
     paths = folder.glob("**/*.safetensors")
     files = [path for path in paths if path.is_file() and parse_epoch(path) is None]
     return max(files, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,4 +1,4 @@
-"""Read the weights of ViT, DeiT and DINOv2 of transformers from ONNX files."""
+"""Read ONNX files of the transformers library's ViT, DeiT and DINOv2."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,17 @@ _POSITIONS = "embeddings.position_embeddings"
 
 
 def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
-    """Return the tensors of an ONNX file by their names in PyTorch, and a description of the ViT.
+    """Return the tensors of an ONNX file under their PyTorch names, and a description of the ViT.
 
-    An export keeps the names of biases and norms, but not those of linear layers' matrices. The
-    name of a matrix is that of the module whose node multiplies with it. Stored matrices are
-    transposed if necessary. Some exports store the positions of [CLS] and of the patches apart, and
-    these are joined. The number of heads and the epsilon of the norms come from the graph.
+    An export keeps the names of biases and norms, but not the names of the weight matrices of
+    linear layers. Each of these matrices gets the name of the module whose node multiplies by it,
+    and is transposed if necessary. If the position embeddings of [CLS] and of the patches are
+    stored separately, they are joined. The number of heads and the epsilon of the norms are read
+    from the graph.
+
+    Raises:
+        CheckpointError: The file is damaged, or is not an export of a supported model.
+        MachineError: The package onnx is not installed.
     """
     try:
         import onnx
@@ -38,12 +43,12 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
         return _read_graph(onnx.load(str(path)).graph, numpy_helper.to_array, path)
     except CheckpointError:
         raise
-    except Exception as error:  # A damaged file can cause any exception in the code below.
+    except Exception as error:  # A damaged file can cause any exception.
         reraise_out_of_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is truncated, damaged or no ONNX file ({reason[:120]}). Copy or download it "
-            "again"
+            f"{path} is truncated, damaged or not an ONNX file ({reason[:120]}). Copy or download "
+            "it again"
         ) from error
 
 
@@ -58,8 +63,8 @@ def _read_graph(
     prefix = next((n.removesuffix(_EMBEDDINGS) for n in weights if n.endswith(_EMBEDDINGS)), None)
     if prefix is None:
         raise CheckpointError(
-            f"{path} has no {_EMBEDDINGS}: expected the export of a ViT, DeiT or DINOv2 of "
-            f"transformers, found {list_names(list(weights)) or 'no names of parameters'}. Save "
+            f"{path} has no {_EMBEDDINGS}: expected an export of the transformers library's ViT, "
+            f"DeiT or DINOv2, found {list_names(list(weights)) or 'no names of parameters'}. Save "
             "the model's state_dict() with torch.save, and load that file"
         )
     if f"{prefix}{_POSITIONS}" not in weights:
@@ -87,16 +92,16 @@ def _read_graph(
     description = Description(
         num_heads=_num_heads(graph, constants, path),
         norm_eps=_norm_eps(graph, constants, path),
-        # transformers resizes positions without the margin that DINO adds to the size.
+        # The transformers library resizes positions without the margin that DINO adds to the size.
         position_margin=0.0,
     )
     _require_gelu(graph, path)
-    # Copy the arrays, because those of onnx are read-only.
+    # Copy the arrays, because onnx returns read-only arrays.
     return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, description
 
 
 def _scope(node: Any) -> str:
-    """Return the name of the module that created a node, or "" if it is unknown."""
+    """Return the name of the module that created a node, or "" if unknown."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
     text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
@@ -107,7 +112,7 @@ def _scope(node: Any) -> str:
 
 
 def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the parameters by name. A matrix is named after the module that multiplies with it."""
+    """Return the parameters by name. A matrix gets the name of the module that multiplies by it."""
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
         # Equal tensors, such as the initial weights of norms, are stored only once.
@@ -130,7 +135,7 @@ def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, n
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
-    """Return the number of heads, from the reshaped queries: batch x tokens x heads x channels."""
+    """Read the number of heads from the shape of the queries: batch x tokens x heads x channels."""
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
@@ -148,7 +153,7 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
 def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """Return the shape in a constant or a Concat node, with None for unknown sizes."""
+    """Return the shape that a constant or Concat node contains, with None for unknown sizes."""
     maker = makers.get(name)
     joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
     return [
@@ -159,7 +164,7 @@ def _numbers(
 
 
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
-    """Return the epsilon of all norms: an attribute, or a constant added to a variance."""
+    """Read the epsilon of the norms from an attribute, or from a constant added to a variance."""
     values: set[float] = set()
     for node in graph.node:
         if node.op_type == "LayerNormalization":
@@ -181,7 +186,7 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 
 def _require_gelu(graph: Any, path: Path) -> None:
-    """Raise an error if no MLP contains the exact GELU: a Gelu node, or the error function."""
+    """Raise an error unless an MLP contains the exact GELU: a Gelu node or the error function."""
     for node in graph.node:
         if re.search(r"mlp|intermediate", _scope(node)):
             is_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)

@@ -1,4 +1,4 @@
-"""Wrap any module of the user as an encoder, from Python or from `FILE.py:NAME`."""
+"""Wrap a user's module as an encoder, from Python or from an address `FILE.py:NAME`."""
 
 import importlib.util
 import inspect
@@ -34,17 +34,17 @@ _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "hea
 _USUAL_SIZE, _USUAL_PATCH = 224, 16
 _UNIFORM_BLOCKS = (
     "Name a list of blocks that all return the same shape: Encoder.from_module(module, "
-    "blocks='NAME'), or load the model by timm:NAME if timm has it"
+    "blocks='NAME'), or load the model as timm:NAME if timm has it"
 )
-# A token counts as changed if its change exceeds this fraction of the largest change.
+# A token counts as changed if it changes by more than this fraction of the largest change.
 _ROUNDING = 1e-3
 
 
 def load_python_object(uri: str) -> Encoder:
     """Load `FILE.py:NAME`: a module, an `Encoder`, or a function that returns one of them.
 
-    The function is called without arguments. The file is run like `python FILE.py`, so it can
-    import other files of its folder.
+    A function is called without arguments. The file can import other files in its folder, as with
+    `python FILE.py`.
     """
     address = FILE_AND_NAME.fullmatch(uri)
     assert address is not None
@@ -64,12 +64,12 @@ def load_python_object(uri: str) -> Encoder:
 
 
 def _run_file(path: Path, name: str) -> Any:
-    """Run a Python file, and return its object `name`. A function or class is called first."""
+    """Run a Python file, and return its object `name`, or the result of calling that object."""
     spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # `inspect` looks up the source of a class in sys.modules.
+    # `inspect` needs this entry in sys.modules to find the source of a class.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -139,20 +139,20 @@ def wrap_module(
     own = OwnModule(module, blocks, _MissingNorm() if norm is None else parts[norm])
     with preserve_process_state(), evaluation_mode(own):
         sizes = _likely_sizes(module, image_size, kernel or _USUAL_PATCH)
-        size, outputs = _first_pass(own, sizes, label)
+        size, outputs = _find_accepted_size(own, sizes, label)
         stride = _map_stride(outputs, size)
         patch = patch_size or stride or kernel
         if patch is None:
             is_uniform = len({output.shape for output in outputs}) == 1
             raise CheckpointError(
-                f"{label} has no convolution of three channels that embeds patches, and its "
-                f"blocks return {_shapes_text(outputs)}. "
+                f"{label} has no convolution over three channels that embeds patches, and its "
+                f"blocks return {_format_shapes(outputs)}. "
                 + ("Pass patch_size=16" if is_uniform else _UNIFORM_BLOCKS)
             )
         try:
             _trace_blocks(own, (size[0] + patch, size[1] + 2 * patch))
             any_size = True
-        except Exception:  # A user's module can refuse a size by any exception.
+        except Exception:  # A user's module can reject an image size with any exception.
             any_size = False
         grid = (size[0] // patch, size[1] // patch)
         widths, num_prefix_tokens, channels_last = _infer_layout(outputs, grid, stride, label)
@@ -161,7 +161,7 @@ def wrap_module(
     attributes = [
         getattr(part, attribute, None) for part in own.blocks[0].modules() for attribute in _HEADS
     ]
-    # The feature extractor reads keys from the layer `attn.qkv`.
+    # The feature extractor reads queries, keys and values from the layer `attn.qkv`.
     has_keys = all("attn.qkv" in dict(block.named_modules()) for block in own.blocks)
     fallback_facets = {} if num_prefix_tokens > num_registers else {"cls": "patch_mean"}
     return Encoder(
@@ -196,16 +196,16 @@ def wrap_module(
 
 
 class OwnModule(nn.Module):
-    """A user's module with `blocks` and `norm`, the attributes that the extractor expects."""
+    """A user's module with the attributes `blocks` and `norm` that extraction needs."""
 
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
         self.module, self.norm = module, norm
-        # A ModuleList numbers its blocks, while children of a Sequential may have other names.
+        # A ModuleList numbers its blocks. The children of a Sequential may have other names.
         self.blocks = nn.ModuleList(module.get_submodule(blocks).children())
 
     def forward(self, images: Tensor) -> Any:
-        """Return the output of the module."""
+        """Return the output of the user's module."""
         return self.module(images)
 
 
@@ -213,7 +213,7 @@ class _MissingNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
         """Raise UnfitEncoder, because the final norm of the module is unknown."""
         raise UnfitEncoder(
-            "this module has no final norm with a known name. Pass its name: "
+            "this module has no final norm with a known name. Pass the name of the norm: "
             "ssl_bench.Encoder.from_module(module, norm='NAME')"
         )
 
@@ -234,15 +234,15 @@ def _find_blocks(module: nn.Module, label: str) -> str:
     longest = [name for name, count in lists.items() if count == max(lists.values())]
     if len(longest) != 1:
         raise CheckpointError(
-            f"{label}: expected one longest list of blocks, found "
-            f"{', '.join(lists) or 'no list of modules of one class'}. Name the list: "
+            f"{label}: expected a single longest list of blocks, found "
+            f"{', '.join(lists) or 'no list of modules of the same class'}. Name the list: "
             "Encoder.from_module(module, blocks='NAME')"
         )
     return longest[0]
 
 
 def _module_lists(module: nn.Module) -> dict[str, int]:
-    """Return the length of each list whose modules have one class and contain further modules."""
+    """Return the length of each list of modules of the same class that contain other modules."""
     return {
         name: len(children)
         for name, part in module.named_modules()
@@ -273,7 +273,7 @@ def _find_norm(
     parent = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (parent, "") for name in _NORMS]
     usual = [path for path in paths if path in parts]
-    # Names of norms that are registered after the blocks.
+    # Norms that are registered after the blocks.
     later = [
         path
         for path, part in list(parts.items())[list(parts).index(blocks) :]
@@ -285,7 +285,7 @@ def _find_norm(
 def _likely_sizes(
     module: nn.Module, image_size: int | tuple[int, int] | None, patch: int
 ) -> list[tuple[int, int]]:
-    """Return `image_size`, or likely heights and widths in pixels, the most likely first."""
+    """Return `image_size`, or likely heights and widths in pixels, with the most likely first."""
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]
     attributes = [
@@ -296,7 +296,7 @@ def _likely_sizes(
     sizes = [(value, value) if isinstance(value, int) else value for value in attributes]
     stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, (tuple, list)) and len(s) == 2]
     usual = max(1, round(_USUAL_SIZE / patch)) * patch
-    # A position table has one row for each patch, and a few rows for [CLS] and registers.
+    # A position embedding has one row per patch, and a few rows for [CLS] and registers.
     tables = [
         math.isqrt(table.shape[-2])
         for name, table in (*module.named_parameters(), *module.named_buffers())
@@ -307,7 +307,7 @@ def _likely_sizes(
 
 
 def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
-    """Return the outputs of all blocks for two zero images of a size (height, width)."""
+    """Return the outputs of all blocks for two zero images of the size (height, width)."""
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -332,7 +332,7 @@ def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _first_pass(
+def _find_accepted_size(
     own: OwnModule, sizes: Sequence[tuple[int, int]], label: str
 ) -> tuple[tuple[int, int], list[Tensor]]:
     """Return the first image size that the module accepts, and the outputs of its blocks."""
@@ -355,7 +355,7 @@ def _first_pass(
 
 
 def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
-    """Return the stride of feature maps in pixels. None if blocks return no maps of equal size."""
+    """Return the stride of feature maps in pixels, or None if the blocks return other shapes."""
     for axes in (slice(2, 4), slice(1, 3)):
         grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
         (rows, cols), *others = grids or {(0, 0)}
@@ -368,7 +368,7 @@ def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
 def _infer_layout(
     outputs: list[Tensor], grid: tuple[int, int], stride: int | None, label: str
 ) -> tuple[list[int], int, bool]:
-    """Return each block's width, the number of prefix tokens, and whether channels are last."""
+    """Return the width of each block, the number of prefix tokens, and if channels come last."""
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
     if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
@@ -387,17 +387,17 @@ def _infer_layout(
         remedy = "Name another list of blocks, or pass the true patch_size"
     raise CheckpointError(
         f"{label}: expected blocks that return tokens (batch x tokens x dim) or maps of "
-        f"{grid[0]} x {grid[1]} patches for two images, got {_shapes_text(outputs)}. {remedy}"
+        f"{grid[0]} x {grid[1]} patches for two images, got {_format_shapes(outputs)}. {remedy}"
     )
 
 
-def _shapes_text(outputs: Sequence[Tensor]) -> str:
+def _format_shapes(outputs: Sequence[Tensor]) -> str:
     shapes = dict.fromkeys(" x ".join(map(str, output.shape)) for output in outputs)
     return " and ".join(list(shapes)[:3])
 
 
 class _FirstBlockReached(Exception):
-    """Raised to stop a forward pass before the first block."""
+    """Exception that stops a forward pass before the first block."""
 
 
 def _require_row_order(
@@ -409,11 +409,11 @@ def _require_row_order(
     channels_last: bool,
     label: str,
 ) -> None:
-    """Raise an error if tokens are not in the order [CLS], registers, patches row by row.
+    """Raise an error if the tokens are not in the order [CLS], registers, patches row by row.
 
-    Each of two images differs from a zero image in a single patch. The input of the first block
-    shows the index of that patch's token. The check passes if the patch changes all tokens, or if
-    the shape of the input without its batch axis is not `shape`.
+    Two test images differ from a zero image in one patch each. The tokens that change in the input
+    of the first block show the index of that patch. Nothing is checked if the patch changes all
+    tokens, or if the input does not have the shape `shape` after its batch axis.
     """
     (rows, cols), inputs = grid, list[Tensor]()
 

@@ -1,12 +1,12 @@
-"""Load models of timm as encoders.
+"""Load timm models as encoders.
 
-Any model for RGB images can be loaded if its class is in `KNOWN`, or if its stages return the
-features of `forward_intermediates` with one feature per patch.
+A model for RGB images can be loaded if its class is in `KNOWN`. All other models must have stages
+that return the features of `forward_intermediates`, with one feature vector per patch.
 
-timm renames the tensors of many libraries. It also resizes position embeddings, patch kernels and
-tables of relative positions without a message. The model is therefore built with the patch size and
-the square grid of the file, unless config.json states them. Files with other shapes are refused,
-and the loaded weights are compared with the file.
+timm renames the tensors of many libraries. It also silently resizes position embeddings, patch
+kernels and tables of relative positions. The model is therefore built with the patch size and the
+square token grid of the weights file, unless config.json states these sizes. Files that still do
+not fit are refused, and the loaded weights are compared with the file.
 """
 
 import math
@@ -44,10 +44,10 @@ from ssl_bench.models.loading.checkpoint import (
     PYTHON_FILE,
     TIMM_NAME,
     advise_model_folder,
+    format_shape,
     read_rgb,
     read_weights,
     require_unchanged,
-    shape_text,
     verify_sha256,
 )
 from ssl_bench.models.loading.foreign import ASSUMED_GRID, rename_dinov3
@@ -73,7 +73,7 @@ _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 def load_timm(uri: str) -> Encoder:
     """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
 
-    The weights of `timm:NAME` are drawn with seed 0, so tables show its name with "(random)".
+    For `timm:NAME`, the weights are drawn with seed 0, and tables show the name with "(random)".
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
@@ -97,10 +97,10 @@ def load_timm(uri: str) -> Encoder:
 
 
 def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
-    """Load the weights of a folder whose config.json describes a model of timm.
+    """Load the weights in a folder whose config.json describes a timm model.
 
     Args:
-        config: Content of config.json: `architecture`, and optionally `pretrained_cfg` and
+        config: Content of config.json, with `architecture`, and optionally `pretrained_cfg` and
             `model_args`.
         path: The weights file.
         uri: Address of the encoder.
@@ -109,7 +109,8 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
     arguments = _mapping(config, "model_args", path)
-    # Arguments of timm.create_model are refused: `checkpoint_path` would load other weights.
+    # Arguments of timm.create_model itself are refused. For example, `checkpoint_path` would load
+    # other weights.
     reserved = [name for name in signature(timm.create_model).parameters if name in arguments]
     if reserved:
         raise CheckpointError(
@@ -120,7 +121,7 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
-    """Load a DINOv3 in the format of transformers as a model of timm."""
+    """Load a DINOv3 in the format of the transformers library into a timm model."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
@@ -128,11 +129,12 @@ def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalizati
 def _from_file(
     uri: str, name: str | None, path: Path, *, label: str, config: Mapping[str, Any]
 ) -> Encoder:
-    """Load a weights file as the architecture `name` of timm.
+    """Load a weights file into the timm architecture `name`.
 
-    The name None stands for a DINOv3 of transformers, whose architecture is inferred.
+    If `name` is None, the file is a DINOv3 in the format of the transformers library, and its
+    architecture is inferred from the weights.
     """
-    # The weights of a memory-mapped safetensors file are only read when they are copied.
+    # A safetensors file is memory-mapped, so its weights are only read when they are copied.
     with require_unchanged(path):
         digest = verify_sha256(path)
         backbone = find_backbone(read_weights(path), path)
@@ -186,8 +188,8 @@ def _check_name(name: str) -> None:
 def _load_weights(
     name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
 ) -> tuple[nn.Module, str]:
-    """Return a model with the weights of a file, and a note on assumptions about its shapes."""
-    weights = _without_register_positions(backbone.weights)
+    """Return a model with the weights of a file, and a note about the sizes that were inferred."""
+    weights = _convert_dinov2_registers(backbone.weights)
     arguments, overlay = _read_arguments(config, path)
     plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
     pretrained = _mapping(config, "pretrained_cfg", path)
@@ -195,7 +197,8 @@ def _load_weights(
         if key in pretrained:
             overlay[key] = read_rgb(pretrained, key, path.with_name("config.json"))
     if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
-        # timm would not distinguish grids with equal numbers of patches, such as 2 x 8 and 4 x 4.
+        # timm does not distinguish token grids with the same number of patches, such as 2 x 8 and 4
+        # x 4.
         overlay["input_size"] = (3, *size)
     _require_depth(name, plan, weights, path)
     expected = plan.state_dict()
@@ -205,10 +208,10 @@ def _load_weights(
         if tensor in weights and weights[tensor].shape != value.shape
     }:
         raise _mismatch(path, name, weights, wrong)
-    # `find_backbone` has removed all heads. timm only checks all names if the numbers of
-    # classes are equal.
+    # `find_backbone` has removed all heads. timm only checks all tensor names if the number of
+    # classes is unchanged.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
-    # Do not draw initial weights, because drawing takes long and the file replaces them.
+    # Do not draw initial weights, because this takes long and the file replaces them.
     can_skip = "weight_init" in signature(type(plan).__init__).parameters
     drawing = {"weight_init": "skip"} if can_skip else {}
     has_timm_names = 2 * len(expected.keys() & weights.keys()) >= len(expected)
@@ -226,7 +229,7 @@ def _load_weights(
 
 
 def _read_arguments(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of the model in config.json, and an overlay with its input size."""
+    """Return the model's arguments in config.json, and an overlay that contains its input size."""
     pretrained = _mapping(config, "pretrained_cfg", path)
     overlay: dict[str, Any] = {}
     if (stated := pretrained.get("input_size", ...)) is not ...:
@@ -247,10 +250,10 @@ def _infer_sizes(
     arguments: Mapping[str, Any],
     overlay: Mapping[str, Any],
 ) -> tuple[nn.Module, dict[str, Any], str]:
-    """Infer the patch size and the image size from the weights if config.json does not state them.
+    """Infer the patch and image size from the weights if config.json does not state them.
 
     Returns:
-        The model on the device "meta", its arguments, and a note about inferred sizes.
+        The model on the device "meta", its arguments, and a note about the inferred sizes.
     """
     arguments, notes = dict(arguments), list[str]()
     plan = _create(name, path, arguments, overlay, device="meta")
@@ -264,7 +267,7 @@ def _infer_sizes(
     positions, expected = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
     is_stated = "img_size" in arguments or "input_size" in overlay
     if not is_stated and positions is not None and positions.ndim == 3 and expected is not None:
-        # Accept a square grid of another size. `_load_weights` refuses other shapes.
+        # Accept a square token grid of another size. `_load_weights` refuses all other shapes.
         patch_embed: Any = plan.patch_embed
         own_patches = getattr(patch_embed, "num_patches", 0)
         num_patches = positions.shape[1] - expected.shape[1] + own_patches
@@ -295,16 +298,16 @@ def _create(
     device: str | None = None,
     suggest_name: bool = True,
 ) -> Any:
-    """Create a model of timm for RGB images, with dynamic image sizes if timm supports them.
+    """Create a timm model for RGB images, for dynamic image sizes if the model supports them.
 
     Args:
         name: timm's name of the architecture.
-        path: Weights file in error messages. None for random weights.
+        path: Weights file to name in error messages. None for random weights.
         arguments: Arguments of the model.
-        overlay: Values that replace those of timm's configuration of pretrained weights.
+        overlay: Values that replace entries of timm's `pretrained_cfg`.
         pretrained: Whether to load `overlay["state_dict"]`.
-        device: "meta" for a model without memory for its weights.
-        suggest_name: Whether an error suggests the name of another architecture.
+        device: "meta" for a model whose weights use no memory. None for the default device.
+        suggest_name: Whether error messages suggest using another architecture.
     """
     build = partial(
         timm.create_model,
@@ -333,7 +336,7 @@ def _create(
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
         raise CheckpointError(
-            f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
+            f"{path or f'timm:{name}'} is a {name} for images with {channels} channels, expected 3 "
             "(RGB); use another encoder"
         )
     return model
@@ -348,12 +351,13 @@ def timm_encoder(
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
 ) -> Encoder:
-    """Freeze a model of timm as an encoder. `keys` are its `loaded_keys` and `total_keys`.
+    """Freeze a timm model, and return it as an encoder.
 
-    In each block, separate layers of queries, keys and values are joined in place, as `attn.qkv`.
+    `keys` contains the `loaded_keys` and `total_keys` of the encoder. In each block, separate
+    layers for queries, keys and values are joined in place as `attn.qkv`.
 
     Raises:
-        CheckpointError: The blocks of the model do not return features of every patch.
+        CheckpointError: The blocks do not return one feature per patch, or patches are not square.
     """
     published = model.pretrained_cfg
     published.pop("state_dict", None)
@@ -381,7 +385,7 @@ def timm_encoder(
     _join_queries_keys_values(module.blocks)
     height, width = native_size(model)
     if traced is not None and traced.any_size:
-        # Some ConvNets were trained at sizes such as 176, which are no multiple of the stride.
+        # Some ConvNets were trained at sizes such as 176, which are not multiples of the stride.
         coarsest = max(traced.strides)
         height, width = (max(1, round(side / coarsest)) * coarsest for side in (height, width))
     described = describe_library_model(model, "timm", architecture)
@@ -422,14 +426,14 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Let `attn.qkv` compute the queries, keys and values of each block, including their biases.
+    """Make `attn.qkv` compute the queries, keys and values of each block, including biases.
 
-    Some attention layers of timm add the biases outside of `qkv`. Others have three layers in place
-    of `qkv`. The outputs of both stay the same up to rounding. Blocks with other layers, or with
+    Some timm attention modules add the biases outside of `qkv`. Others have three separate layers
+    instead of `qkv`. Their outputs stay the same up to rounding. Blocks with other layers, or with
     fewer keys than queries, are not changed.
     """
     for block in blocks:
-        # The layers and their types differ from model to model.
+        # The attributes and their types differ between models.
         attention: Any = getattr(block, "attn", None)
         if getattr(attention, "qkv", None) is not None:
             biases: list[Any] = [getattr(attention, f"{part}_bias", None) for part in "qkv"]
@@ -455,8 +459,12 @@ def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
         attention.q_proj = attention.k_proj = attention.v_proj = None
 
 
-def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
-    """Add the position of [CLS] to the [CLS] token of a DINOv2 with registers, as timm does."""
+def _convert_dinov2_registers(weights: Weights) -> dict[str, Tensor]:
+    """Convert the weights of a DINOv2 with registers to timm's form.
+
+    The position of [CLS] is added to the [CLS] token, and the registers are renamed. Other weights
+    are returned unchanged.
+    """
     converted = dict(weights)
     positions, cls_token = weights.get(_POSITIONS), weights.get("cls_token")
     if "register_tokens" not in weights or positions is None or cls_token is None:
@@ -469,10 +477,11 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
 
 
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
-    """Raise an error if a tensor of the model is not that of the file, such as a random one.
+    """Raise an error if a tensor of the model was not loaded from the file.
 
-    A tensor whose name is in the file must equal the tensor of the file. timm renames, joins and
-    splits tensors, so each number of another tensor must occur somewhere in the file, or be zero.
+    A tensor whose name is in the file must equal the file's tensor of this name. timm may rename,
+    join and split tensors. Therefore, for any other tensor, each of its numbers must occur
+    somewhere in the file or be zero.
     """
     own = model.state_dict()
     changed = {
@@ -493,9 +502,9 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 
 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
-    """Return the number of blocks in each stage, and the width of the first convolution.
+    """Return the number of blocks in each stage, and the output width of the first convolution.
 
-    Only blocks whose tensors are named as in timm are counted.
+    Only blocks whose tensors have timm's names are counted.
     """
     names = (re.match(r"((?:(?:layers|stages)\.\d+\.)?blocks\.)(\d+)\.\D", n) for n in weights)
     blocks = sorted({(match[1], match[2]) for match in names if match})
@@ -504,14 +513,14 @@ def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
 
 
 def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> None:
-    """Raise an error if the numbers of blocks in the file and in the architecture differ."""
+    """Raise an error if the file and the architecture have different numbers of blocks."""
     depths, width = _depths_and_width(weights)
     expected, expected_width = _depths_and_width(plan.state_dict())
     if depths == expected or len(depths) != len(expected) or width != expected_width:
         return
     different = f'"depths": {depths}' if len(depths) > 1 else f'"depth": {depths[0]}'
     advice, bare_file = advise_model_folder(path, different, name), ()
-    # The ViT of this suite has any depth.
+    # The ViT of this suite can have any depth.
     plain = VisionTransformer(depth=1, num_classes=0).state_dict().keys()
     if plain == {re.sub(r"^blocks\.\d+", "blocks.0", tensor) for tensor in weights}:
         known: Any = plan.pretrained_cfg
@@ -525,10 +534,10 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
 
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
-    """Return an error that names the first three tensors that do not fit."""
+    """Return an error that lists the first three tensors that do not fit."""
     differences = "; ".join(
-        f"{tensor} is {shape_text(weights[tensor]) if tensor in weights else 'not in the file'}, "
-        f"expected {shape_text(value)}"
+        f"{tensor} is {format_shape(weights[tensor]) if tensor in weights else 'not in the file'}, "
+        f"expected {format_shape(value)}"
         for tensor, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -541,12 +550,12 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
 
 
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
-    """Return the bits of all numbers in float32 as integers, so that NaN equals NaN."""
+    """Return the bit patterns of all numbers in float32 as integers, so that NaN equals NaN."""
     return value.detach().float().contiguous().flatten().view(torch.int32)
 
 
 def _contains(numbers: Int[np.ndarray, " numbers"], bits: Int[Tensor, " some"]) -> bool:
-    """Whether all `bits` occur in `numbers`, which must be in ascending order."""
+    """Return whether all `bits` occur in `numbers`, which must be in ascending order."""
     wanted = np.sort(bits.numpy())
     places = np.searchsorted(numbers, wanted).clip(max=len(numbers) - 1)
     return bool((numbers[places] == wanted).all())

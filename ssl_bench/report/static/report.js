@@ -1,6 +1,6 @@
 "use strict";
 
-// Sort a table by the column whose head is clicked.
+// Sort a table by the column whose heading is clicked.
 function sortKey(cell, isNumber) {
   const text = cell.dataset.v ?? cell.textContent.trim();
   if (!isNumber) return text;
@@ -78,7 +78,7 @@ function showRecords(numbers) {
   dialog.scrollTop = 0;
 }
 
-// Let readers choose an image and a block, which are the same for all sides.
+// Let readers choose an image and a block, which all encoders of the viewer then show.
 function setUpViewer(viewer) {
   const data = JSON.parse(viewer.querySelector("script").textContent);
   const image = viewer.querySelector("select");
@@ -109,11 +109,11 @@ function setUpViewer(viewer) {
   for (const button of viewer.querySelectorAll("button[data-step]")) {
     button.addEventListener("click", () => step(Number(button.dataset.step)));
   }
-  // Browsers keep choices after a reload.
+  // Update the pictures now, because browsers keep the choices after a reload.
   show();
 }
 
-// Show a clicked picture in a dialog: small ones enlarged, large ones in full size.
+// Show a clicked picture in a dialog. Small pictures are enlarged, large ones have full size.
 function showPicture(link) {
   const dialog = document.getElementById("picture");
   const place = dialog.querySelector("div");
@@ -130,13 +130,13 @@ function showPicture(link) {
   dialog.querySelector("h2").textContent = large.alt;
   const alone = document.createElement("a");
   alone.href = link.href;
-  alone.textContent = "Open the picture alone";
+  alone.textContent = "Open only the picture";
   dialog.querySelector("p").replaceChildren(alone);
   dialog.showModal();
   place.scrollTo(0, 0);
 }
 
-// Mark tables that are wider than their place, and those with more columns to the right.
+// Mark tables that are wider than their container, and those with hidden columns to the right.
 function markCut() {
   for (const place of document.querySelectorAll("main .scroll")) {
     place.classList.toggle("cut", place.scrollWidth > place.clientWidth + 1);
@@ -148,8 +148,8 @@ document.addEventListener("scroll", markCut, { capture: true, passive: true });
 document.addEventListener("toggle", markCut, { capture: true });
 window.addEventListener("resize", markCut);
 
-// Let an encoder stand out in all charts of the overview: while the pointer is over its name or
-// curve, or after its name is pressed.
+// Highlight an encoder in all charts of the overview while the pointer is over its name or curve,
+// or after its name is clicked.
 const overview = document.getElementById("overview");
 let pressed = null;
 function focusOn(number) {

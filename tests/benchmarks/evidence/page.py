@@ -1,16 +1,24 @@
 """Generate the pages and figures about the experiments from the records of the runs.
 
 results/tables/evidence.md has a line for each claim, and evidence_runs.md describes the runs.
-results/figures/evidence_ROW.svg shows rows that were measured after every epoch.
+results/figures/evidence_ROW.svg shows the curves of a row that was measured after every epoch.
 """
 
 from pathlib import Path
 from statistics import fmean
 
 from ssl_bench.intervals import Interval
-from tests.benchmarks.evidence.claims import CLAIMS, Claim
+from tests.benchmarks.evidence.claims import CLAIMS
 from tests.benchmarks.evidence.rows import ROWS, patches_of, rate_runs, reported_of, seed_run
-from tests.benchmarks.evidence.verdicts import Found, Run, Runs, Verdict, first_run, verdict
+from tests.benchmarks.evidence.verdicts import (
+    Claim,
+    Measurement,
+    Run,
+    Runs,
+    Verdict,
+    first_run,
+    verdict,
+)
 
 _BEGINNING = """\
 # What this suite has shown
@@ -42,36 +50,29 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 
 def page(runs: Runs) -> str:
-    """Return the page of claims as Markdown."""
+    """Return the page about the claims as Markdown."""
     lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
 
-def _line(claim: Claim, found: Verdict) -> str:
-    says = f"{_sentence(claim.asks)} **{_sentence(claim.says)}** {claim.refuted}"
-    says += f" Limits: {claim.limits}." if claim.limits else ""
-    ours = [f"{arm} {value:.2f}" for arm, value in found.ours.items()]
-    cells = [
-        claim.name,
-        says,
-        claim.published_text(),
-        " / ".join(ours) or "-",
-        _DIRECTION.get(found.word, found.word),
-        "<br>".join(_difference(one) for one in found.found) or "-",
-        f"{found.hours:.1f}",
-        str(found.seeds),
-    ]
-    return f"| {' | '.join(cells)} |"
+def _line(claim: Claim, result: Verdict) -> str:
+    text = f"{_sentence(claim.comparison)} **{_sentence(claim.statement)}** {claim.refutation}"
+    text += f" Limits: {claim.limits}." if claim.limits else ""
+    ours = " / ".join(f"{arm} {value:.2f}" for arm, value in result.ours.items())
+    differences = "<br>".join(_difference(one) for one in result.measurements)
+    cells = [claim.name, text, claim.published_text(), ours or "-"]
+    cells += [_DIRECTION.get(result.word, result.word), differences or "-"]
+    return f"| {' | '.join([*cells, f'{result.hours:.1f}', str(result.seeds)])} |"
 
 
 def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _difference(found: Found) -> str:
-    seeds = _interval(found.over_seeds, "seeds")
-    images = _interval(found.over_images, "images")
-    return f"{found.text}: {found.value:.2f}{seeds}{images}"
+def _difference(one: Measurement) -> str:
+    seeds = _interval(one.over_seeds, "seeds")
+    images = _interval(one.over_images, "images")
+    return f"{one.text}: {one.value:.2f}{seeds}{images}"
 
 
 def _interval(interval: Interval | None, over: str) -> str:
@@ -95,16 +96,15 @@ _CURVES = {
 
 
 def runs_page(runs: Runs) -> str:
-    """Return the page of runs as Markdown."""
-    text = _RUNS_BEGINNING
-    text += "\n## Over the epochs\n"
+    """Return the page about the runs as Markdown."""
+    text = _RUNS_BEGINNING + "\n## Over the epochs\n"
     for row in figures(runs):
         lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
         arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
         text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
-    text += "".join(_compared(row, runs) for row in ROWS if ROWS[row].starts)
-    made = sorted({run["provenance"] for run in runs.values()})
-    return text + _RATES + _rates(runs) + "".join(f"\n{one}\n" for one in ["## Runs", *made])
+    text += "".join(_patch_table(row, runs) for row in ROWS if ROWS[row].starts)
+    provenance = sorted({run["provenance"] for run in runs.values()})
+    return text + _RATES + _rates(runs) + "".join(f"\n{one}\n" for one in ["## Runs", *provenance])
 
 
 _RATES = """
@@ -122,20 +122,20 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return table lines with the scores that chose each rate."""
+    """Return table lines with the scores that chose each learning rate."""
     lines = []
-    for row, asked in ROWS.items():
-        for arm in asked.arms if asked.chosen_by and len(asked.rates) > 1 else ():
-            scores = [runs[name][asked.chosen_by][-1] for name in rate_runs(row, arm)]
-            best = max(range(len(scores)), key=lambda number: scores[number])
-            said = [f"{r:g}: {s:.2f}" for r, s in zip(asked.rates, scores, strict=True)]
-            said[best] = f"**{said[best]}**"
+    for name, row in ROWS.items():
+        for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
+            scores = [runs[run][row.chosen_by][-1] for run in rate_runs(name, arm)]
+            best = scores.index(max(scores))
+            cells = [f"{rate:g}: {s:.2f}" for rate, s in zip(row.rates, scores, strict=True)]
+            cells[best] = f"**{cells[best]}**"
             edge = {0: "lowest", len(scores) - 1: "highest"}.get(best, "")
-            lines.append(f"| {row} | {arm} | {' / '.join(said)} | {edge} |\n")
+            lines.append(f"| {name} | {arm} | {' / '.join(cells)} | {edge} |\n")
     return "".join(lines)
 
 
-_COMPARED = """
+_PATCH_TABLE = """
 ## Skipless variants, {row}
 
 The table shows the percentage of patches after each block whose cosine with the mean patch of their
@@ -149,26 +149,24 @@ shows a variant that was trained for that many epochs of all images. The others 
 """
 
 
-def _compared(row: str, runs: Runs) -> str:
-    """Return a table of nearly equal patches in each block."""
+def _patch_table(row: str, runs: Runs) -> str:
+    """Return a table of the percentage of nearly equal patches in each block."""
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
         first = first_run(row, arm, runs)
         blocks = range(len(first["merged"]))
-        lines.append(_start(arm, options, first))
+        lines.append(_patch_line(arm, options, first))
         for name in reported_of(row, [arm]):
             epochs = f"{arm}, epoch {len(runs[name]['loss'])}"
-            lines.append(_start(epochs, "-", {**runs[name], **runs[patches_of(name)]}))
-    heading = " | ".join(str(block) for block in blocks)
-    table = _COMPARED.format(row=row, blocks=heading, lines="|".join("---:" for _ in blocks))
-    return table + "".join(lines)
+            lines.append(_patch_line(epochs, "-", {**runs[name], **runs[patches_of(name)]}))
+    heading, rule = " | ".join(map(str, blocks)), "|".join("---:" for _ in blocks)
+    return _PATCH_TABLE.format(row=row, blocks=heading, lines=rule) + "".join(lines)
 
 
-def _start(name: str, options: str, run: Run) -> str:
+def _patch_line(name: str, options: str, run: Run) -> str:
     knn = f"{run['knn'][-1]:.1f}" if "knn" in run else "-"
-    figures = [f"{run['loss'][-1]:.2f}", knn, f"{fmean(run['cosine']):.2f}"]
-    cells = [name, options, *figures, *(f"{one:.0f}" for one in run["merged"])]
-    return f"| {' | '.join(cells)} |\n"
+    cells = [name, options, f"{run['loss'][-1]:.2f}", knn, f"{fmean(run['cosine']):.2f}"]
+    return f"| {' | '.join([*cells, *(f'{one:.0f}' for one in run['merged'])])} |\n"
 
 
 def figure_name(row: str) -> str:
@@ -182,21 +180,20 @@ def figures(runs: Runs) -> list[str]:
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
     """Return the curves of a row: {metric: {(variant, seed): a value per epoch}}."""
-    found: dict[str, dict[tuple[str, int], list[float]]] = {}
-    for metric in _CURVES:
-        lines = {
-            (arm, seed): runs[name][metric]
-            for arm in ROWS[row].arms
-            for seed in ROWS[row].seeds
-            if runs.get(name := seed_run(row, arm, seed), {}).get(metric)
-        }
-        if lines:
-            found[metric] = lines
-    return found
+    reported = {
+        (arm, seed): runs.get(seed_run(row, arm, seed), {})
+        for arm in ROWS[row].arms
+        for seed in ROWS[row].seeds
+    }
+    panels = {
+        metric: {key: run[metric] for key, run in reported.items() if run.get(metric)}
+        for metric in _CURVES
+    }
+    return {metric: lines for metric, lines in panels.items() if lines}
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw a panel per metric and a line per seed. Equal runs give identical files."""
+    """Draw one panel for each metric and one line for each seed. Equal runs give equal files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -204,11 +201,9 @@ def draw(row: str, runs: Runs, file: Path) -> None:
 
     panels = curves(row, runs)
     with mpl.rc_context({"svg.hashsalt": row}):
+        size = (4.2 * len(panels) + 1.6, 3.4)
         figure, axes = pyplot.subplots(
-            *(1, len(panels)),
-            figsize=(4.2 * len(panels) + 1.6, 3.4),
-            layout="constrained",
-            squeeze=False,
+            1, len(panels), figsize=size, layout="constrained", squeeze=False
         )
         for axis, (metric, lines) in zip(axes[0], panels.items(), strict=True):
             arms = list(ROWS[row].arms)
@@ -219,7 +214,7 @@ def draw(row: str, runs: Runs, file: Path) -> None:
             axis.set(xlabel="epoch", ylabel=_CURVES[metric])
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.grid(alpha=0.3)
-        # Beside the panels, where it hides no curve.
+        # The legend is next to the panels, so that it hides no curve.
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside right upper", fontsize=7)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""The rows of experiments and the names of their runs. The runs' commits have the options."""
+"""The rows of experiments and the names of their runs.
+
+The options of the runs are in the repository at the commits that the runs name.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,15 +9,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """A question, answered by variants ("arms") that differ in one option each.
+    """A question that is answered by variants ("arms"), which differ in one option each.
 
     Attributes:
-        chosen_by: Held-out metric that chooses the learning rate; empty for the paper's rate.
-        seeds: Seeds of the reported runs; empty if the runs that choose the rate suffice.
+        chosen_by: Held-out metric that chooses the learning rate, or empty for the paper's rate.
+        seeds: Seeds of the reported runs. Without seeds, the runs that choose the rate are
+            reported.
         rates: Grid of learning rates.
         probed: Whether the encoders were probed and compared with random weights.
-        starts: For variants whose patches are compared, the options that differ from the first.
-        whole: Variants that were trained with the seeds; None for all.
+        starts: If patches are compared, the options of each variant that differ from the first.
+        whole: Variants that were trained with the seeds, or None for all.
     """
 
     arms: Sequence[str]
@@ -32,8 +36,8 @@ _UNIFORM, _UNSCALED, _GAINLESS, _IDENTITY = (
     f"model.init_options.{option}"
     for option in ("noise=uniform", "cancel_logit_scale=true", "suo_gain=false", "beta=3.0")
 )
-# Each removes one reason why patches merge without skips: attention that is far
-# from the identity, or an MLP that gives all tokens the same mean.
+# Without skips, the patches become equal if attention is far from the identity, or if the MLP
+# gives all tokens the same mean. Each variant removes one of these reasons.
 _APART = {
     "published": [],
     "no_logit_scale": [_UNSCALED],
@@ -55,44 +59,36 @@ ROWS = {
     "skipless_deep": Row(_with("soap", *_KINDS), "top1", seeds=(0,)),
     "readings": Row([*_with("adamw", *READINGS), *_with("soap", *READINGS)], "top1", seeds=()),
     "dino": Row(
-        [*_with("adamw", *_KINDS[:2]), *_with("soap", *_KINDS[:2])],
-        "knn",
-        seeds=(0,),
-        rates=(6.25e-5, 2.5e-4, 1e-3),
-        probed=True,
+        [*_with("adamw", *_KINDS[:2]), *_with("soap", *_KINDS[:2])], "knn", seeds=(0,),
+        rates=(6.25e-5, 2.5e-4, 1e-3), probed=True,
     ),
     "apart": Row(
-        list(_APART),
-        "knn",
-        seeds=(0,),
-        rates=(1e-3,),
-        probed=True,
+        list(_APART), "knn", seeds=(0,), rates=(1e-3,), probed=True, whole=("graying",),
         starts={name: " ".join([_UNIFORM, *options]) for name, options in _APART.items()},
-        whole=("graying",),
     ),
     "mimetic": Row(["default", "sinusoidal", "mimetic"], "top1", seeds=range(5)),
     "osa": Row(
-        [
-            *("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm"),
-            *("vit_cosine", "qr_cosine"),
-        ],
-        "",
-        seeds=(0, 1),
+        ["qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm", "vit_cosine",
+         "qr_cosine"],
+        "", seeds=(0, 1),
     ),
     "copying": Row(["mimetic", "default"], "", seeds=range(5)),
     "one_skip": Row(["both", "no_attention_skip", "no_mlp_skip"], "top1", seeds=(0, 1)),
     "covariance": Row(["uniform", "covariance"], "top1", seeds=range(5)),
-}
+}  # fmt: skip
 """Rows in the order of the experiments."""
 
 
 def rate_run(row: str, arm: str, rate: float) -> str:
-    """Return the name of a run that chose a rate."""
+    """Return the name of a run that chose a learning rate."""
     return f"{row}-{arm}-rate{rate:g}"
 
 
 def rate_runs(row: str, arm: str) -> list[str]:
-    """Return the names of the runs that choose a variant's rate; empty for the paper's rate."""
+    """Return the names of the runs that choose a variant's learning rate.
+
+    The list is empty if the variant uses the paper's learning rate.
+    """
     return [rate_run(row, arm, rate) for rate in (ROWS[row].rates if ROWS[row].chosen_by else ())]
 
 
@@ -117,7 +113,7 @@ def demo_of(name: str) -> str:
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of all records of some variants of a row."""
+    """Return the names of all records that belong to the given variants (`arms`) of a row."""
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
     patches = [patches_of(run) for run in reported] if ROWS[row].starts else []
@@ -126,7 +122,7 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the reported runs, without runs that only choose a rate."""
+    """Return the names of the reported runs, without the runs that only choose a rate."""
     trained = ROWS[row].whole
     named = [arm for arm in arms if trained is None or arm in trained]
     return [seed_run(row, arm, seed) for arm in named for seed in ROWS[row].seeds]

@@ -1,4 +1,7 @@
-"""Compute the verdict on each claim from the records of finished runs, without file access."""
+"""Rules that compute the verdict on a claim from the records of finished runs.
+
+The rules were fixed before any run. Later commits changed their wording only.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -10,24 +13,8 @@ import numpy as np
 
 from ssl_bench.intervals import Interval, bootstrap_estimate, mean_estimate
 from ssl_bench.models.loading.addresses import DEMO, NAMES
-from tests.benchmarks.evidence.claims import (
-    Above,
-    AboveRandom,
-    Apart,
-    Claim,
-    Contrast,
-    Outside,
-    SameBest,
-    Small,
-)
-from tests.benchmarks.evidence.rows import (
-    ROWS,
-    demo_of,
-    names_of,
-    probes_of,
-    rate_runs,
-    seed_run,
-)
+from ssl_bench.tables.published import load_published_table
+from tests.benchmarks.evidence.rows import ROWS, demo_of, names_of, probes_of, rate_runs, seed_run
 
 Word = Literal["supported", "refuted", "undecided"]
 Run = dict[str, Any]
@@ -36,7 +23,7 @@ Runs = Mapping[str, Run]
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """A mean or a difference that supports or refutes a claim.
 
     Attributes:
@@ -51,216 +38,320 @@ class Found:
     over_images: Interval | None = None
 
 
+Judgement = tuple[list[Measurement], Word]
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim and the numbers behind it.
+    """The verdict on a claim, and the numbers behind it.
 
     Attributes:
         ours: Mean score over seeds of each variant, by its name.
-        seeds: Number of seeds.
         hours: Core hours of all runs of these variants.
     """
 
     word: Word
-    found: Sequence[Found]
+    measurements: Sequence[Measurement]
     ours: Mapping[str, float]
     seeds: int
     hours: float
 
 
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of the scores of variants. The weights sum to 0."""
+
+    text: str
+    weights: Mapping[str, float]
+    metric: str = "top1"
+
+    def measure(self, row: str, runs: Runs) -> Measurement:
+        by_arm = {arm: seeds_of(row, arm, runs, self.metric) for arm in self.weights}
+        values = [
+            sum(weight * by_arm[arm][seed] for arm, weight in self.weights.items())
+            for seed in range(len(ROWS[row].seeds))
+        ]
+        over_images = self._over_images(row, runs)
+        return Measurement(self.text, fmean(values), over_seeds(values), over_images)
+
+    def _over_images(self, row: str, runs: Runs) -> Interval | None:
+        """Return the bootstrap interval over images, if there is one."""
+        total, seeds = 0.0, ROWS[row].seeds
+        for arm, weight in self.weights.items():
+            for seed in seeds:
+                hits = runs[seed_run(row, arm, seed)].get("hits")
+                if hits is None or self.metric != "top1":
+                    return None
+                bits = np.frombuffer(base64.b64decode(hits["bits"]), np.uint8)
+                total = total + weight * np.unpackbits(bits, count=hits["images"])
+        per_image = np.asarray(total)
+        scale = 100 / (len(seeds) * len(per_image))
+        # The estimate needs integers, and all weights are multiples of a half.
+        doubled = np.rint(2 * per_image).astype(np.int64)
+        scores = bootstrap_estimate(doubled, lambda sums: sums * (scale / 2)).sample_scores
+        if not np.ptp(scores) > 1e-9:
+            return None
+        low, high = np.quantile(scores, [0.025, 0.975])
+        return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Above:
+    """Supported if the intervals of all contrasts are above 0, refuted if one is below 0.
+
+    Attributes:
+        over: Whether the intervals are over seeds, or over the images of the only seed.
+        zero_refutes: Whether an interval that contains 0 refutes the claim, too. Otherwise, the
+            claim is then undecided.
+    """
+
+    contrasts: Sequence[Contrast]
+    over: Literal["seeds", "images"] = "seeds"
+    zero_refutes: bool = False
+
+    def judge(self, row: str, runs: Runs) -> Judgement:
+        measurements = [one.measure(row, runs) for one in self.contrasts]
+        over_seeds = self.over == "seeds"
+        intervals = [one.over_seeds if over_seeds else one.over_images for one in measurements]
+        return measurements, _judge_signs(intervals, zero_refutes=self.zero_refutes)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Supported if `last` of each group is below all others and below the interval of `near`.
+
+    Refuted if its mean is not the lowest, or not below that interval over seeds.
+
+    Attributes:
+        groups: (others, near, last) for each group. `near` is one of the others.
+    """
+
+    groups: Sequence[tuple[Sequence[str], str, str]]
+
+    def judge(self, row: str, runs: Runs) -> Judgement:
+        measurements: list[Measurement] = []
+        words: list[Word] = []
+        for others, near, last in self.groups:
+            measurements += [minus(one, last).measure(row, runs) for one in others]
+            scores = {arm: seeds_of(row, arm, runs, "top1") for arm in (*others, last)}
+            means = {arm: fmean(values) for arm, values in scores.items()}
+            interval = over_seeds(scores[near])
+            measurements.append(Measurement(f"mean of {near}", means[near], interval))
+            if means[last] >= min(means[one] for one in others):
+                words.append("refuted")
+            elif interval is None:
+                words.append("undecided")
+            else:
+                words.append("refuted" if means[last] >= interval[0] else "supported")
+        if "refuted" in words:
+            return measurements, "refuted"
+        return measurements, "supported" if set(words) == {"supported"} else "undecided"
+
+
+@dataclass(frozen=True)
+class SameBest:
+    """Supported if the same choice has the highest score in each group, otherwise undecided.
+
+    Attributes:
+        groups: For each group, the variant of each choice.
+    """
+
+    groups: Sequence[Mapping[str, str]]
+
+    def judge(self, row: str, runs: Runs) -> Judgement:
+        measurements, winners = [], []
+        for group in self.groups:
+            scores = {name: best_of_rates(row, arm, runs) for name, arm in group.items()}
+            first, second = sorted(scores, key=lambda name: -scores[name])[:2]
+            text = f"{group[first]} - {group[second]}"
+            measurements.append(Measurement(text, scores[first] - scores[second]))
+            winners.append(first)
+        return measurements, "supported" if len(set(winners)) == 1 else "undecided"
+
+
+@dataclass(frozen=True)
+class AboveRandom:
+    """Supported if all k-NN accuracies from block `first` on exceed those of random weights."""
+
+    first: int
+
+    def judge(self, row: str, runs: Runs) -> Judgement:
+        measurements = [
+            Measurement(f"{arm}, block {one['layer']}", one["difference"], over_images=one["ci95"])
+            for arm in ROWS[row].arms
+            for seed in ROWS[row].seeds
+            for one in runs[probes_of(seed_run(row, arm, seed))]["above_random"]
+            if one["layer"] >= self.first
+        ]
+        worst = min(
+            measurements, key=lambda one: one.over_images[0] if one.over_images else -np.inf
+        )
+        worst = replace(worst, text=f"lowest difference from random weights: {worst.text}")
+        return [worst], _judge_signs([one.over_images for one in measurements], zero_refutes=False)
+
+
+@dataclass(frozen=True)
+class Small:
+    """Supported if the file of every demonstration encoder has fewer bytes than `limit`."""
+
+    limit: int
+
+    def judge(self, _: str, runs: Runs) -> Judgement:
+        return [], "supported" if max(self.sizes(runs).values()) < self.limit else "refuted"
+
+    def sizes(self, runs: Runs) -> dict[str, int]:
+        return {f"{DEMO}:{name}": runs[demo_of(name)]["bytes"] for name in NAMES}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Supported if a variant keeps its patches different at a loss of at most that of `plain`.
+
+    The longer run uses a variant that satisfies the bound on the loss. Among these it is the one
+    whose patches have the lowest mean cosine with the mean patch of their image.
+
+    Attributes:
+        plain: Variant whose loss is the bound.
+        merged: In every block, less than this percentage of patches may be nearly equal.
+    """
+
+    plain: str
+    merged: float
+
+    def judge(self, row: str, runs: Runs) -> Judgement:
+        able = able_starts(row, self.plain, runs)
+        best = next(iter(able))
+        lost = able[best]["loss"][-1] - able[self.plain]["loss"][-1]
+        text = f"{best}, nearly equal patches in the worst block, %"
+        measurements = [
+            Measurement(text, max(able[best]["merged"])),
+            Measurement(f"{best} - {self.plain}, loss", lost),
+        ]
+        is_kept = any(max(run["merged"]) < self.merged for run in able.values())
+        return measurements, "supported" if is_kept else "refuted"
+
+
+Rule = Above | Outside | SameBest | AboveRandom | Small | Apart
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim about one row of runs, and its published values.
+
+    Attributes:
+        name: Name of the claim, with a letter if a row has several claims.
+        row: Name of the row of runs.
+        comparison: The comparison, as a phrase.
+        published: Table, row and column of each published value, if there are any.
+        statement: The claim, as a clause.
+        refutation: The outcome that refutes the claim, as a sentence.
+        published_statement: The published statement, if it is not a value of a table.
+        limits: Differences from the paper and open points, as a phrase, or empty.
+        also_shown: Variants that are shown but not compared.
+    """
+
+    name: str
+    row: str
+    comparison: str
+    published: Sequence[tuple[str, str, str]]
+    statement: str
+    refutation: str
+    rule: Rule
+    published_statement: str = ""
+    limits: str = ""
+    also_shown: Sequence[str] = ()
+
+    def published_text(self) -> str:
+        """Return the published values and their sources."""
+        tables = {name: load_published_table(name) for name, _, _ in self.published}
+        values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
+        sources = dict.fromkeys(
+            f"{one.paper.replace('_', ' ')}, {one.where}" for one in tables.values()
+        )
+        return (
+            f"{' / '.join(values)} ({'; '.join(sources)})" if tables else self.published_statement
+        )
+
+    def arms(self) -> list[str]:
+        """Return the variants of the claim in the order of its row."""
+        arms = list(ROWS[self.row].arms)
+        if not isinstance(self.rule, Above):
+            return arms
+        named = {*self.also_shown, *(arm for one in self.rule.contrasts for arm in one.weights)}
+        return [arm for arm in arms if arm in named]
+
+
+def minus(one: str, other: str, metric: str = "top1") -> Contrast:
+    """Return the difference between two variants as a contrast."""
+    text = f"{one} - {other}" + ("" if metric == "top1" else f", {metric}")
+    return Contrast(text, {one: 1.0, other: -1.0}, metric)
+
+
 def verdict(claim: Claim, runs: Runs) -> Verdict:
     """Return the verdict on a claim. All runs of its row must be finished."""
-    row, arms = claim.row, _arms(claim)
-    if isinstance(claim.rule, Small):
-        # Scores are megabytes. Another claim of the row counts the runs and their hours.
-        sizes = {f"{DEMO}:{name}": runs[demo_of(name)]["bytes"] for name in NAMES}
-        word: Word = "supported" if max(sizes.values()) < claim.rule.bytes else "refuted"
-        return Verdict(word, [], {name: size / 1e6 for name, size in sizes.items()}, 1, 0.0)
-    if isinstance(claim.rule, Apart):
-        # These variants are compared by their first runs only.
-        names = [name for arm in arms for name in rate_runs(row, arm)]
+    row, arms, rule = claim.row, claim.arms(), claim.rule
+    measurements, word = rule.judge(row, runs)
+    if isinstance(rule, Small):
+        # The sizes are in megabytes. Another claim of the row counts the runs and their hours.
+        return Verdict(
+            word, measurements, {n: size / 1e6 for n, size in rule.sizes(runs).items()}, 1, 0.0
+        )
+    names, seeds = names_of(row, arms), len(ROWS[row].seeds) or 1
+    if isinstance(rule, Apart):
+        # Only the first runs of these variants are compared.
+        names, seeds = [name for arm in arms for name in rate_runs(row, arm)], 1
         ours = {arm: fmean(first_run(row, arm, runs)["cosine"]) for arm in arms}
-        seeds = 1
+    elif not ROWS[row].seeds:
+        ours = {arm: best_of_rates(row, arm, runs) for arm in arms}
     else:
-        names, seeds = names_of(row, arms), len(ROWS[row].seeds) or 1
-        ours = _ours(claim, runs)
-    found, word = _judged(claim, runs)
-    return Verdict(word, found, ours, seeds, hours=sum(runs[name]["hours"] for name in names))
-
-
-def _judged(claim: Claim, runs: Runs) -> tuple[list[Found], Word]:
-    row = claim.row
-    match claim.rule:
-        case Small():
-            raise AssertionError("its files are not runs")
-        case Above() as rule:
-            found = [_contrast(row, one, runs) for one in rule.contrasts]
-            intervals = [
-                one.over_seeds if rule.over == "seeds" else one.over_images for one in found
-            ]
-            return found, _signs(intervals, zero_refutes=rule.zero_refutes)
-        case Outside() as rule:
-            return _outside(row, rule, runs)
-        case SameBest() as rule:
-            return _same_best(row, rule, runs)
-        case AboveRandom() as rule:
-            return _above_random(row, rule, runs)
-        case Apart() as rule:
-            return _apart(row, rule, runs)
+        metrics = ["top1", "loss"]
+        if isinstance(rule, Above):
+            metrics = list(dict.fromkeys(one.metric for one in rule.contrasts))
+        ours = {
+            arm if metric == "top1" else f"{arm}, {metric}": fmean(scores)
+            for arm in arms
+            for metric in metrics
+            if (scores := seeds_of(row, arm, runs, metric))
+        }
+    return Verdict(
+        word, measurements, ours, seeds, hours=sum(runs[name]["hours"] for name in names)
+    )
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """Return the last measured score of an arm for each seed."""
+    """Return the last measured score of a variant for each seed."""
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
-def _contrast(row: str, contrast: Contrast, runs: Runs) -> Found:
-    by_arm = {arm: seeds_of(row, arm, runs, contrast.metric) for arm in contrast.weights}
-    values = [
-        sum(weight * by_arm[arm][seed] for arm, weight in contrast.weights.items())
-        for seed in range(len(ROWS[row].seeds))
-    ]
-    over_images = _over_images(row, contrast, runs)
-    return Found(contrast.text, fmean(values), over_seeds(values), over_images)
-
-
 def over_seeds(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % Student t interval of a mean, or None without variance.
-
-    Args:
-        values: One value per seed.
-    """
+    """Return the 95 % Student t interval of a mean of one value per seed, or None for one seed."""
     margin = mean_estimate(np.array(values)).margin
     return None if np.isnan(margin) else (fmean(values) - margin, fmean(values) + margin)
 
 
-def _over_images(row: str, contrast: Contrast, runs: Runs) -> Interval | None:
-    """Return the bootstrap interval of a contrast over images, if there is one."""
-    total, seeds = 0.0, ROWS[row].seeds
-    for arm, weight in contrast.weights.items():
-        for seed in seeds:
-            hits = runs[seed_run(row, arm, seed)].get("hits")
-            if hits is None or contrast.metric != "top1":
-                return None
-            bits = np.frombuffer(base64.b64decode(hits["bits"]), np.uint8)
-            total = total + weight * np.unpackbits(bits, count=hits["images"])
-    per_image = np.asarray(total)
-    scale = 100 / (len(seeds) * len(per_image))
-    # The estimate counts whole numbers; weights are multiples of a half.
-    doubled = np.rint(2 * per_image).astype(np.int64)
-    drawn = bootstrap_estimate(doubled, lambda sums: sums * (scale / 2)).drawn
-    if not np.ptp(drawn) > 1e-9:
-        return None
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def _signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) -> Word:
+def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) -> Word:
     known = [one for one in intervals if one is not None]
     if any(high < 0 or (zero_refutes and low <= 0) for low, high in known):
         return "refuted"
-    whole = len(known) == len(intervals) and all(low > 0 for low, _ in known)
-    return "supported" if whole else "undecided"
-
-
-def _outside(row: str, rule: Outside, runs: Runs) -> tuple[list[Found], Word]:
-    found: list[Found] = []
-    words: list[Word] = []
-    for others, near, last in rule.groups:
-        found += [
-            _contrast(row, Contrast(f"{one} - {last}", {one: 1.0, last: -1.0}), runs)
-            for one in others
-        ]
-        scores = {arm: seeds_of(row, arm, runs, "top1") for arm in (*others, last)}
-        means = {arm: fmean(values) for arm, values in scores.items()}
-        interval = over_seeds(scores[near])
-        found.append(Found(f"mean of {near}", means[near], interval))
-        if means[last] >= min(means[one] for one in others):
-            words.append("refuted")
-        elif interval is None:
-            words.append("undecided")
-        else:
-            words.append("refuted" if means[last] >= interval[0] else "supported")
-    if "refuted" in words:
-        return found, "refuted"
-    return found, "supported" if set(words) == {"supported"} else "undecided"
+    are_above = len(known) == len(intervals) and all(low > 0 for low, _ in known)
+    return "supported" if are_above else "undecided"
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """Return the highest held-out score of a variant over the rates."""
+    """Return the highest held-out score of a variant over the learning rates."""
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
-def _same_best(row: str, rule: SameBest, runs: Runs) -> tuple[list[Found], Word]:
-    found, winners = [], []
-    for group in rule.groups:
-        scores = {name: best_of_rates(row, arm, runs) for name, arm in group.items()}
-        first, second = sorted(scores, key=lambda name: -scores[name])[:2]
-        text = f"{group[first]} - {group[second]}"
-        found.append(Found(text, scores[first] - scores[second]))
-        winners.append(first)
-    return found, "supported" if len(set(winners)) == 1 else "undecided"
-
-
-def _above_random(row: str, rule: AboveRandom, runs: Runs) -> tuple[list[Found], Word]:
-    found = [
-        Found(f"{arm}, block {one['layer']}", one["difference"], over_images=one["ci95"])
-        for arm in ROWS[row].arms
-        for seed in ROWS[row].seeds
-        for one in runs[probes_of(seed_run(row, arm, seed))]["above_random"]
-        if one["layer"] >= rule.first
-    ]
-    worst = min(found, key=lambda one: one.over_images[0] if one.over_images else -np.inf)
-    worst = replace(worst, text=f"lowest difference from random weights: {worst.text}")
-    return [worst], _signs([one.over_images for one in found], zero_refutes=False)
-
-
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the only run that chose the rate of a variant."""
+    """Return the only run that chose the learning rate of a variant."""
     (name,) = rate_runs(row, arm)
     return runs[name]
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return first runs with at most the loss of `plain`, by rising cosine; see `Apart`."""
+    """Return the first runs whose loss is at most that of `plain`, by increasing mean cosine."""
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]
     able = {arm: run for arm, run in first.items() if run["loss"][-1] <= bound}
     return dict(sorted(able.items(), key=lambda one: fmean(one[1]["cosine"])))
-
-
-def _apart(row: str, rule: Apart, runs: Runs) -> tuple[list[Found], Word]:
-    able = able_starts(row, rule.plain, runs)
-    best = next(iter(able))
-    lost = able[best]["loss"][-1] - able[rule.plain]["loss"][-1]
-    found = [
-        Found(f"{best}, nearly equal patches in the worst block, %", max(able[best]["merged"])),
-        Found(f"{best} - {rule.plain}, loss", lost),
-    ]
-    kept = any(max(run["merged"]) < rule.merged for run in able.values())
-    return found, "supported" if kept else "refuted"
-
-
-def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
-    """Return the mean score over seeds of each variant of a claim."""
-    if not ROWS[claim.row].seeds:
-        return {arm: best_of_rates(claim.row, arm, runs) for arm in _arms(claim)}
-    metrics = ["top1", "loss"]
-    if isinstance(claim.rule, Above):
-        metrics = list(dict.fromkeys(one.metric for one in claim.rule.contrasts))
-    return {
-        arm if metric == "top1" else f"{arm}, {metric}": fmean(scores)
-        for arm in _arms(claim)
-        for metric in metrics
-        if (scores := seeds_of(claim.row, arm, runs, metric))
-    }
-
-
-def _arms(claim: Claim) -> list[str]:
-    """Return the variants of a claim in the order of its row."""
-    arms = list(ROWS[claim.row].arms)
-    if not isinstance(claim.rule, Above):
-        return arms
-    named = {*claim.beside, *(arm for one in claim.rule.contrasts for arm in one.weights)}
-    return [arm for arm in arms if arm in named]

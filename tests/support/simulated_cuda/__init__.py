@@ -2,11 +2,11 @@
 
 `python -m pytest -p tests.support.simulated_cuda.plugin -m gpu` runs tests on it.
 
-Every tensor is a CPU tensor whose storage records its simulated device. The mode `TorchFunctions`
+Every tensor is a CPU tensor whose storage records the simulated device. The mode `TorchFunctions`
 makes `device`, `to`, `numpy` and the functions that create tensors behave as on a real device. The
 mode `Operators` sees each operator, forward and backward. It refuses mixed devices and operators
-without a kernel, and counts waits and copies by file and line. `simulation` replaces functions of
-`torch.cuda`.
+without a kernel, and counts waits and copies by file and line. The module `simulation` replaces
+functions of `torch.cuda`.
 
 Not simulated: rounding (TF32, atomic additions), autocast, speed, memory, races, errors of cuBLAS,
 cuSOLVER and NCCL, compiled code (nothing is compiled), and several devices or processes (a tensor

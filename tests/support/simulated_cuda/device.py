@@ -1,8 +1,8 @@
-"""Record the simulated device of each tensor, check every operator, and count waits and copies.
+"""Record the simulated device of each tensor, check every operator, and count what costs time.
 
-A `Ledger` counts waits and copies by line of code. `Operators` checks each operator, forward and
-backward, and records the device of the results. `TorchFunctions` intercepts functions of torch that
-report, change or receive a device.
+A `Ledger` counts waits and copies by line of code, and launches of kernels by operator. `Operators`
+checks each operator, forward and backward, and records the device of the results. `TorchFunctions`
+intercepts functions of torch that report, change or receive a device.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The real device of a tensor, which the modes do not change.
+# Function that returns the real device of a tensor. The modes do not intercept it.
 _true_device = torch._C.TensorBase.device.__get__
 
 
@@ -52,10 +52,10 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def put(tensor: Tensor, place: Place) -> Tensor:
-    """Set the place of a tensor and of all that share its storage."""
+    """Set the place of a tensor and of all tensors that share its storage."""
     storage = storage_of(tensor)
     if storage is not None:
-        # torch keeps the Python object of a storage, with its attributes, as long as the storage.
+        # The Python object of a storage, including its attributes, lives as long as the storage.
         vars(storage)["place"] = place
     return tensor
 
@@ -76,7 +76,7 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has values. Those on "meta" have none."""
+    """Return whether a tensor has values. Tensors on "meta" have none."""
     return _true_device(tensor).type == "cpu"
 
 
@@ -111,9 +111,11 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts since the start of the process, by "FILE:LINE operation".
+    """Counts since the start of the process, by "FILE:LINE operation" or by operator.
 
     Attributes:
+        launches: Operators that compute something on the device, by name. On a real device, an
+            operator may launch several kernels, and torch.compile joins operators.
         waits: Waits of the host until the device has finished all its work.
         uploads: Copies to the device that are blocking or from unpinned memory. All but the
             smallest also make the host wait.
@@ -121,6 +123,7 @@ class Ledger:
         pending_copies: Unfinished copies to pinned memory, as pairs (target, values).
     """
 
+    launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     pinned_uploads: Counter[str] = field(default_factory=Counter)
@@ -150,7 +153,7 @@ class Ledger:
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
         """Yield the counts of this context, which are complete when it ends."""
-        names, counts = ("waits", "uploads", "pinned_uploads"), Ledger()
+        names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
         for name in names:
@@ -210,7 +213,7 @@ INDEXING = frozenset(
         "_unsafe_index_put",
     )
 )  # fmt: skip
-# These accept a host scalar among device tensors, as pointwise operators do.
+# These operators accept a host scalar among device tensors, as pointwise operators do.
 _TAKES_SCALARS = INDEXING | frozenset(
     f"aten::{name}"
     for name in (
@@ -218,7 +221,7 @@ _TAKES_SCALARS = INDEXING | frozenset(
         "_foreach_mul", "_foreach_mul_", "_foreach_add_", "_foreach_div", "_foreach_div_",
     )
 )  # fmt: skip
-# These neither compute nor copy anything.
+# These operators neither compute nor copy anything.
 BOOKKEEPING = frozenset(
     f"aten::{name}"
     for name in ("detach", "detach_", "alias", "lift_fresh", "is_pinned", "_pin_memory", "set_")
@@ -322,7 +325,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Create tensors in this place if no argument is a tensor."""
+    """Inside a `with` block, create tensors in `place` if no argument is a tensor."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -343,6 +346,8 @@ class Operators(TorchDispatchMode):
         places = [_place_of_storage(storage) for storage in storages]
         if Place.DEVICE in places:
             name = func._schema.name
+            if name not in BOOKKEEPING and not func.is_view:
+                LEDGER.launches[name] += 1
             if name == "aten::copy_":
                 if _copy_later(args, options):
                     return args[0]
@@ -356,7 +361,7 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Count a copy. If it completes only at the next wait, start it and return True."""
+    """Count a copy. If the copy completes only at the next wait, start it and return True."""
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
     places = place_of(source), place_of(target)
@@ -417,7 +422,7 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
-    """Return whether a mask assigns one value. Its elements are then not counted."""
+    """Return whether an assignment with a mask writes a single value, which needs no count."""
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
 
@@ -443,7 +448,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Put new tensors where their sources are. Views of the sources are there already."""
+    """Set the place of new tensors to that of their sources. Views already share it."""
     known = {id(storage) for storage in sources}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
@@ -466,7 +471,7 @@ Arguments = Sequence[Any]
 Options = dict[str, Any]
 # The index of the current device, which `torch.cuda.set_device` sets.
 CURRENT = [0]
-# These receive values of Python or of the host, which must be uploaded.
+# These functions receive values of Python or of the host, which must be uploaded.
 _CARRY_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
@@ -487,7 +492,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a function without a special rule. Put its result on the device it names."""
+    """Call a function that has no special rule. Its `device` argument determines the place."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -500,7 +505,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates tensors, and put its result in a place."""
+    """Call a function that creates tensors, and record `place` as the place of the result."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -515,7 +520,7 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Return the argument moved if it is a tensor. Otherwise count an upload."""
+    """Move the first argument if it is a tensor, and return it. Otherwise count an upload."""
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
@@ -571,7 +576,7 @@ def _numpy(func: Callable, args: Arguments, options: Options) -> Any:
 def _tolist(func: Callable, args: Arguments, options: Options) -> Any:
     if is_on_device(args[0]):
         LEDGER.wait("values read one by one")
-    # It would be counted once per value, but a device makes a single copy.
+    # The operator would be counted once per value, but a device makes a single copy.
     return _without_dispatch(func, args, options)
 
 
@@ -603,12 +608,12 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
     classes = args[1] if len(args) > 1 else options.get("num_classes", -1)
     if classes < 0:
         return func(*args, **options)
-    # On the host it also reads values, but not on a device.
+    # On the host, the function also reads values, but not on a device.
     return put(_without_dispatch(func, args, options), place_of(args[0]))
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass with this mode on for its Python code."""
+    """Run the backward pass with this mode enabled for the Python code in it."""
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options
