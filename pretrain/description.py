@@ -37,7 +37,7 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps")
 
 
 def describe(component: Any) -> Any:
-    """Return a component as plain values. A dataclass becomes a mapping with a `_target_`."""
+    """Return a component as plain values. A dataclass becomes a mapping with the key `_target_`."""
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
         return {"_target_": _get_target(component)} | values
@@ -85,7 +85,10 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences that affect the weights, as strings such as "train.seed: 3 -> 4"."""
+    """Compare two descriptions of a run. Return the differences that affect the weights.
+
+    A difference is a string such as "train.seed: 3 -> 4".
+    """
     old, new = _flatten(before), _flatten(now)
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
@@ -97,7 +100,7 @@ def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings, and join their keys with dots."""
+    """Flatten nested mappings, and join the nested keys with dots."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -70,11 +70,11 @@ class TrainingRanks:
         return values
 
     def raise_on_all(self, error: Exception | None = None) -> None:
-        """Raise an error in all processes if any process passes one.
+        """Raise an error in all processes if at least one process passes one.
 
         All processes must call this method the same number of times. If there are several
-        processes, the raised error has `is_raised_on_all_ranks = True`. If such an error is passed,
-        it is raised again without communication.
+        processes, the raised error has `is_raised_on_all_ranks = True`. An error that already has
+        this attribute is raised again without communication.
 
         Args:
             error: Error of this process, or None.
@@ -108,7 +108,7 @@ class TrainingRanks:
 
     @contextmanager
     def fail_together(self) -> Generator[None]:
-        """Run a `with` block in all processes. If it fails in one of them, raise in all of them.
+        """Inside a `with` block, turn an error in one process into an error in all processes.
 
         The error is raised at the end of the block.
         """
@@ -135,7 +135,10 @@ class TrainingRanks:
         return cast(T, results[0])
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, ordered by rank. The values should be small."""
+        """Return the values that all processes pass, ordered by rank.
+
+        The values should be small.
+        """
         if self.world_size == 1:
             return [value]
         self.raise_on_all()

@@ -283,7 +283,7 @@ class ProgressBar:
             self.say(f"{position}  {metrics}  {self._bar.format_interval(left)} left")
 
     def say(self, line: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line above the progress bar, so that the bar stays at the bottom."""
         if not self._quiet:
             self._bar.write(escape_unprintable(line), file=sys.stderr)
 
@@ -308,7 +308,7 @@ class Clock:
 
     @contextmanager
     def count_waiting(self) -> Generator[None]:
-        """Count the duration of a `with` block as waiting for data."""
+        """Count the time that a `with` block takes as waiting for data."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start

@@ -67,14 +67,16 @@ def out_of_memory_error(
 
 
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the smallest tried `train.accumulation` for which a micro-batch fits into memory.
+    """Find a larger value of `train.accumulation` with which a micro-batch fits into memory.
 
-    Each tried value divides the images equally and is at least twice the previous one.
+    The result is the smallest of the values that are tried. Each of them divides the images equally
+    and is at least twice the previous one.
 
     Args:
         images: Number of images that one process computes in a step.
-        accumulation: Number of micro-batches for which memory has run out. It divides `images`.
-        fits: Function that returns whether a micro-batch with a number of images fits into memory.
+        accumulation: Number of micro-batches with which memory has run out. It divides `images`.
+        fits: Function that returns whether a micro-batch with this number of images fits into
+            memory.
 
     Returns:
         The accumulation, or None if not even a micro-batch of a single image fits.

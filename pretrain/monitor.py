@@ -156,8 +156,8 @@ class Monitor:
         val = _draw_subset(all_val, self.val_images)
         if self.knn_epochs is not None and self.neighbours > len(train):
             raise ConfigurationError(
-                f"monitor.neighbours must be at most the {len(train)} training images, got "
-                f"{self.neighbours}",
+                f"monitor.neighbours must be at most {len(train)}, the number of the monitor's "
+                f"training images, got {self.neighbours}",
                 hint=(f"monitor.neighbours={len(train)}",),
             )
         fitted = [images] if data.labels else []
@@ -172,9 +172,9 @@ class Monitor:
                 )
             if images.class_names != val.class_names:
                 raise ConfigurationError(
-                    f"monitor.accuracy_epochs expects the {len(images.class_names)} classes of the "
-                    f"run in monitor.root, got {len(val.class_names)} classes, or classes with "
-                    "other names"
+                    "monitor.accuracy_epochs needs the same class names in monitor.root "
+                    f"({len(val.class_names)} classes) as in the training images "
+                    f"({len(images.class_names)} classes)"
                 )
         return Evaluator(
             self,
@@ -320,7 +320,7 @@ class Evaluator(PeriodicEvaluation):
         return paths
 
     def _compute_logits(self) -> LabelledFeatures:
-        """Return the logits of the head of a supervised run for the validation images."""
+        """Return the logits of a supervised run's head for the validation images."""
         assert isinstance(self.learner, SupervisedLearner)
         return self._compute_outputs(self.val, self.learner.classify)
 
@@ -359,7 +359,7 @@ class Evaluator(PeriodicEvaluation):
     def _compute_outputs(
         self, images: ImageSet, compute: Callable[[Images], Tensor]
     ) -> LabelledFeatures:
-        """Return the output of `compute` for the central crop of each image, and the labels."""
+        """Apply `compute` to the central crop of each image. Return its outputs, and the labels."""
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
 
@@ -392,7 +392,7 @@ def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
 def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
-    """Return how many classes the classifier ranks higher than the true class of each image.
+    """Return how many classes the classifier ranks above the true class of each image.
 
     If classes have equal logits, the class with the lower index ranks higher.
     """
@@ -401,12 +401,12 @@ def rank_true_classes(
 
 
 def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
-    """Return the percentage of true values, or NaN for None."""
+    """Return the percentage of values that are true, or NaN if there are no values (None)."""
     return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 
 def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
-    """Return a short description of the training, to compare it with that of a paper.
+    """Summarise how a run was trained, so that readers can compare it with the training in a paper.
 
     An example is "100 epochs, batch 512, AdamW at 0.001".
 

@@ -99,11 +99,11 @@ class DataOptions:
         return (a, b, c), (d, e, f)
 
     def open(self) -> ImageSet:
-        """Find all training images, without reading them.
+        """Find all training images, without reading their content.
 
         Raises:
             DataError: There are no images.
-            ConfigurationError: Labels are required and the toy scenes have none.
+            ConfigurationError: Labels are required, but the toy scenes have none.
         """
         if self.labels and self.root is None:
             raise ConfigurationError(
@@ -126,9 +126,10 @@ class DataOptions:
         return limit_images(images, self.limit) if self.limit else images
 
     def describe_unreadable_images(self, images: ImageSet) -> str:
-        """Return a line about unreadable images in a set of at most 2,000, or "" if there are none.
+        """Read up to 2,000 training images, and return a line about those that cannot be read.
 
-        The line is also empty for the toy scenes and for larger sets.
+        The line is empty if all images can be read. It is also empty for the toy scenes and for
+        larger sets, which are not read.
         """
         if self.root is None or len(images) > _MAX_CHECKED_IMAGES:
             return ""
@@ -257,13 +258,13 @@ class TrainOptions:
             )
 
     def should_keep(self, epoch: int) -> bool:
-        """Return whether the encoder after this epoch is kept in its own file."""
+        """Return whether the encoder that the run has after this epoch is kept in its own file."""
         return epoch in (self.keep_epochs or ()) or (
             self.keep_every is not None and epoch % self.keep_every == 0
         )
 
     def resolve_batch_size(self, num_images: int) -> "TrainOptions":
-        """Return these options with a batch size. If it is None, it becomes the default.
+        """Return a copy of these options in which a batch size of None is replaced by the default.
 
         The default depends only on the number of images, so that a command gives the same results
         on every machine.
@@ -280,12 +281,12 @@ class TrainOptions:
 
     @property
     def batch(self) -> int:
-        """Return the batch size, which `resolve_batch_size` must have set."""
+        """Return the batch size. Use this only after `resolve_batch_size`, which sets it."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 
     def timeline(self, num_images: int) -> Timeline:
-        """Return the planned length of a run over a number of images.
+        """Return the planned length of a run that trains on this number of images.
 
         Raises:
             ConfigurationError: There are fewer images than the batch size.

@@ -32,17 +32,17 @@ from ssl_bench.system.output import format_size, say
 
 @dataclass(frozen=True)
 class Pretraining:
-    """A pretraining run.
+    """The plan of a pretraining run.
 
     Attributes:
-        model: The encoder. Its image size is replaced by `data.image_size`, if that is set.
+        model: The encoder. If `data.image_size` is set, it replaces the image size of the model.
         objective: What the encoder is trained for.
         optimizer: The optimizer and its hyperparameters.
         data: The training images.
         train: Length, speed and numerics of the training.
         monitor: Evaluation of the encoder during the run. By default there is none.
-        init_from: Address of a checkpoint with whose weights the encoder starts, in the form that
-            `load_encoder` accepts. The default is random weights.
+        init_from: Address of the checkpoint whose weights the encoder starts from, in a form that
+            `load_encoder` accepts. By default, the weights are random.
     """
 
     model: EncoderConfig = field(default_factory=ViTConfig)
@@ -59,8 +59,8 @@ class Pretraining:
             for name, options in (("data", self.data), ("monitor", self.monitor)):
                 if options != type(options)():
                     raise ConfigurationError(
-                        f"the keys {name}.* and --data-root are about images, but this objective "
-                        "generates its training data. Leave them out"
+                        f"{name}.* and --data-root apply only to training on images, but this "
+                        "objective generates its own training data. Remove these options"
                     )
         elif not self.model.reads_images:
             raise ConfigurationError(
@@ -73,7 +73,7 @@ class Pretraining:
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Return the configuration of the encoder, with the size of the large crops."""
+        """Return the configuration of the encoder, with the image size that the run uses."""
         if not self.model.reads_images:
             return self.model
         return replace(self.model, image_size=self.data.image_size or self.model.image_size)
@@ -90,7 +90,7 @@ class Pretraining:
         return self.data.open()
 
     def resolve_batch_size(self, num_images: int) -> "Pretraining":
-        """Return this run with a batch size. If it is None, it becomes the default.
+        """Return a copy of this plan in which a batch size of None is replaced by the default.
 
         Args:
             num_images: Number of training images.

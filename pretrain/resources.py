@@ -49,7 +49,7 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of equal shape and dtype on the device "meta", without values."""
+    """Return a tensor of the same shape and dtype on the device "meta", which stores no values."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
@@ -83,9 +83,9 @@ def _count_convolution_backward(
 
 @cache
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of a large matrix product on this device.
+    """Measure the speed of a large matrix product on this device in FLOP/s.
 
-    The result is that of the fastest of three rounds.
+    The fastest of three rounds counts.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)
@@ -105,6 +105,6 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work. A CPU does not work asynchronously."""
+    """Wait until a GPU has finished its work. A CPU needs no wait."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

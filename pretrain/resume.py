@@ -61,7 +61,7 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return the content of `state.pt` except for the learner and the optimizer."""
+        """Return what `state.pt` contains besides the learner and the optimizer."""
         return {
             "step": self.step,
             "configuration": description,
@@ -76,7 +76,7 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Return the settings and digests of a run that are compared when it is resumed.
+    """Return the settings and digests that must be the same when a run is resumed.
 
     Args:
         plan: The run, with a batch size.
@@ -181,7 +181,7 @@ def restore_progress(
 
 
 def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
-    """Load the weights of the learner and the moments of the optimizer.
+    """Load the weights of the learner and the moments of the optimizer from a saved state.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.

@@ -35,13 +35,13 @@ class Timeline:
             )
 
     def get_epoch(self, step: int) -> int:
-        """Return the epoch of a step. Epochs and steps are counted from 0."""
+        """Return the epoch to which a step belongs. Epochs and steps are counted from 0."""
         return step // self.steps_per_epoch
 
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
-        """Return whether `num_steps` steps are a multiple of `epochs` epochs.
+        """Return whether `num_steps` steps complete a multiple of `epochs` epochs.
 
-        The result is False if `epochs` is None.
+        If `epochs` is None, the result is False.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 
@@ -106,10 +106,10 @@ class Triangle:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear change from `start` at step 0 to `end` at step `num_steps` - 1, which then remains.
+    """A linear change from `start` at step 0 to `end` at step `num_steps` - 1.
 
-    The official DINO changes the teacher temperature only once per epoch. For runs with one step
-    per epoch, its schedule has the same values.
+    Later steps have the value `end`. The official DINO changes the teacher temperature only once
+    per epoch. If a run has one step per epoch, both schedules have the same values.
     """
 
     start: float
@@ -156,9 +156,10 @@ class InitialPhase:
         steps = round(epochs * timeline.steps_per_epoch)
         if steps > timeline.total_steps:
             raise ConfigurationError(
-                f"{self.key}={epochs:g} are {steps} steps, but the run has only "
-                f"{timeline.total_steps} steps. Set fewer epochs, or use the default of "
-                f"{self.epochs:g} epochs and at most {100 * self.max_fraction:g} % of the run",
+                f"{self.key}={epochs:g} is {steps} steps, but the run has only "
+                f"{timeline.total_steps} steps. Set fewer epochs, or use the default, which is "
+                f"{self.epochs:g} epochs or {100 * self.max_fraction:g} % of the run, whichever is "
+                "shorter",
                 hint=(f"{self.key}=null",),
             )
         return steps

@@ -1,4 +1,4 @@
-"""Record signals that request a stop. The training loop then stops after the current step."""
+"""Record signals that ask a run to stop. The training loop then stops after the current step."""
 
 import signal
 from collections.abc import Generator
@@ -28,7 +28,10 @@ class StopRequest:
         return self.received is signal.SIGINT
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal, or raise an exception if the stop must not wait."""
+        """Record a signal.
+
+        If the stop must not wait for the end of the step, raise an exception.
+        """
         del frame
         if self.is_interrupt and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -38,7 +41,7 @@ class StopRequest:
 
     @contextmanager
     def raise_immediately(self) -> Generator[None]:
-        """Raise an exception at once if a signal arrives inside a `with` block.
+        """Inside a `with` block, raise an exception as soon as a signal arrives.
 
         Use this while there is nothing to save. A signal from before the block is raised, too.
 
@@ -62,7 +65,9 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Generator[StopRequest]:
-    """Record stop signals inside a `with` block, so that they do not end the process at once.
+    """Inside a `with` block, record signals that ask the run to stop.
+
+    Without this, such a signal would end the process at once.
 
     Yields:
         The request, whose attribute `received` is the last signal, or None.

@@ -169,7 +169,10 @@ class Trainer:
         return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
     def describe_rising_lr(self) -> str | None:
-        """Return a warning if the learning rate would rise to `train.final_lr`, or None if not."""
+        """Return a warning if the learning rate would rise to `train.final_lr`, or None if not.
+
+        This happens if the scaled learning rate of the optimizer is below `train.final_lr`.
+        """
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
             return None
@@ -239,20 +242,23 @@ class Trainer:
         return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], where: Bool[Tensor, ""]) -> None:
-        """Restore the batch statistics `before` the step if the scalar `where` is true."""
+        """Reset the batch statistics to `before`, their values before the step, if `where` is true.
+
+        `where` is a scalar on the device.
+        """
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(where.to(buffer.device), old, buffer))
 
 
 @contextmanager
 def use_deterministic_operations(is_required: bool) -> Generator[None]:
-    """Allow only operations with bitwise reproducible results inside a `with` block, if required.
+    """Inside a `with` block, allow only operations with bitwise reproducible results, if required.
 
     Two runs then give bitwise identical results on devices of the same kind with the same version
-    of torch. CPUs do not need this context.
+    of torch. On CPUs this holds without the function.
 
     Args:
-        is_required: Whether to change anything.
+        is_required: Whether the operations are restricted. If it is false, nothing changes.
 
     Raises:
         ConfigurationError: An operation of the run has no deterministic implementation.

@@ -309,7 +309,7 @@ class Run:
                 yield micro_batch
 
     def _read_chunk(self, chunks: Iterator[Any]) -> Any:
-        """Return the next chunk of a micro-batch, and record which images were left out."""
+        """Return the next chunk of a micro-batch, and record which of its images were left out."""
         with self.clock.count_waiting():
             chunk = next(chunks)
         if isinstance(chunk, SslBenchError):
@@ -367,7 +367,10 @@ class Run:
 
     @contextmanager
     def _postpone_errors(self) -> Generator[None]:
-        """Store an error of this process. All processes raise it before the next step."""
+        """Inside a `with` block, store an error of this process. All processes raise it later.
+
+        This happens before the next step.
+        """
         try:
             yield
         except Exception as error:
@@ -425,9 +428,9 @@ class Run:
         """Save the training state and the encoder, unless a row shows that training has diverged.
 
         All processes must call this method together, because they exchange which images they have
-        left out. The process of rank 0 copies the state to host memory and writes it in a thread.
-        With `wait`, it also waits for the files. Without `wait`, a later step raises an error of
-        the disk.
+        left out. The process of rank 0 copies the state to host memory and lets a thread write it.
+        With `wait`, it also waits until the files are written. Without `wait`, an error of the disk
+        is raised at a later step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)

@@ -57,7 +57,7 @@ def no_running_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of real data, or skip the test if it is absent."""
+    """Return the folder with real datasets, or skip the test if it is absent."""
     default = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", default))
     if not folder.is_dir():
@@ -105,7 +105,10 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty cache of digests that is also used for files that have just been changed."""
+    """Use an empty cache of file digests, and return its folder.
+
+    Digests of files that have just been changed are cached, too.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
@@ -113,7 +116,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that receives the name of each file whose content is read."""
+    """Return a list to which the name of a file is added whenever its content is read."""
     names: list[str] = []
     original = fingerprints._read
 

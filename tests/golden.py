@@ -43,7 +43,7 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Return the values of all steps and records, by name."""
+    """Run all commands in a folder. Return their numbers by the name of the step or record."""
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
     for objective, options in OBJECTIVES.items():

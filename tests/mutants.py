@@ -42,7 +42,10 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces the first `old` in `file` by `new`. One of `tests` must fail."""
+    """A fault to plant: the first `old` in `file` becomes `new`.
+
+    At least one of `tests` must fail.
+    """
 
     name: str
     file: str
@@ -81,7 +84,10 @@ class FirstFailure:
 
 
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
-    """Run tests in this forked process. Send pytest's exit code and the first test that fails."""
+    """Run tests in the current process, which must be a fork.
+
+    Send pytest's exit code, and the name of the first test that fails, through `connection`.
+    """
     os.setsid()
     os.chdir(tree)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -124,7 +130,11 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 
 
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
-    """Return the result for a fault. `passing` has the tests known to pass without any fault."""
+    """Plant a fault in a copy of the checkout and run its tests. Return the outcome as text.
+
+    `passing` holds the tests that are known to pass without any fault. Newly verified tests are
+    added to it.
+    """
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
     try:
@@ -143,7 +153,7 @@ def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
 
 
 def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Print a line for each fault. Exit with 1 if any fault is not caught."""
+    """Check faults and print a line for each. Exit with 1 if any fault is not caught."""
     passing: set[str] = set()
     results = []
     for fault in faults:

@@ -86,7 +86,7 @@ def augment(
 def _change_colours_on_cpu(
     pixels: UInt8[Tensor, "views 3 height width"], params: AugmentationParams
 ) -> Images:
-    """Flip, jitter and convert views to grey, and compute each operation only where it is needed.
+    """Flip the views, jitter their colours and convert them to grey, each only where it is needed.
 
     For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `jitter_all`, which computes
     every jitter for every view. The results are bitwise identical.
@@ -150,7 +150,7 @@ def jitter(
     order: Int64[Tensor, "views kinds"],
     factors: Float32[Tensor, "views kinds"],
 ) -> None:
-    """Apply colour jitter in place, in the order of each view.
+    """Apply colour jitter to the views in place. Each view has its own order of the jitters.
 
     Args:
         images: Images with values in [0, 1].
@@ -238,7 +238,10 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
 
 
 def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "views {size} {size}"]:
-    """Return a matrix for each view. Row i has the weights of all pixels for blurred pixel i."""
+    """Return the matrix that blurs one axis, for each view.
+
+    Row i contains the weight of each pixel for the blurred pixel i.
+    """
     i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
     j = i.T
     # Pixel j contributes at its own distance, and at the distances of its two mirror images. A

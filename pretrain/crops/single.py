@@ -58,7 +58,10 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return an entry of `OPERATIONS` whose level may be negated: center + largest * level."""
+    """Return an entry of `OPERATIONS` with the argument center + largest * level.
+
+    The level may be negated.
+    """
     return lambda level: center + largest * level, True
 
 
@@ -87,7 +90,7 @@ _NAMES = list(OPERATIONS)
 
 @dataclass(frozen=True)
 class Mixture:
-    """The way in which a micro-batch is mixed with the same images in reverse order.
+    """The way in which a micro-batch is mixed with itself in reverse order.
 
     The first image is mixed with the last, the second with the last but one, and so on. If the
     number of images is odd, the middle image stays unchanged.
@@ -293,7 +296,7 @@ class SingleCrop(ViewMaker):
 
 
 def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
-    """Return the argument of an operation of RandAugment for a level in [0, 1].
+    """Return the argument of a RandAugment operation for a level in [0, 1].
 
     `negate` has no effect on operations whose level cannot be negated.
     """

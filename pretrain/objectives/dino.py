@@ -1,4 +1,4 @@
-"""DINO: a student network learns to predict a teacher network's output for other crops of an image.
+"""DINO: a student predicts the output of a teacher for other crops of the same image.
 
 The teacher is the exponential moving average of the student. The loss over all pairs of views is
 computed in one pass and has a hand-written gradient, which saves memory.
@@ -168,7 +168,7 @@ class DinoLearner(Learner):
         return targets.unflatten(0, (2, -1)), entropy
 
     def freeze_gradients(self, step: int) -> None:
-        """Remove the gradients of the last layer in the first steps of the run."""
+        """Remove the gradients of the last layer during the first steps of the run."""
         if step < self.frozen_steps:
             for parameter in self.student.head.last_layer.parameters():
                 parameter.grad = None
@@ -201,8 +201,8 @@ class DinoLearner(Learner):
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
         """Return an error if the teacher has collapsed.
 
-        The teacher then gives every image the same output: equal probabilities for all prototypes,
-        or always the same prototype.
+        This means that its output is the same for every image: equal probabilities for all
+        prototypes, or always the same prototype.
         """
         ceiling = math.log(self.options.out_dim)
         loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
@@ -283,7 +283,7 @@ class Prototypes(nn.Module):
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
 
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
-        """Return logits in float32 or float64. The normalised weights are not stored."""
+        """Return the logits in float32 or float64. The normalised weights are not stored."""
         logits = compute_logits(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
 
@@ -308,7 +308,8 @@ def cross_view_loss(
     dtype of autocast.
 
     Args:
-        embeddings: Outputs of the student's head. The teacher sees the first two views.
+        embeddings: Outputs of the student's head. The first two views are those that the teacher
+            also sees.
         directions: Directions of the prototypes, as vectors of any non-zero length.
         lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * unit).T /
             temperature, where `unit` contains the L2-normalised directions.
@@ -395,12 +396,14 @@ class _CrossView(torch.autograd.Function):
 def compute_logits(
     embeddings: Float[Tensor, "*images dim"], weights: Float[Tensor, "out dim"]
 ) -> Float[Tensor, "*images out"]:
-    """Return embeddings @ weights.T in float32, or in float64 if a factor is float64.
+    """Return embeddings @ weights.T in float32.
 
-    The factors are converted to the dtype of autocast. A GPU sums products of bfloat16 numbers in
-    float32. The sums are not rounded to bfloat16. Otherwise a cosine that is divided by a
-    temperature of 0.04 would be wrong by up to 0.05. On a GPU, logits of bfloat16 factors have no
-    gradient.
+    Both factors are first converted to the dtype that autocast would use for the embeddings. If
+    this is float64, the result is float64, too.
+
+    On a GPU, products of bfloat16 numbers are summed in float32, and the sums stay in float32.
+    Rounded to bfloat16, a cosine divided by a temperature of 0.04 could be wrong by up to 0.05.
+    PyTorch cannot differentiate this product.
     """
     dtype = _product_dtype(embeddings)
     embeddings, weights = embeddings.to(dtype), weights.to(dtype)

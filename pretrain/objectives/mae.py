@@ -153,7 +153,7 @@ class MaeLearner(Learner):
         return (patches - mean) / (variance + _EPS).sqrt()
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if the decoder is no better than one that predicts the mean."""
+        """Return an error if the decoder predicts no better than the mean of each target."""
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
         return ConfigurationError(
@@ -188,9 +188,9 @@ class MaeNetwork(nn.Module):
     def encode(
         self, images: Images, visible: Int64[Tensor, "batch visible"]
     ) -> Float[Tensor, "batch tokens dim"]:
-        """Return the output of the encoder for [CLS], registers and the visible patches.
+        """Return the encoder's output tokens for [CLS], the registers and the visible patches.
 
-        No block of the encoder processes the other patches.
+        No block of the encoder processes the hidden patches.
         """
         tokens, num_prefix = self.backbone.embed(images), self.backbone.config.num_prefix_tokens
         patches = gather_patches(tokens[:, num_prefix:], visible)
@@ -264,5 +264,5 @@ def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches va
 def gather_patches(
     values: Float[Tensor, "batch patches dim"], numbers: Int64[Tensor, "batch selected"]
 ) -> Float[Tensor, "batch selected dim"]:
-    """Select patches of each image by their numbers."""
+    """Select patches of each image by their indices."""
     return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))

@@ -49,7 +49,10 @@ class Learner(nn.Module, ABC):
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules to compile. Their inputs must have the same shapes at each step."""
+        """Return the modules that may be compiled.
+
+        Their inputs must have equal shapes in all steps.
+        """
         return self.encoders
 
     @abstractmethod
@@ -69,7 +72,7 @@ class Learner(nn.Module, ABC):
         """
 
     def freeze_gradients(self, step: int) -> None:
-        """Remove the gradients of parameters that this optimizer step must not change."""
+        """Remove the gradients of those parameters that this optimizer step must not change."""
 
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Update the networks that follow the student, after the optimizer has updated the student.
@@ -81,7 +84,7 @@ class Learner(nn.Module, ABC):
         """
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the scheduled values of an optimizer step, such as a momentum, for the log."""
+        """Return the scheduled values of an optimizer step, such as a momentum. They are logged."""
         del step
         return {}
 
@@ -95,10 +98,11 @@ class Learner(nn.Module, ABC):
 
 
 class PeriodicEvaluation(ABC):
-    """An evaluation of a learner every few epochs, which does not change the learner.
+    """An evaluation of the learner every few epochs. It does not change the learner.
 
     Attributes:
-        cost_options: Options that determine how long the evaluation takes, for a message.
+        cost_options: Names of the options that determine how long an evaluation takes. The message
+            about slow evaluations lists them.
     """
 
     cost_options: str
@@ -120,7 +124,7 @@ class Objective(ABC):
 
     Attributes:
         crops: The `ViewMaker` that turns samples into views.
-        noun: Plural noun for training samples, for messages.
+        noun: Plural noun for training samples, such as "images". It is used in messages.
     """
 
     crops: Any
@@ -153,17 +157,20 @@ class GeneratingObjective(Objective, ABC):
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """Return the samples of an epoch. They are used in place of training images."""
+        """Return the samples of an epoch, which take the place of training images."""
 
     @abstractmethod
     def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
-        """Return the object that evaluates the learner during training, in place of the monitor."""
+        """Return the object that evaluates the learner during training.
+
+        It takes the monitor's place.
+        """
 
 
 def derive_seed(seed: int, part: str) -> int:
-    """Derive the seed of a part such as "head" or "decoder" from the seed of the run.
+    """Derive the seed of a part of the learner, such as "head" or "decoder", from the run's seed.
 
-    If the part used the seed of the run, it would get the same random numbers as the encoder.
+    If a part used the seed of the run itself, it would get the same random numbers as the encoder.
     """
     name = int.from_bytes(part.encode())
     (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)

@@ -110,8 +110,9 @@ class SupervisedLearner(Learner):
     def classify(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes"]:
-        """Return the logits of normalised images. No compiled code runs, so any batch size works.
+        """Return the logits of normalised images, for any batch size.
 
-        `torch.compile` would compile the encoder again for each new batch size.
+        The encoder is run without compiled code, because `torch.compile` would compile it again for
+        each new batch size.
         """
         return self.student.head(self.student.backbone.forward(images))

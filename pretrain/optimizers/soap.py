@@ -119,7 +119,10 @@ class SOAP(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, and return the loss of the closure if any."""
+        """Update all parameters that have a gradient.
+
+        Return the loss of `closure`, if it is given.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +136,7 @@ class SOAP(torch.optim.Optimizer):
         return loss
 
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
-        """Count this step, and also count it as skipped if `found_inf` is 1."""
+        """Count this step. If `found_inf` is 1, count it as a skipped step, too."""
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
         for skipped in {id(s.skipped): s.skipped for s in stacks if s.step >= 0}.values():
@@ -218,15 +221,16 @@ class Stack:
     Attributes:
         parameters: The members of the stack.
         step: Number of gradients after the first gradient. It is -1 before the first gradient.
-        skipped: Number of skipped steps after the first gradient, as a scalar on the device. Stacks
-            with the same step count share it.
-        phases: Number of steps by which the refreshes of each member are earlier because of
-            staggering.
-        index: Number of the stack in its group.
+        skipped: Number of steps that were skipped after the first gradient, as a scalar on the
+            device. Stacks with the same step count share it.
+        phases: Number of steps by which the bases of each member are refreshed earlier, because
+            refreshes are staggered.
+        index: Index of the stack within its group.
         exp_avg: Mean gradient in the eigenbases.
         exp_avg_sq: Mean squared gradient in the eigenbases.
-        statistics: Mean of g @ g.T, where g is the gradient unfolded along the mode.
-        bases: Eigenvectors of the statistics as columns.
+        statistics: Moving average of g @ g.T for each mode, where g is the gradient unfolded along
+            this mode.
+        bases: Eigenvectors of the statistics of each mode, as columns.
     """
 
     parameters: list[nn.Parameter]
@@ -273,14 +277,16 @@ def make_stack(
     index: int,
     skipped: Float[Tensor, ""],
 ) -> Stack:
-    """Return a stack of parameters and their states. New parameters start with zeros.
+    """Stack parameters together with their optimizer states.
+
+    A parameter without a state gets one that contains zeros.
 
     Args:
         parameters: Parameters of the same shape, dtype, device and step count.
-        states: State of each parameter. All of them are empty before the first gradient.
+        states: State of each parameter. Before the first gradient, all of them are empty.
         group: Parameter group of the optimizer.
-        index: Number of the stack in its group.
-        skipped: Number of skipped steps.
+        index: Index of the stack within its group.
+        skipped: Number of steps that were skipped after the first gradient.
     """
     if "step" not in states[0]:
         members, frequency = len(parameters), group["precondition_frequency"]
@@ -398,7 +404,10 @@ def take_adam_step(
 def update_statistics(
     stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, factors: Factors
 ) -> None:
-    """Update the moving average of g @ g.T for each mode, where g is the unfolded gradient."""
+    """Update the moving average of g @ g.T for each mode.
+
+    Here g is the gradient unfolded along this mode. In a skipped step, no average changes.
+    """
     averages = [average for stack in stacks for average in stack.statistics.values()]
     factors.multiply(averages, beta)
     for stack, stacked in zip(stacks, gradients, strict=True):
@@ -410,10 +419,11 @@ def update_statistics(
 def refresh_bases(
     stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
-    """Update the bases of some members by one power iteration, sorted by descending eigenvalue.
+    """Update the bases of some members by one power iteration.
 
-    The mean gradient is rotated into the new bases. The mean squared gradient cannot be rotated and
-    is only sorted. Nothing changes if the step is skipped.
+    The eigenvectors of a basis are sorted by descending eigenvalue. The mean gradient is rotated
+    into the new bases. The mean squared gradient cannot be rotated and is only sorted. Nothing
+    changes if the step is skipped.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}
     exp_avg = rotate_back(stack.exp_avg[members], bases)
@@ -437,7 +447,7 @@ def refresh_bases(
 def rotate(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the coordinates of tensors in the bases, whose columns are the basis vectors.
+    """Return the coordinates of tensors in bases whose columns are the basis vectors.
 
     An axis without a basis stays unchanged.
     """
@@ -455,7 +465,7 @@ def rotate(
 def rotate_back(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the tensors from their coordinates in the bases. This is the inverse of `rotate`."""
+    """Return tensors, given their coordinates in the bases. This is the inverse of `rotate`."""
     return rotate(tensors, {mode: basis.mT for mode, basis in bases.items()})
 
 
@@ -493,7 +503,7 @@ def orthonormalise(
     rank_offset: int,
     shard: bool,
 ) -> Float[Tensor, "members n n"]:
-    """Return the Q factors of the QR decompositions of all matrices, equal in all processes.
+    """Return the Q factors of the QR decompositions of all matrices, which all processes agree on.
 
     Args:
         matrices: Square matrices.

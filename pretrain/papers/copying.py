@@ -78,7 +78,10 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return an image set that has one id for each string of an epoch."""
+        """Return a placeholder for the training images.
+
+        It has one id for each string of an epoch, and its images are empty.
+        """
         return GeneratedStrings()
 
     def build(
@@ -113,7 +116,7 @@ class Copying(GeneratingObjective):
         return CopyingLearner(self, nn.Sequential(OrderedDict[str, nn.Module](backbone=network)))
 
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> "CopyingTest":
-        """Return the object that tests the model on fixed strings during training."""
+        """Return the object that tests the model on fixed strings every few epochs."""
         return CopyingTest(self, learner.student.backbone, timeline)
 
 
@@ -163,7 +166,7 @@ class StringMaker(ViewMaker):
     letters: int
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Return no size, because strings are not images."""
+        """Return no sizes, because strings are not images."""
         del image_size, patch_size
         return ()
 
@@ -203,7 +206,10 @@ class GeneratedStrings:
         return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
 
     def fingerprint(self) -> str:
-        """Return a constant sha256, because the strings depend only on seed and options."""
+        """Return a constant SHA-256.
+
+        There is no data to hash: seed and options determine all strings.
+        """
         return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
 
 
@@ -220,10 +226,10 @@ class CopyingTest(PeriodicEvaluation):
         self.options, self.model, self.timeline = options, model, timeline
 
     def measure_if_due(self, step: int) -> Mapping[str, float]:
-        """Return the percentages of correct letters and strings if a test is due.
+        """Return the percentages of correct letters and entirely correct strings if a test is due.
 
         Args:
-            step: Number of optimizer steps taken so far.
+            step: Number of optimizer steps that the run has completed.
         """
         options, percentages = self.options, {}
         if self.timeline.is_due(options.test_epochs, step):
@@ -236,18 +242,20 @@ class CopyingTest(PeriodicEvaluation):
 
 
 def make_rows(strings: Letters, letters: int) -> Rows:
-    """Return one row for each string: the string, the delimiter, the string again, and the stop.
+    """Return one row of tokens for each string.
+
+    A row consists of the string, the delimiter, the string again, and the stop.
 
     Args:
         strings: Letters as numbers from 0.
-        letters: Number of different letters. The delimiter has this number, too.
+        letters: Number of different letters. This number is also the token of the delimiter.
     """
     delimiter = strings.new_full((len(strings), 1), letters)
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
 
 
 def draw_test_strings(length: int, letters: int, count: int) -> Letters:
-    """Return `count` test strings, which are the same in all runs and for all seeds."""
+    """Return `count` random strings for tests. They are the same in all runs, whatever the seed."""
     generator = np.random.default_rng((_TEST, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
 
@@ -256,7 +264,7 @@ def draw_test_strings(length: int, letters: int, count: int) -> Letters:
 def find_correct_letters(
     model: StateSpaceModel, strings: Letters, letters: int
 ) -> Bool[Tensor, "batch length"]:
-    """Return for each letter of each copy whether the model predicts it correctly."""
+    """Return whether the model predicts each letter of each copied string correctly."""
     device, length = model.embedding.weight.device, strings.shape[1]
     is_correct = []
     for batch in strings.split(_BATCH):
@@ -267,6 +275,6 @@ def find_correct_letters(
 
 
 def compute_accuracies(is_correct: Bool[Tensor, "batch length"]) -> tuple[float, float]:
-    """Return the percentage of correct letters, and that of strings without a wrong letter."""
+    """Return the percentage of correct letters and the percentage of entirely correct strings."""
     letters, strings = to_float64(is_correct).mean(), to_float64(is_correct.all(1)).mean()
     return 100 * float(letters), 100 * float(strings)

@@ -75,7 +75,10 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Return the seconds per image that one thread takes to extract all blocks of several ViTs."""
+    """Measure how long one thread takes to extract the tokens of all blocks, for several ViTs.
+
+    The result has the seconds per image, by the name of the model and the image size.
+    """
     torch.set_num_threads(1)
     seconds = {}
     for name, dim, heads in (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12)):
@@ -141,7 +144,7 @@ on {measured["hardware"]} at commit `{measured["commit"][:8]}`.
 
 
 def _table(tasks: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return a Markdown table with a row for each task."""
+    """Return a Markdown table with one row for each task and the given columns."""
     lines = [f"| {' | '.join(columns)} |"]
     lines.append("|" + "|".join("---" if name == "task" else "---:" for name in columns) + "|")
     for task, one in sorted(tasks.items()):

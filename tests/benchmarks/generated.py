@@ -33,7 +33,7 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a generator that calls a function of a benchmark with its measurements."""
+    """Return a function that generates a page from the stored measurements of a benchmark."""
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
     )
@@ -49,12 +49,12 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a generator that calls a function of a Python file in docs/."""
+    """Return a function that generates a page by calling a function of a Python file in docs/."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a generator of a page with all tables of a folder of records."""
+    """Return a function that generates a page with all tables of a folder of records."""
 
     def generate_page(root: Path) -> str:
         records = ResultStore(root / "results" / folder).records()
@@ -117,7 +117,7 @@ NOT_GENERATED = {
 
 
 def evidence_figures(root: Path) -> dict[str, Generator]:
-    """Return a generator for the figure of each experiment with a finished run."""
+    """Return the functions that draw the figures of finished experiments, by the figures' paths."""
     from tests.benchmarks.evidence.page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
@@ -125,7 +125,7 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return a generator for each page that states the cost of probes."""
+    """Return the functions that generate the pages with probe costs, by the path of each page."""
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]
@@ -134,7 +134,7 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return a generator for each file that is checked."""
+    """Return the function that generates each checked file, by the path of the file."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 

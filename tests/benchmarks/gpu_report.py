@@ -50,7 +50,7 @@ def save_entry(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def save_errors(name: str) -> Any:
-    """Save an exception of the block as an entry, and continue after the block."""
+    """Inside a `with` block, save an exception as an entry instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -153,7 +153,11 @@ def operations() -> None:
 
 
 def training(timed: int = 40) -> None:
-    """Measure DINO: ViT-S/16, 2 x 224 + 8 x 96 pixels, bfloat16, batch 256."""
+    """Measure the training steps of DINO with several models, optimizers and batch sizes.
+
+    On a GPU, the model is ViT-S/16 with 2 crops of 224 and 8 crops of 96 pixels, in bfloat16. The
+    batch size is 256 or 320.
+    """
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
     from pretrain.optimizers.recipes import AdamW, Soap
@@ -210,7 +214,7 @@ def training(timed: int = 40) -> None:
 
 
 def extraction() -> None:
-    """Measure the extraction of tokens of all ViT-S/16 blocks."""
+    """Measure how long it takes to extract the tokens of all blocks of ViT-S/16."""
     from ssl_bench.features import FeatureExtractor
     from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
@@ -233,7 +237,7 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """Measure a step of 96 linear heads (12 blocks, 8 learning rates) on 384 features."""
+    """Measure a training step of 96 linear heads: 12 blocks with 384 features, 8 learning rates."""
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -266,7 +270,7 @@ def heads() -> None:
 
 
 def commands() -> None:
-    """Measure `pretrain` on JPEG files and `probe` on its run, as commands."""
+    """Measure the commands `pretrain`, on JPEG files, and `probe`, on the pretrained encoder."""
     from PIL import Image
 
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
@@ -293,7 +297,10 @@ def commands() -> None:
 
 
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
-    """Run `python -m WORDS`. Return its exit code, or a note of a timeout, and its output."""
+    """Run `python -m WORDS`. Return its exit code and its output.
+
+    If the command exceeds the time limit, a short text about this replaces the exit code.
+    """
     with tempfile.TemporaryFile("w+") as output:
         try:
             code: int | str = subprocess.run(

@@ -44,12 +44,12 @@ def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
 def by_parameters(
     model: VisionTransformer, tokens: Float64[Tensor, "1 tokens dim"], layer: int
 ) -> Float64[Tensor, "outputs parameters"]:
-    """Return the Jacobian of f with respect to theta.
+    """Return the Jacobian of all output tokens with respect to the attention weights of a block.
 
     Args:
         model: Encoder in float64.
-        tokens: Input of the first block.
-        layer: Index of the block whose attention weights and biases are theta.
+        tokens: Input tokens of the first block.
+        layer: Index of the block whose attention weights and biases are differentiated.
     """
     attention = dict(model.blocks[layer].get_submodule("attn").named_parameters())
 
@@ -72,9 +72,9 @@ def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Return the condition number of softmax(alpha Z + beta I).
+    """Return the condition number of the attention matrix softmax(alpha Z + beta I).
 
-    Z is normal, and truncated at two standard deviations.
+    The entries of Z are drawn from a normal distribution truncated at two standard deviations.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(10, 10, dtype=torch.float64)
@@ -84,9 +84,10 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Return condition numbers of J (equation 5) and of the attention matrices of figure 5.
+    """Return the condition numbers of J (equation 5), and those of the matrices in figure 5.
 
-    There is a row for each variant, seed and block.
+    Those of J have a row for each variant, seed and block. Those of figure 5 belong to simulated
+    attention matrices.
     """
     rows = []
     for name, config in VARIANTS.items():

@@ -86,7 +86,10 @@ class PlainDino:
 
 
 def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip the norm of each gradient in place. Like the official code, wait for each norm."""
+    """Clip the norm of each gradient in place.
+
+    Like the official code, this makes the host wait for each norm.
+    """
     for parameter in parameters:
         if parameter.grad is not None:
             norm = parameter.grad.norm(2)

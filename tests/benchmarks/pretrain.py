@@ -51,7 +51,7 @@ LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
 
 @dataclass(frozen=True)
 class Setting:
-    """The parts and options of a training step."""
+    """The device, model, objective, batch size and options of a measured training step."""
 
     device: torch.device
     model: ViTConfig
@@ -97,7 +97,7 @@ class Candidate:
     """A training loop whose speed and memory are measured.
 
     Attributes:
-        step_ms: Mean milliseconds per step in each turn.
+        step_ms: Milliseconds per step, averaged over each turn.
     """
 
     take_step: Callable[[int], Any]
@@ -108,7 +108,7 @@ class Candidate:
     step_ms: list[float] = field(default_factory=list)
 
     def run(self, steps: int) -> float:
-        """Take steps and return the milliseconds per step."""
+        """Take `steps` training steps and return the milliseconds per step."""
 
         def work() -> None:
             for _ in range(steps):
@@ -150,7 +150,10 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Return measurements of the plain loop, and of this suite with several options."""
+    """Measure training steps of the plain loop, and those of this suite with several options.
+
+    Return one table row for each.
+    """
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)
     soap, _ = ours(setting, SOAP_RECIPE, groups)
@@ -197,10 +200,10 @@ def measured_head(
     """Measure the forward and backward pass of the projection head and the loss.
 
     The encoder is replaced by a function that flattens images of 3 x 8 x 16 values to 384 features.
-    The peak memory includes the gradients of the weights. `name` is PLAIN or ADAMW.
+    `name` is PLAIN or ADAMW.
 
     Returns:
-        The peak memory in MiB, and milliseconds.
+        The peak memory in MiB, which includes the gradients of the weights, and the milliseconds.
     """
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)

@@ -38,7 +38,7 @@ def hardware() -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a Markdown table, with the keys of the first row as its head."""
+    """Print a Markdown table whose header consists of the keys of the first row."""
     print("\n".join([f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]))
     for row in rows:
         print(f"| {' | '.join(row.values())} |")

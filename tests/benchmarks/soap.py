@@ -75,7 +75,7 @@ class Candidate:
         return time.perf_counter() - start
 
     def row(self, name: str, adamw: float) -> dict[str, str]:
-        """Return a row of the table. `adamw` is the mean duration of AdamW in milliseconds."""
+        """Return a row of the table. `adamw` is the mean step time of AdamW in milliseconds."""
         times = self.milliseconds
         return {
             "optimizer": name, "first s": f"{self.first_seconds:.2f}",

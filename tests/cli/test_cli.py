@@ -34,7 +34,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def imported_by(code: str, *modules: str) -> str:
-    """Return those of the modules that code imports in a new process."""
+    """Run Python code in a new process, and return which of `modules` it imports."""
     code = f"import sys; {code}; print([m for m in {modules} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.splitlines()[-1]

@@ -14,7 +14,10 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Return the values of the findings by name. Those of broken packages are under BROKEN."""
+    """Run `doctor`. Return the values of its findings by name.
+
+    The key BROKEN holds the findings about broken packages.
+    """
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}
     for row in json.loads(capsys.readouterr().out)["findings"]:

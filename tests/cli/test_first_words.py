@@ -97,7 +97,10 @@ PROBE += ["--data-root", "photos"]
 
 
 def configs(capsys, *words: str) -> dict[str, dict]:
-    """Return the configuration that is printed for each task. No file may be written."""
+    """Run a command with `--print-config`. Return the printed configuration of each task.
+
+    The command must not write files.
+    """
     before = {path.name for path in Path().iterdir()}
     assert main([*words, "--print-config"]) == 0
     assert {path.name for path in Path().iterdir()} == before

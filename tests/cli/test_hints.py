@@ -1,7 +1,8 @@
 """Every argument that the hint of an error recommends is accepted.
 
-The hints are read from the source code as tuples of arguments such as ("--out", "{folder}"). Each
-is completed with example values and parsed. Its settings are composed and built.
+The hints are read from the source code, where they are tuples of arguments such as ("--out",
+"{folder}"). Placeholders are replaced by example values. Then the arguments are parsed, and their
+settings are composed and built.
 """
 
 import argparse
@@ -117,9 +118,10 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the line number and the arguments of each alternative of each hint in a file.
+    """Yield the hints in a Python file, as pairs of a line number and arguments.
 
-    Expressions in the arguments are written as <expression>.
+    A hint with several alternatives gives a pair for each. Expressions in the arguments are written
+    as <expression>.
     """
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -136,7 +138,7 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
-    """Return the text of an argument, with <expression> for each expression."""
+    """Return the text of an argument, in which each expression is written as <expression>."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -148,7 +150,7 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Replace expressions and placeholders in arguments by example values."""
+    """Replace the expressions and placeholders in arguments with example values."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):
@@ -174,7 +176,10 @@ REQUIRED = {
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether the parser accepts a command, or some command accepts these arguments."""
+    """Return whether a user can type a hint.
+
+    A hint is either a command, or arguments that at least one command must accept.
+    """
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
     has_settings = any(re.match(r"[a-z][\w.]*=", word) for word in words)
@@ -203,7 +208,7 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether the settings are legal with at least one choice of components."""
+    """Return whether settings are legal with at least one choice of probe, dataset or model."""
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
     # Choices in the groups of the keys come first, because they usually suffice.
@@ -215,7 +220,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return enough choices of components that every key belongs to at least one of them."""
+    """Return choices of components, such as `model=vit`, that together have every possible key."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -233,7 +238,7 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys and their prefixes, such as probe.training and model."""
+    """Return all keys of a configuration and their prefixes, such as probe.training and model."""
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])
@@ -290,7 +295,7 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the lines of errors that have no hint but give advice after a semicolon."""
+    """Yield the places of errors without a hint whose message gives advice after a semicolon."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

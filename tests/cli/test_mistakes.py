@@ -90,7 +90,10 @@ def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
 
 @pytest.fixture
 def mixer(workdir) -> list[str]:
-    """Return arguments to probe an encoder without attention."""
+    """Create an encoder without attention.
+
+    Return the arguments of a probe of it, up to `--dataset`.
+    """
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})
     return ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]

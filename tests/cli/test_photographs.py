@@ -39,14 +39,14 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def save_rotated(path: Path, orientation: int) -> None:
-    """Save a photograph with an EXIF orientation."""
+    """Save a photograph whose EXIF data contain an orientation."""
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     picture(0, 24, 40).save(path, exif=exif, quality=95)
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the rows of each log of object discovery, first by its path and then by image."""
+    """Return the rows of all logs of object discovery, by the path of the log and by image."""
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

@@ -19,7 +19,7 @@ SMALL_VALUES = {
 
 
 def shrink(words: tuple[str, ...]) -> list[str]:
-    """Return the arguments of a probe with few images, for one block."""
+    """Reduce the arguments of a probe to a few images and one block."""
     short = [
         f"{key}={SMALL_VALUES.get(key, value)}" if value else key
         for key, _, value in (word.partition("=") for word in words)

@@ -51,7 +51,7 @@ def plan_of(name: str, *overrides: str, **options) -> Plan:
 
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
-    """Return the commands of a plan that train, or those that probe."""
+    """Return the training commands of a plan, or its probe commands if `of_runs` is false."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -253,7 +253,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create the files that `read_run_state` reads."""
+    """Create a run folder with the files from which `read_run_state` reads its progress."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -354,7 +354,10 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` and returns the new scores of each row."""
+    """Return a function that runs `reproduce --run` on a table.
+
+    The function returns the scores in the columns "ours", by the name of the row.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(name: str, *words: str, rows: Sequence[str] = ()) -> dict[str, list[str]]:
@@ -377,7 +380,7 @@ def six_classes(name: str) -> str:
     """Save images of six classes, because top-5 accuracy needs more than five.
 
     Returns:
-        The setting `data.root` with their folder.
+        The setting `data.root=FOLDER` for these images.
     """
     for number, (split, kind, image) in enumerate(product(("train", "val"), "abcdef", "12")):
         path = Path(name, split, kind, f"{image}.png")

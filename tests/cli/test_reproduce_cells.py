@@ -47,14 +47,17 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe, the dataset and the shared values of a command."""
+    """Build the probe and the dataset of a command. Also return the values that they share."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """Write the files of `ssl-bench pretrain` and `ssl-bench probe` without computing anything."""
+    """A stand-in for commands, which writes their files without computing anything.
+
+    It supports `ssl-bench pretrain` and `ssl-bench probe`.
+    """
 
     def __init__(self) -> None:
         self.model = build_encoder(
@@ -117,7 +120,7 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a record for each cell. Metrics with per-image values have those of ten images."""
+    """Save a record for each cell. Metrics with per-image values get those of ten images."""
     store = ResultStore(out)
     identity = identify(str(address)).identity()
     for layer, facet, metric in cells:
@@ -144,7 +147,10 @@ def save_records(
 
 
 def identify(address: str) -> Any:
-    """Identify an encoder. Published weights are not on disk, so their identity is invented."""
+    """Stand in for `identify_encoder`.
+
+    Published weights are not on disk, so their checksum is made up.
+    """
     if is_run(address):
         return identify_encoder(address)
     return SimpleNamespace(identity=lambda: {"checkpoint_sha256": "c" * 64, **PUBLISHED_WEIGHTS})
@@ -164,10 +170,10 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield the row and the column of each expected cell.
+    """Yield the row and the column of each cell that must have a score of ours.
 
-    A supervised score or a difference is expected only if the row's run trains on the column's
-    images.
+    A supervised score or a difference is expected only if the row's run trains on the images of the
+    column.
     """
     runs = experiments()
     for row, address in table.runs.items():
@@ -178,7 +184,10 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 
 
 def tables_with_slow_marks() -> Iterator[Any]:
-    """Yield all tables. A table is slow if all of its metrics occur in earlier tables."""
+    """Yield all published tables as test parameters.
+
+    A table is marked as slow if earlier tables contain all of its metrics.
+    """
     seen = set[tuple[str, str]]()
     for table in load_published_tables():
         measures = {(column.task, column.metric) for column in table.columns}

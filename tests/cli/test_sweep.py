@@ -41,7 +41,7 @@ SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Return a folder with two encoders of two blocks and two photographs."""
+    """Create two encoders of two blocks, and two photographs. Return their folder."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["one", "two"]):
         encoder_file(tmp_path / "runs" / name / "last.safetensors", seed=seed)
@@ -50,7 +50,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def planned(capsys, *arguments: str) -> dict:
-    """Return the plan of a sweep."""
+    """Return the plan that `sweep --dry-run --json` prints."""
     capsys.readouterr()
     assert main(["sweep", *arguments, "--dry-run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -210,7 +210,7 @@ def record_times() -> dict[Path, int]:
 
 
 def values(out: str) -> dict:
-    """Return the value of each record by its key. All files must be readable."""
+    """Return the value of each record in a results folder by its key. No file may be unreadable."""
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
     assert store.unreadable == {}
@@ -313,7 +313,7 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Put scripts with the names of SLURM's commands first on PATH."""
+    """Create scripts that PATH finds instead of the commands with these names."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -323,7 +323,10 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a cluster that accepts arrays. Return the file that receives the script."""
+    """Simulate a cluster that accepts job arrays.
+
+    Return the file to which the submitted script goes.
+    """
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
     return workdir / "submitted.sh"
@@ -417,7 +420,10 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Return the current folder, with stand-ins for the commands and variables of a SLURM job."""
+    """Simulate a SLURM job: its environment variables, and stand-ins for SLURM's commands.
+
+    Return the current folder, in which the stand-ins write files.
+    """
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'
     srun = "printf '%s\\0' threads=$OMP_NUM_THREADS \"$@\" > started"

@@ -36,7 +36,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A job that only has a name and a way to end."""
+    """A stand-in for a job, which only has a title and a text that says how it ends."""
 
     title = ""
 

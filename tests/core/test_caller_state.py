@@ -92,10 +92,11 @@ def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
     """Train a module with dropout for two steps.
 
     Args:
-        between: Function that is called with the module and the step, after each backward pass.
+        between: Function that is called after each backward pass, with the module and the step.
 
     Returns:
-        The trained weights, and the next random numbers of torch, numpy and Python.
+        The trained weights, and the next random numbers of torch, numpy and Python. They show
+        whether `between` has changed the random state.
     """
     torch.manual_seed(0)
     np.random.seed(0)
@@ -126,7 +127,7 @@ def test_training_continues_with_bitwise_identical_weights_after_a_probe(tmp_pat
 
 
 class RandomAndStoring(own_module.Own):
-    """A module that draws random numbers in each forward pass and stores its output."""
+    """A module whose forward pass draws random numbers and stores its output."""
 
     def forward(self, images: Tensor) -> Tensor:
         output = super().forward(images + 0 * torch.rand(1) * float(np.random.rand()))

@@ -37,7 +37,7 @@ from tests.support.report_cells import cell
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """Return the current folder, with an encoder, class folders and VOC."""
+    """Create an encoder, class folders and VOC2012 in the current folder, and return it."""
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
     class_folders(tmp_path / "classes")

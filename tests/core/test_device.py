@@ -120,7 +120,7 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Simulate the kind of CPU that torch reports. The real CPU computes all products."""
+    """Let torch report this kind of CPU. The real CPU still computes all products."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
@@ -187,7 +187,7 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs in these contexts."""
+    """Return the gradients of a small encoder whose forward pass runs inside these contexts."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

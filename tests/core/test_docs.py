@@ -112,7 +112,7 @@ def test_the_notebook_prints_what_its_code_prints(tmp_path, monkeypatch):
 
 
 def printed_texts(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the printed texts of notebook cells without commits, versions, machines and dates."""
+    """Return the texts that notebook cells print, without commits, versions, machines and dates."""
     texts = ["".join(o["text"]) for c in cells for o in c.get("outputs", []) if "text" in o]
     return [re.sub(r"; ssl-bench [^\n]*?\d{4}-\d\d-\d\d", "", text) for text in texts]
 

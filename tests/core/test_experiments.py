@@ -28,7 +28,10 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Build a run from its recipe and its changes, which is faster than from its name."""
+    """Build the plan of a named run from its recipe and the changes that the run makes to it.
+
+    This is faster than composing it from its name.
+    """
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())
     words = [f"experiment={run.recipe}", *changes, *overrides]
@@ -148,7 +151,7 @@ def test_the_arms_of_a_comparison_differ_in_their_named_parts(parts):
 
 
 def test_a_fine_tuned_encoder_has_the_settings_of_its_pretraining():
-    """Pretraining and fine-tuning may differ only in trained positions and drop path."""
+    """Only the training of position embeddings and drop path may differ from pretraining."""
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
         now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)

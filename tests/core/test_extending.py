@@ -38,7 +38,7 @@ def commands() -> list[list[str]]:
 
 
 def save_images(folder: Path) -> None:
-    """Save eight images of two classes and two lists of them."""
+    """Save eight images, and list six for training and two for validation with their class names."""
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = [f"a/{number}.png class{number % 2}\n" for number in range(8)]
@@ -50,7 +50,7 @@ def save_images(folder: Path) -> None:
 
 
 def run_python(folder: Path, *command: str) -> str:
-    """Run Python with these arguments in a folder. Return its output."""
+    """Run Python with these arguments in a folder. Return what it prints."""
     ran = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300
     )

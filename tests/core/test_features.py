@@ -26,7 +26,7 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a timm model that accepts images of any size."""
+    """Return a random Vision Transformer of timm, as an encoder for images of any size."""
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,
@@ -39,7 +39,7 @@ def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -
 
 
 def timm_twin(encoder: Encoder) -> Encoder:
-    """Return the same weights in timm's architecture."""
+    """Return a timm model with the same weights as an encoder of this suite."""
     twin = of_timm()
     twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
     return twin
@@ -261,7 +261,10 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that runs out of memory for three images, and a list of its batch sizes."""
+    """Yield an encoder that runs out of memory with more than two images.
+
+    A list, to which the size of each batch is added, is yielded too.
+    """
     encoder, batch_sizes = ours(), []
 
     def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:

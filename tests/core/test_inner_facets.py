@@ -99,7 +99,7 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A block that calls another module with its output tokens, `times` times."""
+    """A block that also passes its output tokens to another module, `times` times."""
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Wrapped(nn.Module):
 
 
 def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
-    """Return an encoder whose last block also calls a module with its output."""
+    """Return an encoder whose last block also passes its output to the module `shown`."""
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = Wrapped(blocks[1], shown, times)

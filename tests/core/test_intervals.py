@@ -25,7 +25,10 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return pixel counts of shape [images, 3, classes]. Two classes are rare."""
+    """Return pixel counts (correct, predicted, true) of shape [images, 3, classes].
+
+    The last two classes occur only in the first image.
+    """
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     true[1:, -2:] = 0
     right = (true * RANDOM.random(true.shape)).astype(int)
@@ -34,7 +37,7 @@ def some_counts(images=12, classes=5):
 
 
 def miou(counts, classes=slice(None)):
-    """Return the mean IoU in percent, computed by its definition."""
+    """Compute the mean IoU in percent directly from its definition."""
     found = []
     for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
         union = predicted + true - right
@@ -108,7 +111,10 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return pixel counts of images with few classes, most of which are rare."""
+    """Return pixel counts (correct, predicted, true) of shape [images, 3, classes].
+
+    Each image shows few classes, and most classes are rare.
+    """
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
     shown[:, 0] |= ~shown.any(1)
@@ -150,7 +156,11 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return counts of true boxes, and of predicted and correct boxes of three ranks, per image."""
+    """Return box counts of shape [images, 4, 2], as object discovery stores them.
+
+    The first row has the number of true boxes. Row k has the predicted and the correct boxes of
+    rank k.
+    """
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)
     counts[:, 0, 0] = left = 1 + random.poisson(1.4, images)

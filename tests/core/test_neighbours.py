@@ -1,6 +1,6 @@
 """Nearest neighbours are bitwise identical to those of the full matrix product.
 
-This also holds if faiss proposes the candidates.
+This also holds if faiss proposes candidates, among which the exact neighbours are then found.
 """
 
 import sys
@@ -22,7 +22,7 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list that receives the number of queries of each full matrix product."""
+    """Return a list to which each full matrix product adds its number of queries."""
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):

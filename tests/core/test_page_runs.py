@@ -70,7 +70,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Replace all toy scenes by the first eight, each of which is painted once."""
+    """Use only eight toy scenes, again and again, and paint each of them once."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Return a folder with all inputs of the commands and the records of two encoders."""
+    """Create all inputs of the commands, and records of two encoders. Return their folder."""
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,10 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy records to the output folder of a command that reads records, if it has none."""
+    """Copy records to the output folder of a `table`, `compare` or `report` command.
+
+    Nothing is copied if the folder already has records.
+    """
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
         committed = ROOT / out / "records.parquet"
@@ -146,7 +149,7 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 
 
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the command with few steps, small sizes, and inputs from `create_inputs`."""
+    """Shorten a command: few steps, small sizes, and the inputs from `create_inputs`."""
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
     short = [PUBLISHED.sub("timm:test_vit", names.get(word, word)) for word in short]
@@ -167,7 +170,7 @@ def shorten(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def without_slurm(words: Sequence[str]) -> list[str]:
-    """Replace `--slurm` by `--print` and drop its flags, which have one value each."""
+    """Replace `--slurm` with `--print`, and remove all `--slurm-...` flags and their values."""
     if "--slurm" not in words:
         return list(words)
     dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
@@ -176,7 +179,10 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 
 
 def with_sizes(words: Sequence[str]) -> list[str]:
-    """Set every size that the configuration of one of the command's probes has as a key."""
+    """Add settings that make the probes of a command small.
+
+    A size is set if the configuration of at least one of the probes has its key.
+    """
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
     names = choices("probe") if tasks == "all" else tasks.split(",")
@@ -196,7 +202,7 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Compose a probe with the command's settings, or without them if it rejects them."""
+    """Compose a probe with the settings of a command. If it rejects them, leave them out."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:
@@ -209,7 +215,7 @@ RUN_FOLDERS = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "
 
 
 def create_inputs(folder: Path) -> None:
-    """Create the encoders and small datasets that the pages name."""
+    """Create the encoders and small datasets whose names the documentation uses."""
     for seed, run in enumerate(RUN_FOLDERS):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             metadata = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

@@ -123,7 +123,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Return the folder of paper texts, outside of this project."""
+    """Return the folder with the texts of the papers. It is not part of this repository."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():
@@ -132,9 +132,9 @@ def texts() -> Path:
 
 
 def count_numbers(table: PublishedTable, text: str) -> Counter[float]:
-    """Count each number in the paragraphs directly before and after a table's caption.
+    """Count how often each number occurs in the paragraphs next to the caption of a table.
 
-    If the text has lost its captions, all of it is counted.
+    If the text contains no such caption, the numbers of the whole text are counted.
     """
     blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
     kind, _, number = table.where.partition(" ")

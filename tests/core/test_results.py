@@ -191,7 +191,7 @@ def test_reformatted_and_older_records_without_digests_are_read(tmp_path):
 
 
 def pack_records(folder: Path) -> ResultStore:
-    """Return a store with three records, their per-image values and image names in one file."""
+    """Save three records with per-image values and image names, and pack them into one file."""
     store, hits = ResultStore(folder), np.arange(8) < 4
     for layer in range(3):
         changed = replace(RECORD, layer=layer, num_images=8, value=50.0, ci95=None)

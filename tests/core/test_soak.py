@@ -29,7 +29,10 @@ def measure_resources() -> tuple[float, int]:
 
 
 def assert_constant_resources(work: Callable[[int], object]) -> None:
-    """Call a function many times. Memory and open files must stay constant after a tenth."""
+    """Call a function many times, and check that memory and open files stay constant.
+
+    They are compared after the first tenth of the calls and after the last call.
+    """
     before = measure_resources()
     with unchecked_types():
         for number in range(ROUNDS):

@@ -32,7 +32,7 @@ def build_wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def run_installed(code: str, site: Path, folder: Path) -> list[str]:
-    """Return the words that code prints if it imports the packages of an unpacked wheel."""
+    """Run code that imports from the unpacked wheel in `site`. Return the words that it prints."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True

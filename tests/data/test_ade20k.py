@@ -13,7 +13,10 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create two images of 2 x 3 pixels per split. Masks contain the lowest and highest class."""
+    """Create two images of 2 x 3 pixels in each split.
+
+    Masks contain the lowest and highest class.
+    """
     root = tmp_path / "ADEChallengeData2016"
     for split in ("training", "validation"):
         for kind in ("images", "annotations"):

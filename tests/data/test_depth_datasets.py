@@ -37,7 +37,7 @@ def depth_of(dataset: Any) -> np.ndarray:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create two training images and one validation image."""
+    """Create two training images and one validation image, with a depth map for each."""
     for name in ("train/x/a", "train/x/b", "val/y/c"):
         save(tmp_path / f"images/{name}.jpg", [[(9, 8, 7)] * 3] * 2, np.uint8)
         save(tmp_path / f"depth/{name}.png", NUMBERS)
@@ -103,7 +103,7 @@ def test_wrong_files_of_folders_are_named(folders):
 
 @pytest.fixture(scope="module")
 def nyu(tmp_path_factory) -> Path:
-    """Create three scenes of 640 x 480 pixels. From pixel to pixel, the depth increases by 1 mm."""
+    """Create three scenes of 640 x 480 pixels whose depth increases by 1 mm from pixel to pixel."""
     folder = tmp_path_factory.mktemp("data") / "nyu_depth_v2"
     numbers = np.arange(480 * 640).reshape(480, 640)
     for split, ids in IDS.items():

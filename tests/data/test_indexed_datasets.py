@@ -1,4 +1,7 @@
-"""Datasets of PyTorch and Hugging Face: supported items, and equal scores for every form."""
+"""PyTorch and Hugging Face datasets, and which items they may have.
+
+The same images must get the same scores in every form.
+"""
 
 import io
 import sys
@@ -28,14 +31,17 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 
 
 def picture(number: int) -> Image.Image:
-    """Return noise in which the channel `number % 3`, the class of the image, is brighter."""
+    """Return a noise image in which one channel is brighter.
+
+    Its index, `number % 3`, is the class.
+    """
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
     return Image.fromarray(pixels)
 
 
 def mask(number: int) -> np.ndarray:
-    """Return a mask with class 1 in a rectangle and the ignored value 255 in the first row."""
+    """Return a mask in which a rectangle has class 1, and the first row the ignored value 255."""
     classes = np.zeros((32, 40), np.uint8)
     classes[8:24, 8 + number % 4 : 24] = 1
     classes[0] = 255
@@ -43,7 +49,7 @@ def mask(number: int) -> np.ndarray:
 
 
 class Items(torch.utils.data.Dataset):
-    """Images with the numbers `first` to `first + count - 1`, whose class is `number % 3`."""
+    """A dataset of images numbered from `first` on. The class of an image is `number % 3`."""
 
     classes = CLASSES
 
@@ -85,7 +91,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def probe(encoder: str, task: str, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Return block, facet, metric, value and interval of each result of a probe."""
+    """Run a probe. Return the block, facet, metric, value and interval of each result."""
     found = run(encoder, task, **inputs)
     return [(r.layer, r.facet, r.metric, r.value, r.ci95) for r in found]
 

@@ -12,7 +12,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that returns the image ids of a list's lines."""
+    """Return a function that creates images and returns their ids for the lines of a list."""
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

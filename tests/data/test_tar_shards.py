@@ -42,7 +42,7 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """Return a list to which each tar file is added when its index is built."""
+    """Return a list to which a tar file is added whenever its index is built."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found

@@ -29,7 +29,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read fewer photographs, for tests that do not check the content of scenes."""
+    """Let toy scenes use fewer photographs.
+
+    This is for tests that do not check what scenes show.
+    """
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))
 

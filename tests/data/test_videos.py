@@ -28,7 +28,10 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 def write_mask(
     path: Path, numbers: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask. `numbers` maps the first row of each horizontal stripe to its value."""
+    """Write a mask of horizontal stripes.
+
+    `numbers` maps the first row of each stripe to its value.
+    """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
         mask[row:] = number
@@ -45,7 +48,7 @@ def list_videos(root: Path, year: int) -> None:
 
 
 def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
-    """Write a video of four frames and a video of three frames."""
+    """Write a video of four frames and a video of three frames in the layout of DAVIS."""
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"

@@ -1,7 +1,7 @@
 """Limits on how often the host waits for the device, and on the operators that a step launches.
 
-Two commands differ in their number of units. The difference of their waits is counted by file and
-line. On a real device the commands run without counting.
+Two commands that differ only in the amount of work are compared. The additional waits of the longer
+one are counted by file and line. On a real device, the commands run but nothing is counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,14 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, and two commands: one with few units and one with many.
+    """A unit of work, such as a training step, and two commands with few and with many units.
 
     Attributes:
         arguments: Arguments that both commands share.
         few: Argument for few units.
         many: Argument for many units.
         more: Number of additional units with `many`. None means that the steps of L-BFGS are
-            counted, because their number depends on rounding.
+            counted during the run, because their number depends on rounding.
         waits: Maximum number of waits per unit. No unit may copy unpinned memory to the device.
     """
 
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return the unit for a training step: reading, cropping, training and logging."""
+    """Return the unit for a training step, which includes reading, cropping and logging."""
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -64,7 +64,7 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return the unit for a step of the heads of two learning rates and three blocks."""
+    """Return the unit for a training step of linear heads: three blocks and two learning rates."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
@@ -125,7 +125,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list that receives an item for each step of the line search of L-BFGS."""
+    """Yield a list to which each evaluation of the objective of L-BFGS adds an item."""
     steps = []
     original = logistic.minimise
 

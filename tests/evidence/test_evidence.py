@@ -22,7 +22,10 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(row, scores):
-    """Return records of all runs of a row. The scores of each variant are cycled over its seeds."""
+    """Return records of all runs of a row. `scores` maps a variant to the scores of its seeds.
+
+    If a variant has fewer scores than seeds, they are repeated.
+    """
     runs = {name: make_run(0.0) for name in names_of(row, ROWS[row].arms)}
     for arm, values in scores.items():
         for seed, value in zip(ROWS[row].seeds, cycle(values)):
@@ -92,7 +95,7 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word
     ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
 def test_the_variant_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
-    """The patches of `graying` stay different. Its loss decides whether it is used."""
+    """The variant `graying` keeps patches different, but is used only if its loss is low enough."""
     runs = {}
     for arm in ROWS["apart"].arms:
         merged = (10.0, 30.0) if arm == "graying" else (90.0, 90.0)

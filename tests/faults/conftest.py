@@ -19,6 +19,9 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return the arguments of a run whose first step is saved in `run`. Each call adds a step."""
+    """Return the arguments that continue a run whose first step is saved in the folder `run`.
+
+    Each call of the command adds one step.
+    """
     shutil.copytree(run_of_one_step, workdir / "run")
     return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")

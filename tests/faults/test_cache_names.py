@@ -1,7 +1,7 @@
 """Cached files, logs and records are reused only for exactly the same settings and data.
 
-Each function below returns the name of a file or entry that depends on `facts`, which are settings
-and properties of the data.
+The functions below return the name of a file or entry. It must depend on `facts`, which are
+settings of a probe and properties of its data.
 """
 
 import json
@@ -32,7 +32,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts that change, and facts that differ from the default before and after the change."""
+    """Facts that are changed, and other facts that hold before and after the change."""
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Four images that support every task. Their ids do not affect their pixels."""
+    """A set of four images that supports every task. Their pixels do not depend on their ids."""
 
     name: str = "pictures"
     split: str = "some"
@@ -71,7 +71,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset of training images and scored images."""
+    """A dataset whose training and scored images are given."""
 
     trained: Pictures
     scored: Pictures
@@ -109,7 +109,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return `usual` options of a probe, updated by all facts named "probe.NAME"."""
+    """Return options of a probe: `usual`, replaced or extended by the facts named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -131,7 +131,7 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a run after its first score and returns the name of its file."""
+    """Return a function that stops a probe after its first score and returns its file's name."""
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
@@ -154,7 +154,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Return the key under which the probes of one command share features."""
+    """Return the key by which the probes of one command find the features that they share."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

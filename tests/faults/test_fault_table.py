@@ -66,7 +66,10 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return the fault that `word` is wrong. The error contains `name`, by default its key."""
+    """Return the fault in which the argument `word` of a command is wrong.
+
+    The error must contain `name`. By default, this is the key that `word` sets.
+    """
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
     return Fault(f"{command.split()[-1]} {word[:40]}", do_nothing, words, 2, name, hint)
@@ -136,7 +139,7 @@ def link_to_itself(path: str) -> Prepare:
 
 
 def file_and_no_encoder(folder: Path) -> None:
-    """Create `a_file`, and remove the encoder, which must not be loaded first."""
+    """Create `a_file` and remove the encoder: the error must come before the encoder is loaded."""
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
 
@@ -146,7 +149,7 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, name: str) -> Fault:
-    """Return the fault that a file contains a tensor that is typical of another architecture."""
+    """Return the fault in which a weights file contains a tensor of an unsupported architecture."""
     words = (network, "timm's name of its architecture")
     return Fault(network, weights(name), "models weights.pth", 4, words, "ssl-bench models")
 
@@ -217,7 +220,10 @@ def save_wide_mask(base: Path) -> None:
 
 
 def remove_files(pattern: str, base: Path) -> None:
-    """Remove three files, and the encoder, which must not be loaded before the data is checked."""
+    """Remove three files of a dataset, and the encoder.
+
+    The error must come before the encoder is loaded.
+    """
     for number in (1, 2, 3):
         (base / pattern.format(number)).unlink()
     (base.parents[1] / "encoder.safetensors").unlink()
@@ -245,7 +251,7 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return a fault in the list of digests that `data verify` reads."""
+    """Return the fault in which the list of digests that `data verify` reads has a wrong line."""
 
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
@@ -304,7 +310,7 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return the fault that the data root is missing or contains something else."""
+    """Return the fault in which the data root is missing, or does not contain the dataset."""
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731
     name = f"{'another' if exists else 'no'} folder for {dataset}"
@@ -333,7 +339,10 @@ LAYOUTS = [
 
 
 def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that creates VOC2012 with one object in its first image of 40 x 32."""
+    """Return a function that creates VOC2012 with one object in its first image.
+
+    The corners of its box are given in pixels. The image is 40 pixels wide and 32 high.
+    """
 
     def prepare(folder: Path) -> None:
         path = voc(folder) / "Annotations/t0.xml"
@@ -346,7 +355,7 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
 
 
 def voc_xml(old: str, new: str) -> Prepare:
-    """Return a function that replaces a part of a valid annotation."""
+    """Return a function that replaces a part of an otherwise valid annotation."""
 
     def prepare(folder: Path) -> None:
         size = "<size><width>40</width><height>32</height></size>"
@@ -359,7 +368,10 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates COCO20k with one object in one image of 40 x 32."""
+    """Return a function that creates COCO20k with one object in one image.
+
+    The image is 40 pixels wide and 32 high.
+    """
 
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
@@ -446,7 +458,10 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset and replace a scored image by a training image."""
+    """Create a dataset in which a scored image is the same as a training image.
+
+    `how` is "copy", "link" or "hard", which is a hard link.
+    """
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
     else:
@@ -464,7 +479,7 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create training images and a monitored dataset that scores the same images."""
+    """Create training images and a dataset for the monitor whose validation images are the same."""
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")
@@ -679,7 +694,7 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that makes the first step of a run with other settings."""
+    """Return a function that makes the first step of a run with the given settings."""
 
     def prepare(_: Path) -> None:
         assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0

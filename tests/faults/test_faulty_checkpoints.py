@@ -27,7 +27,7 @@ from tests.support.faults import (
 
 
 def probe_checkpoint(uri: str | Path) -> list[str]:
-    """Return the arguments that compute a PCA of the photographs with an encoder."""
+    """Return the arguments that run the PCA probe on the photographs with this encoder."""
     return probing("pca", "folder", Path("photos"), checkpoint=uri)
 
 

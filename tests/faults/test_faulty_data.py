@@ -261,7 +261,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
 
 
 def flat_class_folders(root: Path) -> Path:
-    """Create two classes directly below the root. One of them is called train."""
+    """Create the classes "cat" and "train" directly below the root, without folders for splits."""
     for name, seed in (("cat", 0), ("train", 50)):
         (root / name).mkdir(parents=True)
         for number in range(5):

@@ -56,7 +56,7 @@ CUT = 120_000
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return a function that serves coco_stuff as one archive without a digest or length."""
+    """Return a function that serves coco_stuff as one archive, as if it had no published digest."""
 
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)
@@ -69,7 +69,7 @@ def serve(server, monkeypatch):
 
 
 def expect_no_files(capsys, code: int = 5) -> str:
-    """Run a download that must fail and leave no archive and no image. Return its error."""
+    """Run a download that must fail and must leave no archive and no image. Return its error."""
     message = expect_error(capsys, DOWNLOAD, code)
     assert not Path("data/masks.zip").exists()
     assert not list(Path("data").rglob("*.png"))

@@ -72,7 +72,7 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a record, change its file, and return the path."""
+    """Save a record, then change the content of its file. Return the path."""
     path = store.save(record)
     content = json.loads(path.read_text())
     path.write_text(changes if isinstance(changes, str) else json.dumps(content | changes))
@@ -348,7 +348,7 @@ ALL = ("--layer", "all")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
-    """Return a folder with an encoder, images and the results of two tasks."""
+    """Run two probes on a small dataset. Return the folder with the encoder, images and results."""
     folder = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -361,13 +361,16 @@ def probed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def results(probed, tmp_path, monkeypatch) -> ResultStore:
-    """Change to a copy of the folder `probed`, and return its results."""
+    """Change to a copy of the folder `probed`, and return the store of its results."""
     monkeypatch.chdir(shutil.copytree(probed, tmp_path / "copy"))
     return ResultStore(Path("results"))
 
 
 def count_more_correct_than_predicted(counts):
-    """Change the counts of one image so that its IoU and the sums over classes stay the same."""
+    """Give one image more correct than predicted pixels of a class.
+
+    Its IoU and the sums over classes do not change.
+    """
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
     changed[0, 1:, :2] += np.array([[-moved, moved], [moved, -moved]])
@@ -436,7 +439,7 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
 
 
 def with_crc(line: dict[str, Any]) -> str:
-    """Return the JSON of a line of the log, with the correct CRC-32 of its content."""
+    """Return a log line as JSON, with the correct CRC-32 of its changed content."""
     del line["crc32"]
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
@@ -476,7 +479,10 @@ PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
 
 
 def report_of(root: Path) -> set[str]:
-    """Write a report and return its figures. Check that no file contains the secret."""
+    """Write a report and return the names of its figures.
+
+    Check that no file contains the secret.
+    """
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
     assert not [name for name in names if b"the secret" in (root / "report" / name).read_bytes()]

@@ -81,7 +81,10 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
 
 
 def set_processes(number: int | None) -> None:
-    """Change the number of processes in the state. States of older versions do not contain it."""
+    """Change the number of processes in the saved state of a run, or remove it with None.
+
+    States of older versions do not contain it.
+    """
     state = load_state(Path("run"), CPU)[0]
     assert state.pop("processes") == 1
     save_state(Path("run"), state if number is None else {**state, "processes": number})
@@ -273,7 +276,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Let a method of `ResultStore` create the file `begun` and sleep after its first call."""
+    """Let a method of `ResultStore` create the file `begun` after its work, and then sleep."""
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):

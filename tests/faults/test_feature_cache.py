@@ -120,7 +120,7 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that makes a file look as if another user had written it."""
+    """Return a function that makes a file untrusted, for example by giving it another owner."""
 
     def replace_by_pipe(path: Path) -> None:
         path.unlink()
@@ -243,7 +243,7 @@ def test_features_of_other_weights_or_images_are_computed_again(workdir):
 
 @pytest.fixture
 def small_disk(workdir) -> Iterator[Path]:
-    """Mount a file system of 256 KiB, and yield its folder."""
+    """Mount a file system of 256 KiB, and yield the folder at which it is mounted."""
     folder = workdir / "disk"
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]

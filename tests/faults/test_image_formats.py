@@ -47,7 +47,7 @@ MAX_SAMPLE, S_MAX_SAMPLE = 281, 341
 
 
 def stretch(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """Scale 8-bit pixels to `bits` bits, so that the reader scales them back to the same pixels."""
+    """Scale 8-bit pixels to `bits` bits, such that the reader scales them back to equal values."""
     return -(-pixels.astype(np.int64) * (2**bits - 1) // 255).astype(np.uint16)
 
 
@@ -125,7 +125,10 @@ def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
 
 
 def deep_class_folders(root: Path, bits: int) -> Path:
-    """Create class folders of images with `bits` bits. The images do not depend on `bits`."""
+    """Create class folders whose images have `bits` bits.
+
+    The reader gets the same pixels from all.
+    """
     for path in class_folders(root).rglob("*.jpg"):
         pixels = read_image(path)
         path.unlink()
@@ -369,7 +372,7 @@ def test_masks_of_every_layout_must_be_lossless(tmp_path, kind):
 
 
 def reorder_palette(indices: np.ndarray, order: list[int]) -> Image.Image:
-    """Return a mask with the same colours, but each number is replaced by its index in `order`."""
+    """Return a mask with another order of the palette. The colour of each pixel stays the same."""
     positions = {number: position for position, number in enumerate(order)}
     image = Image.fromarray(np.vectorize(positions.__getitem__)(indices).astype(np.uint8))
     image.putpalette(voc_colours()[order].ravel().tolist())

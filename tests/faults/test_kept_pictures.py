@@ -35,7 +35,7 @@ REPORT = ["report", "--out", "results"]
 
 
 def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") -> list[str]:
-    """Return the arguments of a probe of a dataset in the current folder."""
+    """Return the arguments of a probe on a dataset that is in the current folder."""
     if task == "conditioning":
         words = ["probe", "--task", task, "--dataset", "folder", "--data-root", "photos"]
         words += ["--checkpoint", "encoder.safetensors", "probe.image_size=32"]
@@ -45,7 +45,7 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return the content of each file below a folder by its path, except discovery logs."""
+    """Return the content of all files below a folder by their path, except those of logs."""
     paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -56,7 +56,7 @@ def read_pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def conditioning_figures_are_texts() -> Iterator[None]:
-    """Let `conditioning` write the values of its figure, because drawing takes seconds."""
+    """Let `conditioning` write the values of its figure as text, because drawing takes seconds."""
 
     def write_values(scores: Any, title: str, path: Path, cka: Any) -> None:
         values = [f"{s.layer} {s.facet} {s.metric} {s.value:.2g}" for s in scores]
@@ -70,7 +70,10 @@ def conditioning_figures_are_texts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function from a task to the folder of its results for both blocks, to be copied."""
+    """Return a function that runs a task on two blocks and returns the folder of its results.
+
+    Tests must copy the folder before they change it.
+    """
     found: dict[str, Path] = {}
 
     def results(task: str) -> Path:

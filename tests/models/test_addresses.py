@@ -198,7 +198,7 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
 def refusal() -> str:
-    """Load the encoder, which must fail with a hint. Return the message."""
+    """Load the encoder, which must fail with a hint. Return the error message."""
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint

@@ -1,4 +1,4 @@
-"""ConvMixer: its output, and its filters by a restatement of equations 3.5 to 3.11."""
+"""ConvMixer: its output, and the initial filters compared with equations 3.5 to 3.11."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ def images(count=2, height=16, width=24):
 
 
 def restated_maps(model: ConvMixer, image):
-    """Return the maps after each block by equations 2.1 to 2.3, with loops in float64."""
+    """Compute the feature maps after each block by equations 2.1 to 2.3, with loops in float64."""
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -116,7 +116,10 @@ def test_the_presets_are_conv_mixer_256_8(name, skip):
 
 
 def restated_covariance(size, sigma):
-    """Return equation 3.10, computed for each entry. Pixels are counted from the middle."""
+    """Compute the covariance matrix of equation 3.10 entry by entry.
+
+    The coordinates of pixels are relative to the centre of the filter.
+    """
     half = size // 2
     steps = range(-half, half + 1)
 

@@ -1,7 +1,7 @@
-"""Checkpoints of other projects give the features of the model that wrote them.
+"""Checkpoints of other projects give the same features as the model that wrote them.
 
-No public weights are used. Each layout is restated here from its published repository. The tensors
-are random, and the reference model is timm's or ours.
+No public weights are used. The names of tensors follow the published repository of each project.
+The tensors are random, and the reference model is timm's or ours.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Hugging Face folders and repositories, in the formats of timm and transformers.
 
-The tensor names of transformers are restated from its repository. The tensors are random.
+The names of tensors follow the source code of transformers. The tensors are random.
 """
 
 import json
@@ -331,7 +331,7 @@ def dinov3() -> nn.Module:
 
 
 def official_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights with the names in the official files of DINOv3."""
+    """Return the weights of a model under the names that the official DINOv3 files use."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = renamed(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -346,7 +346,10 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a folder as `save_pretrained` of transformers does. Return its address."""
+    """Write a DINOv3 model as `save_pretrained` of transformers does.
+
+    Return the folder's address.
+    """
     weights = {}
     for name, value in renamed(official_weights(model), TO_TRANSFORMERS).items():
         if "qkv" in name and "bias_mask" not in name:

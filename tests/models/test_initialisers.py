@@ -31,7 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Return the matrices Z of the papers, with normal entries of variance 1 / dim."""
+    """Draw the random matrices Z of the papers. Their entries are normal with variance 1 / dim."""
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

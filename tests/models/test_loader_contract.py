@@ -51,7 +51,10 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Yield the current folder, with all files of the examples and with the loader of the guide."""
+    """Create all files that the example addresses name, and the loader in docs/extending.md.
+
+    Yield their folder, which is the current folder.
+    """
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
         encoder_file(folder / f"runs/skip/{name}.safetensors")

@@ -22,7 +22,7 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module with named parts and a given forward pass."""
+    """A module with the given submodules, whose forward pass is the function `does`."""
 
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -106,7 +106,7 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a model with the structure of ViTModel or Dinov2Model."""
+    """Return a random model that is built like ViTModel or Dinov2Model of transformers."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:
@@ -132,7 +132,7 @@ def transformers(
 
 
 def add_head(backbone: nn.Module) -> Part:
-    """Return a model that outputs tokens and logits."""
+    """Return a model that outputs the tokens of a backbone and the logits of a linear head."""
 
     def does(m: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         tokens = m.backbone(images)

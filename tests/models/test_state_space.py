@@ -49,7 +49,7 @@ def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
 
 
 def recur(inputs, steps, decay, keys, queries) -> Tensor:
-    """Return the outputs of a scan, computed separately for each token and channel."""
+    """Compute the outputs of a scan with a loop over images, channels and tokens."""
     out = torch.zeros_like(inputs)
     for item in range(inputs.shape[0]):
         for channel in range(inputs.shape[2]):
@@ -86,7 +86,7 @@ def test_gradients_are_finite_although_inverse_decays_overflow():
 
 
 def convolve(mixer, values) -> Tensor:
-    """Compute the causal convolution. The last tap belongs to the token itself."""
+    """Compute the causal convolution of a mixer. Its last weight belongs to the current token."""
     taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
     for lag in range(4):
         out[:, lag:] += values[:, : values.shape[1] - lag] * taps[:, 3 - lag]
@@ -94,7 +94,7 @@ def convolve(mixer, values) -> Tensor:
 
 
 def mix_by_the_paper(mixer: Mixer, tokens: Tensor) -> Tensor:
-    """Return the output of a mixer by the equations of its paper."""
+    """Compute the output of a mixer directly from the equations of its paper."""
     decay = -mixer.log_decay.exp()
     if isinstance(mixer, Mamba1Mixer):
         values, gate = (tokens @ half.T for half in mixer.in_proj.weight.split(16))
@@ -170,7 +170,7 @@ def test_the_default_initialisation_is_that_of_the_architectures():
 
 
 def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights of keys, queries and steps."""
+    """Return the weights from which a mixer computes keys, queries and steps."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

@@ -111,7 +111,10 @@ def test_unsupported_inputs_of_layers_are_refused():
 
 
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
-    """Return the weights of cubic convolution (a = -0.75), with one row per new position."""
+    """Return the weights of cubic interpolation (a = -0.75) from `old` to `new` positions.
+
+    Row i contains the weights of all old positions for the new position i.
+    """
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)
     for index in range(new):

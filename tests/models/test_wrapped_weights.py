@@ -1,6 +1,6 @@
 """Training checkpoints: the weights of the encoder are found among everything else.
 
-The formats are restated from the sources of the training tools: Lightning's ModelCheckpoint,
+The formats follow the source code of the training tools: Lightning's ModelCheckpoint,
 WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,
 VISSL, I-JEPA, and the reference scripts of torchvision and torch.
 """
@@ -109,7 +109,7 @@ def add_prefix(prefix: str, weights: Weights) -> Weights:
 
 
 def wrap_modules(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as wrappers around a block and around the patch embedding do."""
+    """Rename weights as if `wrapper` had wrapped block 1 and the patch embedding."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()

@@ -26,7 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save random colour images, distributed evenly over the folders."""
+    """Save random colour images, distributed evenly over class folders. Return their root."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -37,7 +37,10 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return a plan of eight steps of two images. `parts` are components or options of training."""
+    """Return the plan of a run of eight steps with two images each.
+
+    `parts` replaces components of the plan by name, or options of training.
+    """
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}
     defaults = {"model": TINY, "objective": SMALL_DINO, "optimizer": AdamW(lr=0.05)}

@@ -83,7 +83,10 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """A model that predicts the letter `back` tokens earlier, independently of its weights."""
+    """A model whose prediction at each token is the letter `back` tokens earlier.
+
+    It does not depend on the weights.
+    """
 
     def __init__(self, back: int) -> None:
         super().__init__(TINY)

@@ -72,7 +72,10 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Return the parameters of all views, ordered by image."""
+    """Draw the augmentation parameters of all views.
+
+    The views of an image come one after the other.
+    """
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -274,7 +277,10 @@ def test_images_are_normalised_then_erased_then_mixed():
 
 
 def posterize(image, bits):
-    """Keep only the highest bits. The function of Pillow refuses 0 bits."""
+    """Keep only the `bits` highest bits of each value.
+
+    Pillow's own function does not accept 0 bits.
+    """
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
 
@@ -425,7 +431,7 @@ MANY = 3_000
 
 
 def picture(height=20, width=28) -> Tensor:
-    """Return an image of noisy dark gradients, which every operation changes."""
+    """Return an image of dark, noisy gradients, which every operation of RandAugment changes."""
     rows, cols = np.mgrid[:height, :width]
     noise = np.random.default_rng(0).integers(0, 40, (height, width, 3))
     slopes = np.stack([5 * rows, 4 * cols, 3 * (rows + cols)], axis=-1) % 200
@@ -469,7 +475,10 @@ def draw_operations() -> list[list[tuple[str, int | float]]]:
 
 @cache
 def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
-    """Return the names and arguments of the operations that timm draws for each image."""
+    """Let timm's RandAugment draw operations for `MANY` images.
+
+    Return the operations of each image as pairs of name and argument.
+    """
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     calls: list[tuple[str, int | float]] = []
     for operation in augment.ops:

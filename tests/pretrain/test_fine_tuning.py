@@ -125,7 +125,7 @@ def test_missing_weights_and_other_architectures_are_refused(workdir, capsys):
 
 
 def train_whole_and_stopped(root, tmp_path, **options) -> Pretraining:
-    """Train a run in the folder `whole`, and its first step in the folder `stopped`."""
+    """Train a whole run in the folder `whole`, and only its first step in the folder `stopped`."""
     start = save_initial(tmp_path / "start.safetensors")
     plan = plan_of(root, start, **options)
     plan.run(tmp_path / "whole", device="cpu")

@@ -70,7 +70,10 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 
 @pytest.fixture
 def runs(monkeypatch) -> list[SimpleNamespace]:
-    """Replace wandb by a stand-in. Return the list of runs that are started."""
+    """Replace the package wandb with a stand-in.
+
+    Return the list of runs that tests start with it.
+    """
     started: list[SimpleNamespace] = []
 
     def init(**options: Any) -> SimpleNamespace:

@@ -189,7 +189,7 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Remove keys from the configuration in the state of a run, or add some."""
+    """Remove keys from the configuration that the state of a run contains, or add keys to it."""
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

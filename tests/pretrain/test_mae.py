@@ -100,7 +100,10 @@ def test_without_hidden_patches_the_encoder_is_the_plain_encoder():
 
 
 def make_transparent(decoder: MaeDecoder) -> MaeDecoder:
-    """Change a decoder into an identity: zeroed residual branches and identity linear maps."""
+    """Make a decoder return its input tokens as pixels.
+
+    Residual branches are set to zero, and linear maps to the identity.
+    """
     with torch.no_grad():
         for block in decoder.blocks:
             for name in ("attn.proj.weight", "mlp.fc2.weight"):

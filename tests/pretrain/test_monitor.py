@@ -218,7 +218,10 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Return a folder of red and blue images in two classes, with one test image misplaced."""
+    """Create red and blue images in two class folders.
+
+    One red test image is in the wrong folder.
+    """
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
     for split, count in (("train", 8), ("test", 5)):
@@ -247,7 +250,7 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Return a folder with a finished run and its record."""
+    """Return the folder of a finished run whose accuracy was recorded."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

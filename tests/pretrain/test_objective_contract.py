@@ -90,7 +90,10 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(name: str) -> dict[str, ConfigurationError | None]:
-    """Return the error of an objective for each kind of encoder, or None if it trains that kind."""
+    """Return the error with which an objective refuses each kind of encoder.
+
+    The value is None for a kind that it can train.
+    """
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
         errors[kind] = None
@@ -106,7 +109,10 @@ def first_kind(name: str) -> str:
 
 
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
-    """Return the views of `count` samples. They are cropped in chunks that end at `cuts`."""
+    """Crop `count` samples and return their views.
+
+    The samples are cropped in chunks. `cuts` holds the numbers of samples after which a chunk ends.
+    """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
     if isinstance(objective, GeneratingObjective):
@@ -125,7 +131,7 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the gradients of one step. Return its loss and its report."""
+    """Compute the loss of one step and its gradients. Return the loss and the values to log."""
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
     loss.backward()
@@ -199,7 +205,10 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation over 600 alignments of the shorter tensor."""
+    """Return the largest absolute rank correlation of two tensors.
+
+    The first 600 values of the shorter one are compared with every section of the longer one.
+    """
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]
     short, long = ((values - values.mean()) / values.std() for values in ranks)

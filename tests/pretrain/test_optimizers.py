@@ -169,7 +169,10 @@ BETAS = (0.9, 0.97, 0.8)
 
 
 class PlainSoap:
-    """SOAP for a single parameter. Its mean gradient is stored without rotation."""
+    """A NumPy version of SOAP for a single parameter.
+
+    Unlike ours, it stores the mean gradient in the original basis.
+    """
 
     def __init__(self, weight: np.ndarray, *, limit: int, frequency: int, phase: int = 0) -> None:
         self.weight, self.frequency, self.phase = weight, frequency, phase
@@ -237,12 +240,15 @@ def schedule(step: int) -> tuple[float, float]:
 
 
 def has_gradient(index: int, step: int) -> bool:
-    """Return whether a parameter has a gradient in a step."""
+    """Return whether the parameter with this index has a gradient in this step of the test."""
     return step >= LATE.get(index, 0) and not (index == 8 and 20 <= step < 23)
 
 
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
-    """Take a step for each item of `noise`, to which 0.3 times the parameters are added."""
+    """Take one optimizer step for each item of `noise`.
+
+    The gradient is the noise plus 0.3 times the parameter.
+    """
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
@@ -393,7 +399,10 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Return weights and eigenbases after fifteen steps."""
+    """Train with SOAP for fifteen steps. Return the weights and eigenbases.
+
+    `flips_signs` imitates a processor that returns every second eigenvector with the other sign.
+    """
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
         solve, factor = torch.linalg.eigh, torch.linalg.qr
@@ -451,7 +460,7 @@ def start(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
 def take_step(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], seed: int, *, value: float = 1
 ) -> None:
-    """Take a step with random gradients, one of which is `value`."""
+    """Take an optimizer step with random gradients. One entry of the first gradient is `value`."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
@@ -464,7 +473,7 @@ def take_step(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> list[Tensor]:
-    """Return copies of the weights and of all tensors of the state except counters."""
+    """Copy the weights, and the tensors of the optimizer's state except for its step counters."""
 
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Tensor):

@@ -31,7 +31,7 @@ BATCH = 16
 
 
 class Steps:
-    """A trainer that uses the same images in every step."""
+    """A trainer on a GPU that uses the same images in every step."""
 
     def __init__(self, recipe, **options):
         self.device = torch.device("cuda")

@@ -1,5 +1,6 @@
 """Runs of a tiny encoder: their files and options, and how they stop and continue."""
 
+import json
 import math
 import os
 import re
@@ -34,12 +35,15 @@ from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Return a folder of 13 images: six steps of two images per epoch leave one image out."""
+    """Return a folder of 13 images.
+
+    An epoch has six steps of two images and leaves out one image.
+    """
     return album(tmp_path_factory.mktemp("album"))
 
 
 def call_before_step(monkeypatch, number, action):
-    """Call `action` before the step with this number, which counts from 1."""
+    """Let a run call `action` just before the step `number`. The first step has the number 1."""
     finish, calls = MultiCrop.finish, []
 
     def finish_and_count(self, *arguments):
@@ -84,6 +88,14 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     assert decayed["lr"] == exempt["lr"] == rows[-1]["lr"] > 0
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (rows[-1]["weight_decay"], 0)
     assert rows[-1]["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
+
+
+def test_the_log_has_the_speed_and_the_share_of_waiting(root, tmp_path, monkeypatch):
+    # A step of two images takes 4 s, of which it waits 1 s for data.
+    monkeypatch.setattr(logging.Clock, "end_step", lambda _: (4.0, 1.0))
+    plan_of(root).run(tmp_path, device="cpu")
+    rows = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
+    assert {(row["images_per_second"], row["data_wait"]) for row in rows} == {(0.5, 25)}
 
 
 def test_a_stopped_run_continues_bit_for_bit(root, tmp_path):
@@ -132,7 +144,7 @@ def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Replace the loss of DINO and its report by `change(loss, report, step)`."""
+    """Pass the loss of DINO, and the values to log, through `change(loss, report, step)`."""
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

@@ -1,4 +1,4 @@
-"""Training in two processes. If one of them fails, both save the run and end with one message."""
+"""Training in two processes. If one of them fails, both save the run and print one message."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Return the exit codes and the stderr of both processes for each fault."""
+    """Run two processes with each fault. Return their exit codes and what they print to stderr."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

@@ -1,4 +1,4 @@
-"""Pretraining from tar files, which equals pretraining from folders."""
+"""Pretraining from tar files, which must equal pretraining from folders."""
 
 import os
 import signal

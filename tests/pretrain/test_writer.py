@@ -38,7 +38,7 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Return a list that receives an item at each step."""
+    """Return a list to which each training step adds an item."""
     finish, steps = MultiCrop.finish, []
 
     def finish_and_count(self, *arguments):

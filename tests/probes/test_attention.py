@@ -48,7 +48,7 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return a timm model with two blocks and random parameters."""
+    """Return a timm Vision Transformer with two blocks and random parameters."""
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
@@ -57,7 +57,7 @@ def small_timm(name: str, **changes: Any) -> Encoder:
 
 
 def perturb(model: Any) -> Any:
-    """Add noise to all parameters, so that none is 0 or 1."""
+    """Add noise to all parameters of a model, so that none of them stays 0 or 1."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -126,7 +126,10 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT with two blocks. `mix` computes attention from queries, keys and values."""
+    """A ViT with two blocks.
+
+    The function `mix` computes attention from queries, keys and values.
+    """
 
     def __init__(self, mix: Any) -> None:
         super().__init__()
@@ -409,7 +412,7 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
-    """The values were computed by another program from the queries and keys of the ONNX file."""
+    """Another program computed the expected values, from the queries and keys of the ONNX file."""
     words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
     words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]

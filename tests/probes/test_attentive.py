@@ -1,4 +1,4 @@
-"""Heads that pool patches with learned queries: on their own, and in linear classification."""
+"""Heads that pool patches with learned queries, alone and in the classification probe."""
 
 import math
 from dataclasses import fields
@@ -34,12 +34,12 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return irregular values that another program can reproduce."""
+    """Return irregular values in [-1, 1] that a program in another language can reproduce."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return heads of one block. Each tuple has the four parameters of a head."""
+    """Return a bank of heads of one block. Each tuple holds the four parameters of one head."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
@@ -85,7 +85,7 @@ def test_a_head_has_as_many_parameters_as_published():
 
 
 def train_heads(features: StoredFeatures, *rates: float, batch_size: int) -> AttentiveHeads:
-    """Train heads on ten images, and check the number of optimizer steps."""
+    """Train one head for each learning rate on ten images. Check the number of optimizer steps."""
     pool = AttentivePooling(queries=3, epochs=3, batch_size=batch_size, learning_rates=rates)
     steps = []
 

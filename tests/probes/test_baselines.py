@@ -1,4 +1,4 @@
-"""Image-independent baselines: counted by hand, and as records, tables and reports state them."""
+"""Image-independent baselines: their values, and how records, tables and reports state them."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def image_result(true: list[list[float]], size: tuple[int, int] = (100, 200)) ->
 
 
 def block_baselines(images: list[ImageResult]) -> dict[str, Baseline]:
-    """Return the baseline of each metric of boxes."""
+    """Return the baselines of the object discovery scores of a block, by metric."""
     scores = score_block(0, "key", images, 1, constant_baselines(images))
     found = [corloc_score(0, "key", images), *scores]
     return {s.metric: b for s in found if (b := Baseline.from_details(s.details))}
@@ -89,7 +89,7 @@ def test_the_best_and_the_most_frequent_answer_counted_by_hand():
 
 
 def run_baselines(words: list[str]) -> dict[str, Baseline]:
-    """Run a probe. Return the baseline of each metric."""
+    """Run a probe. Return the baselines in its records by metric."""
     assert main(words) == 0
     found = {r.metric: Baseline.from_details(r.details) for r in records()}
     assert found

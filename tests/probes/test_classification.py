@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Class folders whose noisy colours are hard to tell apart."""
+    """Create class folders whose colours are so noisy that the classes are hard to separate."""
     return coloured_classes(tmp_path_factory.mktemp("noisy"), noise=250)
 
 
@@ -96,7 +96,10 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
 
 
 def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Return the accuracy of scikit-learn's regression in percent, with standardised channels."""
+    """Return the accuracy in percent of scikit-learn's logistic regression.
+
+    Channels are standardised with the mean and standard deviation of the training features `x`.
+    """
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x.double() - mean) / deviation).numpy(), y.numpy())
@@ -126,7 +129,7 @@ def test_parallel_heads_equal_single_heads_in_float64():
 def train_one_head(
     x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Train one head in float64 with momentum 0.9 and a cosine schedule."""
+    """Train one linear head in float64 by SGD with momentum 0.9 and a cosine schedule."""
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]
     velocities = [torch.zeros_like(parameter) for parameter in parameters]
@@ -212,10 +215,10 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores of three heads.
+    """Return the scores that follow from the results of three heads.
 
-    They are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two held-out
-    images.
+    The heads are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two
+    held-out images.
     """
     values: dict[str, Any] = {
         "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),

@@ -1,4 +1,4 @@
-"""Agreement of clusters and classes: counted by hand, compared with scikit-learn, and probed."""
+"""Agreement of clusters and classes: hand counts, comparisons with scikit-learn, and probe runs."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,10 @@ TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
 def draw_labels(images=60, clusters=5, classes=4):
-    """Return random clusters and classes, which agree for most images, and their table."""
+    """Return random clusters and classes of images, and the table that counts each combination.
+
+    They agree for most images.
+    """
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
     is_right, others = generator.random(images) < 0.6, generator.integers(clusters, size=images)
@@ -185,7 +188,7 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Cluster the features of two blocks. Return the scores of the second block by metric."""
+    """Run the clustering probe on two blocks. Return the scores of the second one by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = scored(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}

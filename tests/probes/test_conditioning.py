@@ -1,4 +1,4 @@
-"""The conditioning probe: decomposition of blocks, and numbers computed again from the encoder."""
+"""The conditioning probe: the parts of a block, and scores computed again from the encoder."""
 
 import copy
 import itertools
@@ -39,12 +39,15 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 @pytest.fixture(autouse=True)
 def blank_figures(monkeypatch):
-    """Do not draw figures, because drawing takes most of the time. The contract tests draw them."""
+    """Save empty figures, because drawing takes most of the time. The contract tests draw them."""
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
 class Runner:
-    """Run the probe on three images. `messages` has the messages of all runs."""
+    """A function object that runs the conditioning probe on three images.
+
+    `messages` collects the messages of all runs.
+    """
 
     def __init__(self, photographs, folder):
         self.photographs, self.folder, self.messages = photographs, folder, []
@@ -71,7 +74,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return the encoder in float64, and the input of its first block for the first image."""
+    """Return a copy of the encoder in float64, and its tokens of the first image before block 0."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
@@ -86,7 +89,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons for undefined results by facet."""
+    """Return the reason for each undefined result, by facet."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

@@ -56,7 +56,7 @@ supporting_datasets = cache(datasets_with)
 
 
 def install_plugins(folder: Path) -> None:
-    """Install the probes of the documentation as an external package with entry points."""
+    """Install the probes of docs/extending.md as a separate package with entry points."""
     information = folder / "pages-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
@@ -70,7 +70,7 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """The current folder, with an encoder of three blocks, an installed plugin and datasets."""
+    """Create an encoder of three blocks, datasets and an installed plugin in the current folder."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
     install_plugins(folder / "installed")
@@ -86,7 +86,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
 
 
 def data_for(role: str) -> list[str]:
-    """Return the arguments that select a small dataset which supports a role."""
+    """Return the arguments that select a small dataset with the annotations that a role needs."""
     if role == "saliency":
         one_object = "dataset.one_object=true"
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
@@ -98,9 +98,9 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a small probe, its plan, and the arguments that select it.
+    """Return a small probe, its plan, and the arguments that select it on the command line.
 
-    `case` is a task, or one of `VARIANTS`, which begins with the name of its task.
+    `case` is a task or one of `VARIANTS`. The name of a variant begins with its task.
     """
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
@@ -114,7 +114,7 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
 
 
 def package_names(kinds: Iterable[type]) -> set[str]:
-    """Return the names of the modules or packages in `probes` that define the classes."""
+    """Return the names of those modules or packages in `probes` that define the classes."""
     modules = [kind.__module__.split(".") for kind in kinds]
     return {parts[1] for parts in modules if parts[0] == "probes"}
 
@@ -125,14 +125,14 @@ def run(task: str, out: str, *more: str) -> int:
 
 @cache
 def all_blocks(task: str, place: Path) -> Path:
-    """Evaluate all blocks. Return the folder of the results, which is cached for each workdir."""
+    """Evaluate all blocks of a task once for each `place`. Return the folder of the results."""
     del place
     assert run(task, f"{task}/all") == 0
     return Path(f"{task}/all").resolve()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return the content and the per-image values of records by layer, facet and metric."""
+    """Return the content of records and their per-image values, by layer, facet and metric."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -1,4 +1,4 @@
-"""TokenCut, MaskCut and LOST: counted by hand, and compared with the official code."""
+"""TokenCut, MaskCut and LOST, compared with hand counts and with the official code."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,10 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return labels of patches, and features with one of four orthogonal directions per label."""
+    """Return a map of patch labels, and features in which each label has its own direction.
+
+    The directions of the four labels are orthogonal.
+    """
     labels = np.zeros((6, 8), int)
     for label, (rows, cols) in enumerate(rectangles, start=1):
         labels[rows, cols] = label
@@ -31,7 +34,7 @@ def scene(*rectangles: tuple[slice, slice]):
 
 
 def mosaic(seed: int) -> torch.Tensor:
-    """Return nine tiles of nine patches. The features of each tile have similar directions."""
+    """Return the features of 9 x 9 patches. They are similar within each tile of 3 x 3 patches."""
     generator = np.random.default_rng(seed)
     tiles = generator.standard_normal((3, 3, 6)).repeat(3, 0).repeat(3, 1)
     return torch.from_numpy(tiles + 0.5 * generator.standard_normal((9, 9, 6))).float()
@@ -209,7 +212,7 @@ def test_the_foreground_is_the_other_side_if_the_peak_covers_three_corners():
     ],
 )  # fmt: skip
 def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
-    """`rounds` has the first and the last patch of the object that each eigenvector shows."""
+    """`rounds` holds the first and last patch of the object that MaskCut finds in each round."""
     pending = list(rounds)
 
     def solve(_masked: np.ndarray) -> FiedlerVector:

@@ -1,4 +1,4 @@
-"""Linear depth: bins, loss and metrics restated in numpy, training, and records of a run."""
+"""Linear depth: bins, loss and metrics compared with numpy, training, and the records of a run."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def upsample(values: np.ndarray) -> np.ndarray:
-    """Enlarge the first two axes of an array four times, by bilinear interpolation."""
+    """Enlarge an array of shape [side, side, channels] four times by bilinear interpolation."""
     for _ in range(2):
         size = len(values)
         places = np.clip((np.arange(4 * size) + 0.5) / 4 - 0.5, 0, size - 1)
@@ -121,7 +121,7 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 
 
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Return the metrics of one image, computed pixel by pixel."""
+    """Compute the depth metrics of one image, pixel by pixel."""
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -183,10 +183,10 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return features and depths of 8 images with 3 x 3 patches.
+    """Return features of two blocks and depths, for 8 images of 3 x 3 patches.
 
-    The features of the first block are noise. Those of the second block contain the depth, in the
-    patches or in the [CLS] token.
+    The features of the first block are noise. Those of the second block contain the depth, either
+    in the patches or in the [CLS] token.
     """
     generator = torch.Generator().manual_seed(0)
     depth = 1 + 7 * torch.rand(8, *(1, 1) if in_cls else (3, 3), generator=generator)
@@ -211,7 +211,7 @@ def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **change
 
 
 def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return the mean relative error of the best head of each block."""
+    """Return the mean relative error of each block with its best head."""
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -359,7 +359,7 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Make the second rate the best on held-out images, and the first on scored images."""
+        """Let the second rate be best on held-out images, and the first rate on scored images."""
         delta1 = [10, 90] if mean_depth is None else [80, 20]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))
         metrics[..., 0] = delta1

@@ -1,4 +1,4 @@
-"""Average precision and recall of boxes: count_image by hand, and compared with pycocotools."""
+"""Average precision and recall of boxes, compared with hand counts and with pycocotools."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -29,7 +29,7 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return the counts of an image. By default, boxes are in the order of their confidence."""
+    """Return the detection counts of an image. By default, boxes are sorted by confidence."""
     return detection_counts(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
@@ -39,7 +39,7 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
 
 
 def percent(images) -> list[float]:
-    """Return AP, AP50 and AR100 from the counts of images."""
+    """Return AP, AP50 and AR100 of several images in percent, computed from their counts."""
     whole = np.sum(images, axis=0)
     found = average_precision(whole), average_precision(whole[:, :2]), average_recall(whole)
     return [float(value) for value in found]
@@ -56,7 +56,10 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
 
 
 def random_images(seed: int, *, images: int = 12):
-    """Return found and true boxes of images. Most found boxes are close to a true box."""
+    """Return the found and the true boxes of random images.
+
+    Most found boxes are near a true one.
+    """
     generator = np.random.default_rng(seed)
     found = []
     for _ in range(images):
@@ -74,7 +77,10 @@ def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
 
 
 def evaluate_with_coco(images, scores) -> list[float]:
-    """Return AP, AP50 and AR100 of COCOeval. `scores` has the confidences of each image's boxes."""
+    """Compute AP, AP50 and AR100 with pycocotools.
+
+    `scores` holds the confidence of each found box of each image.
+    """
     true: Any = COCO()
     true.dataset = {
         "images": [{"id": n} for n in range(len(images))],

@@ -21,9 +21,9 @@ TAU, EPS = 0.2, 1e-5
 
 
 def dense_solution(features, *, weighted=False, tau=TAU):
-    """Return two eigenvalues, the second eigenvector and the degrees, computed with scipy.
+    """Solve the eigenproblem (D - A) x = lambda D x of a token graph with scipy.
 
-    The eigenvalues are the second and third generalised ones of (D - A, D).
+    Return the second and third eigenvalue, the second eigenvector and the degrees.
     """
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
@@ -35,7 +35,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return noisy tokens around a few random directions. Their graph is connected."""
+    """Return noisy tokens around a few random directions, whose graph is connected."""
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -44,16 +44,19 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Return tokens that are linked only if their distance is below about 1.8 `reach`.
+    """Return tokens in a row. Only those closer than about 1.8 `reach` are linked in their graph.
 
-    The gap between the eigenvalues of their graph is tiny.
+    The gap between the eigenvalues of this graph is tiny.
     """
     places = np.arange(num_tokens)
     return np.exp(-(((places[:, None] - places) / reach) ** 2)).astype(np.float32)
 
 
 def blobs(*sizes):
-    """Return groups of equal tokens. Tokens of different groups are orthogonal."""
+    """Return groups of equal tokens, with one group for each size.
+
+    Different groups are orthogonal.
+    """
     return np.repeat(np.eye(len(sizes), 8, dtype=np.float32), sizes, axis=0)
 
 
@@ -168,9 +171,10 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
-    """Check the vectors of all blocks and facets of encoders with and without skip connections.
+    """Compare the eigenvectors of images with the dense solution.
 
-    `at_least` is the minimum number of graphs with a unique vector.
+    All blocks and facets of encoders with and without skip connections are used. At least
+    `at_least` of the graphs must have a unique vector.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

@@ -133,7 +133,10 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Interrupt a run at the views of the third image. Return its model and its batch sizes."""
+    """Interrupt a geometry run at the views of the third image.
+
+    Return the model and the sizes of the batches so far.
+    """
     model, batches = vit(), []
 
     def interrupt(_module, given, _output):

@@ -1,4 +1,4 @@
-"""Estimates of the geometry probe: counted by hand, and compared with published code."""
+"""Estimates of the geometry probe, compared with hand counts and with published code."""
 
 import math
 
@@ -28,7 +28,7 @@ def moments(vectors):
 
 
 def moments_with_variances(variances):
-    """Return the moments of vectors with zero mean and variances proportional to these."""
+    """Return the moments of vectors with zero mean and variances proportional to `variances`."""
     axes = torch.diag(torch.tensor(variances).double().sqrt())
     return moments(torch.cat([axes, -axes]))
 
@@ -92,7 +92,7 @@ def radio_rank(values, eps=1e-7):
 
 
 def restated_lidar(views, *, delta, divisor, delta_of_product):
-    """Return the eigenvalues of LiDAR, computed with a matrix root as in the published code."""
+    """Return the eigenvalues that give LiDAR, computed with a matrix root as in published code."""
     means = views.mean(1)
     away = means - means.mean(0)
     between = away.T @ away / (len(views) - 1)

@@ -51,7 +51,10 @@ def toy(tmp_path_factory) -> ToyInstances:
 
 
 def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
-    """Return the area under the curve of precision, one trapezoid for each step of recall."""
+    """Return the average precision as the area under the precision-recall curve.
+
+    The area consists of one trapezoid for each correct image.
+    """
     area, found = Fraction(0), 0
     for seen, right in enumerate(is_right, start=1):
         if right:
@@ -62,7 +65,10 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 
 
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
-    """Return the precision at k, or at the rank of the last correct image if this is lower."""
+    """Return the precision among the first k images.
+
+    If the last correct image has a rank below k, this rank is the cutoff.
+    """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
 
@@ -140,7 +146,7 @@ def test_equal_images_rank_in_the_order_of_the_database():
 
 @dataclass(frozen=True)
 class SameImages:
-    """A dataset with the same images for every role."""
+    """A dataset that returns the same images for training, evaluation and discovery."""
 
     image_set: ImageSet
     name: str = "same"
@@ -153,7 +159,7 @@ class SameImages:
 
 
 def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
-    """Probe block 1. Return the records by metric."""
+    """Run the probe on block 1. Return the records by metric."""
     records = evaluated(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 
@@ -165,7 +171,7 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity of the [CLS] tokens of a query and each other image."""
+    """Return the cosine similarity of the [CLS] token of a query to that of each other image."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -180,7 +186,7 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
 def plain_scores(
     images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False
 ) -> list[float]:
-    """Return the average precision of each query in percent, computed in float64."""
+    """Compute the average precision of each query in percent, in float64."""
     found = []
     for sample in images:
         if (search := sample.search) is None:

@@ -33,7 +33,10 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block whose attention is sharper than at initialisation, so that E is large."""
+    """Run a block on random tokens.
+
+    Its attention is sharper than at initialisation, so that the term E is large.
+    """
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
@@ -42,7 +45,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
 
 
 def condition(values):
-    """Return the condition number of a square matrix from its singular values."""
+    """Return the condition number of a square matrix, given its singular values."""
     return float(condition_number(values, len(values)))
 
 
@@ -64,7 +67,7 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Return B and E, computed entry by entry. As in the paper, vec stacks columns."""
+    """Compute the terms B and E of a block entry by entry. As in the paper, vec stacks columns."""
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
     heads, width = 2, dim // 2
@@ -94,7 +97,7 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder a matrix whose vec stacks rows, so that its vec stacks columns."""
+    """Reorder a Jacobian for vec that stacks columns. In the input, vec stacks rows."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

@@ -1,4 +1,4 @@
-"""Gradient descent on a bank of linear heads, which equals separate training of each head."""
+"""Gradient descent on a bank of linear heads, which must equal separate training of each head."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def make_bank(standardization):
 
 
 def train_separately(source, rate, mode, batches, standardization, start, **options):
-    """Train one head on upsampled logits with autograd and an optimizer of torch."""
+    """Train a single head on upsampled logits, with autograd and an optimizer of torch."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)

@@ -22,7 +22,10 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers: digits as patches with 64 channels, and mixed channels."""
+    """Return features of two layers for images whose patches are digits with 64 pixels.
+
+    The first layer has the pixels as channels, and the second has random mixtures of them.
+    """
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
     count = NUM_IMAGES * SIDE**2
@@ -41,7 +44,10 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Return a fitted regression of scikit-learn, and a function that standardises its inputs."""
+    """Fit scikit-learn's logistic regression on standardised inputs.
+
+    Return the model and the function that standardises its inputs.
+    """
     # As in the product, constant channels become 0.
     deviation = x.std(0)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
@@ -98,9 +104,10 @@ def test_each_convex_problem_stops_separately():
     computed: list[list[int]] = []
 
     def objective(problems, values):
-        """Compute three parabolas and a function with a wrong gradient.
+        """Return the values and gradients of the selected problems.
 
-        The third parabola starts at its minimum.
+        Problems 0 to 2 are quadratic functions, and problem 2 starts at its minimum. Problem 3 is a
+        constant function with a wrong gradient.
         """
         computed.append(problems.tolist())
         distance = values - torch.cat([centers, torch.zeros(1, 2)])[problems]
@@ -146,7 +153,7 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
     product = hessian_inverse((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
 
     def loss(parameters, head):
-        """Return the loss of a head as a function of its weights and biases."""
+        """Return the loss of a head, given its weights and biases in one vector."""
         weights, bias = parameters[:9].view(3, 3), parameters[9:]
         logits = (x * scale) @ weights.T + bias
         return logits.logsumexp(1).mean() + penalty[head] * weights.square().sum() / 2

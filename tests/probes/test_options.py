@@ -1,7 +1,7 @@
 """Settings that a probe refuses when it is built, with an error that names the key.
 
-tests/core/test_fields.py tests that every number has a legal range. This file tests the checks and
-ranges of single probes.
+tests/core/test_fields.py checks that every number has a legal range. This file tests what
+individual probes check, and their ranges.
 """
 
 from functools import partial

@@ -18,7 +18,10 @@ ADAPTIVE = Cut(tau="otsu")
 
 
 def similar_patches() -> torch.Tensor:
-    """Return patches that are all similar, and even more similar within the object and outside."""
+    """Return features of patches that are all similar to each other.
+
+    Patches of the object are even more similar to each other, and so are the other patches.
+    """
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)
     features[..., 0] += 1
@@ -57,7 +60,10 @@ def test_an_object_is_found_although_all_patches_are_similar(find):
 
 @pytest.fixture
 def similar_encoder(workdir):
-    """The arguments for block 0 of an encoder whose patches are all similar."""
+    """Create an encoder whose patches are all similar.
+
+    Return the arguments that probe its block 0.
+    """
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()
     bias = model.get_parameter("patch_embed.proj.bias").data

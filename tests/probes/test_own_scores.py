@@ -21,7 +21,7 @@ INTERVAL = (60.0, 70.0)
 
 @dataclass(frozen=True)
 class Brightness(Probe):
-    """The brightness of images, in percent and as a number without per-image values."""
+    """A probe of the brightness of images: per-image percentages, and numbers without them."""
 
     protocol: str = "plain"
 
@@ -49,7 +49,7 @@ class Brightness(Probe):
 
 @pytest.fixture
 def run_probe(tmp_path, monkeypatch):
-    """A function that runs a probe and returns its messages."""
+    """Return a function that runs a probe and returns its messages."""
     monkeypatch.chdir(tmp_path)
     photographs = noise_photographs(tmp_path / "photos")
     config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -107,7 +107,7 @@ def test_an_interval_that_excludes_its_value_is_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A metric with any name that counts some images as correct."""
+    """A probe that counts some images as correct, under any name of a metric."""
 
     metric: str = "accuracy"
 
@@ -151,7 +151,7 @@ def test_attributes_of_earlier_versions_are_refused_with_their_new_names():
 
 @dataclass(frozen=True)
 class Undefined(Hits):
-    """A metric without a value."""
+    """A probe whose metric has no value."""
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         for layer in context.layers:

@@ -1,4 +1,4 @@
-"""The number of times that a command encodes each image, if it runs several probes."""
+"""How often a command encodes each image if it runs several probes."""
 
 import collections
 from dataclasses import replace
@@ -46,7 +46,7 @@ def classification(**changes: Any) -> Probe:
 
 
 def count_passes(encoder: Encoder, store: ResultStore, *evaluations: Evaluation) -> int:
-    """Run evaluations that share a feature cache. Return the number of encoded images."""
+    """Run evaluations that share a feature cache. Return how many images the encoder receives."""
     counter, features = Counter(encoder), FeatureCache()
     for one in evaluations:
         one.run(store, say=lambda _: None, features=features)
@@ -169,7 +169,10 @@ def test_only_features_used_since_the_last_corruption_are_kept(encoder):
 
 
 class PassCounter:
-    """Count how often each task of a command encodes each image, identified by its pixels."""
+    """A counter of how often each task of a command encodes each image.
+
+    Images are identified by their pixels.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_task: dict[str, collections.Counter[bytes]] = {}
@@ -197,7 +200,7 @@ FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 @pytest.fixture
 def counter(workdir, monkeypatch) -> PassCounter:
-    """A counter of passes. The encoder has large patches, and figures are not drawn."""
+    """Return a counter of passes. The encoder has large patches, and figures are not drawn."""
     encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
     return PassCounter(monkeypatch)
@@ -231,7 +234,10 @@ def test_each_task_encodes_each_image_with_masks_or_classes_once(counter):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut in all protocols. Return the values, logs and figures that it stored."""
+    """Run TokenCut with all of its protocols.
+
+    Return the values, logs and figures that it stores.
+    """
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

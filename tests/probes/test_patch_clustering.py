@@ -1,4 +1,4 @@
-"""Clusters of patches, compared with masks: counted by hand, computed again, and probed."""
+"""Clusters of patches and masks: hand counts, a computation with scikit-learn, and probe runs."""
 
 import itertools
 import json
@@ -42,13 +42,13 @@ def clustering(**changes: Any) -> Clustering:
 
 
 def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
-    """Return the scores of block 3 by metric."""
+    """Run the patch clustering probe. Return the scores of block 3 by metric."""
     context = probe_context(tmp_path, encoder, dataset, (3,), seed)
     return {score.metric: score for score in clustering(**changes).run(context)}
 
 
 def cluster_pixels(context, layer):
-    """Return the cluster and the class of each labelled pixel, computed with scikit-learn."""
+    """Compute the cluster of each labelled pixel with scikit-learn. Return clusters and classes."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -69,7 +69,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Return the highest accuracy over all assignments of clusters to classes, and its mean IoU."""
+    """Try all assignments of clusters to classes. Return the highest accuracy and its mean IoU."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

@@ -1,4 +1,4 @@
-"""Masks of single objects: scores computed again in numpy, and data without masks."""
+"""Masks of single objects: scores compared with numpy, and data without masks."""
 
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise with a bright square, and masks that contain different parts of the square."""
+    """Write noise images with a bright square. Their masks show different parts of the square."""
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -36,10 +36,9 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Return the maximum F-beta, the IoU and the accuracy in percent.
+    """Return the maximum F-beta, the IoU and the accuracy in percent, computed with plain loops.
 
-    `pairs` has a map in [0, 1] and the true mask of each image. The computation loops over all
-    images and thresholds.
+    `pairs` holds a map in [0, 1] and the true mask of each image.
     """
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:

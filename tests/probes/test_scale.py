@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A model with two blocks. The second block multiplies its output by a power of two."""
+    """A model with two blocks. The second block multiplies its output by 2 to the power `power`."""
 
     def __init__(self, power: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Scaled(nn.Module):
 
 
 def scores(task: str, power: int, folder: str) -> dict[tuple[str, str], float]:
-    """Return the scores on the first generated dataset that supports the task."""
+    """Run a task on the first generated dataset that supports it. Return the scores of block 1."""
     encoder = ssl_bench.Encoder.from_module(
         Scaled(power).eval(), patch_size=8, blocks="blocks", norm="norm", image_size=32,
         mean=0.5, std=0.5,

@@ -56,7 +56,10 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
 
 
 def scores_by_draw(*right: int) -> list[list[Score]]:
-    """Return a score of ten images for each draw. `right` has the number of correct images."""
+    """Return the score on ten images for each draw of shots.
+
+    `right` holds the number of correct images in each draw.
+    """
     return [
         [
             Score(3, "cls", "top1_k1", 10.0 * n, None, 10, {"bank": 6, "n": n, "warnings": ["w"]},

@@ -108,7 +108,7 @@ class KilledError(Exception):
 
 
 def killed_after(steps):
-    """Return a progress function that raises an error after a number of steps."""
+    """Return a progress function that raises `KilledError` after a number of steps."""
     pending = [steps]
 
     def progress(items, description, total=None):

@@ -38,9 +38,9 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Noise images of different sizes, with boxes. `read` lists the images that are read.
+    """Noise images of different sizes, with boxes. The image `damaged` cannot be read.
 
-    The image `damaged` cannot be read.
+    The list `read` receives the id of each image that is read.
     """
 
     boxes: Mapping[str, list[list[float]] | None]
@@ -93,7 +93,7 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return the object that `discover` finds with the features of block 2."""
+    """Return the object that `discover` finds in an image with the features of block 2."""
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
@@ -104,7 +104,7 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return the entries of a log by image, in their order."""
+    """Return the entries of a log by image, in the order of the log."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}
@@ -148,7 +148,7 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Return the scores and the images that were read."""
+        """Run TokenCut. Return its scores and the images that it reads."""
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)

@@ -45,9 +45,9 @@ DINO = Window(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
 def dense_labels(
     features: Sequence[np.ndarray], first: np.ndarray, window: Window
 ) -> list[np.ndarray]:
-    """Return the labels of every frame, computed from the affinity of all patches in float64.
+    """Compute the labels of every frame from the affinity of all patches, in float64.
 
-    `features` has rows x cols x dim for each frame, and `first` rows x cols x channels.
+    Each item of `features` has shape rows x cols x dim. `first` has shape rows x cols x channels.
     """
     rows, cols = first.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
@@ -69,7 +69,11 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Interpolate each channel linearly and scale it to [0, 1]. Return the index of the largest."""
+    """Compute a mask from labels of patches.
+
+    Each channel is interpolated linearly and scaled to [0, 1]. A pixel gets the index of its
+    largest channel.
+    """
     channels = []
     for channel in np.moveaxis(labels, -1, 0):
         for axis in (0, 1):
@@ -295,7 +299,10 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Return J and F in percent and the masks of a video, computed from the full affinity."""
+    """Track the objects of a video with the full affinity.
+
+    Return J and F in percent, and the masks.
+    """
     assert video.frames is not None
     assert video.mask is not None
     frames = list(video.frames)
@@ -348,7 +355,10 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
 
 
 def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
-    """Return results of videos, each from the scores of its objects and an area ratio."""
+    """Return results of videos.
+
+    Each video is given by the scores of its objects and one area ratio for all of them.
+    """
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
         VideoResult(dict.fromkeys(names, np.array(values)), np.full(len(values), float(area)), 3)
@@ -379,7 +389,7 @@ def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
 
 
 def write_video(folder: Path, masks: Sequence[np.ndarray | None]) -> Path:
-    """Write noise on which a bright object moves, and the masks that are not None."""
+    """Write frames of noise in which a bright object moves, and those masks that are not None."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     background = generator.integers(0, 120, (32, 48, 3), dtype=np.uint8)
@@ -475,7 +485,7 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
 def test_a_published_encoder_has_the_scores_of_the_official_code(
     shared_data, published_encoder, tmp_path
 ):
-    """The values were computed with the scripts of DINO and DAVIS 2017."""
+    """The expected values were computed with the scripts of DINO and DAVIS 2017."""
     words = ["probe", "--task", "tracking", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"davis2016:{shared_data}/real/davis2016", "--out", str(tmp_path)]
     # The selected video, the fifth of ten, is "dog".

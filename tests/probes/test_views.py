@@ -21,7 +21,10 @@ GRAY = (0.5, 0.5, 0.5)
 
 
 def make_scene(height=24, width=36):
-    """Return an image whose red shows the column and green the row. Its mask is the right half."""
+    """Return an image with its mask, which is the right half of the image.
+
+    Red encodes the column of a pixel, and green its row.
+    """
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)
     return Sample("scene", image, (cols >= width // 2).astype(np.uint8))

@@ -100,7 +100,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Return a report of records whose names contain markup."""
+    """Write a report of records whose names contain HTML markup. Return its folder."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -137,7 +137,7 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def read_first_provenance(report: Path) -> dict[str, Any]:
-    """Return what the provenance dialog shows about the first record."""
+    """Return the fields of the first record that the provenance dialog shows."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
@@ -234,7 +234,10 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 
 
 def replace_page(folder: Path, text: str) -> None:
-    """Replace a report, unless the text names a fault that happens while it is written."""
+    """Replace a report with `text`.
+
+    Some texts name an error, which is raised during the replacement.
+    """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)
         if text == "interrupt":

@@ -22,7 +22,7 @@ SIDECAR = "last.safetensors.sha256"
 
 
 def run_record(run: Path) -> Record:
-    """Return a record of the encoder of a run."""
+    """Return a record whose encoder is the one that a run saved."""
     ((digest, _),) = read_digests(run / SIDECAR)
     return cell(checkpoint_sha256=digest)
 

@@ -1,4 +1,4 @@
-"""The sentences about the best block of each checkpoint, compared with counts by hand."""
+"""The sentences about the best block of each checkpoint, compared with hand counts."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save records and return the sentences of each checkpoint."""
+    """Save records. Return the sentences that the report shows about each checkpoint."""
     for record in records:
         store.save(record)
     stored = store.records()

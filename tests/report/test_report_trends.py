@@ -1,4 +1,4 @@
-"""The pages about epochs and about corrupted images, compared with counts by hand."""
+"""The pages about epochs and about corrupted images, compared with hand counts."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,10 @@ ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 30
 
 
 def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
-    """Return a record of the encoder `RUN@EPOCH`, or of `RUN` for the last epoch, 300."""
+    """Return a record of the encoder that a run had after an epoch.
+
+    Its name is `RUN@EPOCH`, or just `RUN` after the last epoch, which is 300.
+    """
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)
     record = cell(model=model, checkpoint_sha256=sha, layer=layer, value=value, ci95=ends)

@@ -27,9 +27,10 @@ def _can_check() -> bool:
 def check_first_calls(function: Any = None, **options: Any) -> Any:
     """Decorate like `jaxtyping.jaxtyped`, but check only the first calls in each test.
 
-    The checks of a function are prepared when it is first called, because preparing those of all
-    functions takes 5 s in each process. Functions inside other functions are not checked. They are
-    created anew at each call, and preparing their checks took a third of a training step.
+    The checks of a function are prepared when it is first called. Preparing those of all functions
+    would take 5 s in each process. Functions inside other functions are not checked: they are
+    created anew at each call, and preparing their checks took a third of the time of a training
+    step.
     """
     if function is None:
         return functools.partial(check_first_calls, **options)

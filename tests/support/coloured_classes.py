@@ -32,7 +32,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 
 
 def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """Return the dataset with only these training images."""
+    """Return the dataset in `root` with only those training images whose indices are in `kept`."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -44,7 +44,7 @@ def tiny(seed: int = 0) -> Encoder:
 
 
 def flat(value: float = 1.0) -> Encoder:
-    """Return an encoder whose final norm outputs the same number everywhere."""
+    """Return an encoder whose final norm always outputs the same number."""
     model = build_vit(TINY, seed=0)
     torch.nn.init.zeros_(model.get_parameter("norm.weight"))
     torch.nn.init.constant_(model.get_parameter("norm.bias"), value)
@@ -58,7 +58,10 @@ def class_context(
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Return a probe's scores by layer, facet and metric, as announced by `cells`."""
+    """Return the scores of a probe by layer, facet and metric.
+
+    They must be the scores that its `cells` announces.
+    """
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
     assert sorted(scores) == sorted(probe.cells(context.layers))

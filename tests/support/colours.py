@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """Images of two classes, one in each half, that show the colours of these classes."""
+    """Images whose two halves show two classes. The colour of each half tells its class."""
 
     split: str
     count: int
@@ -101,7 +101,10 @@ def probe_context(
 
 
 class Counter:
-    """Count how often an encoder receives each image, identified by its pixels."""
+    """A counter of how often an encoder receives each image.
+
+    Images are identified by their pixels.
+    """
 
     def __init__(self, encoder):
         self.passes = collections.Counter()

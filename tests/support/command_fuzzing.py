@@ -1,9 +1,9 @@
-"""Run random commands in a process without type checks, and print those that end badly.
+"""Run random commands in a process without type checks, and print those that behave wrongly.
 
-`python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code.
-Every second command is valid and must succeed. The others combine flags of the parser with correct
-or strange values. A command is stopped when an encoder is first called, except that one in fifty
-runs to its end.
+`python -m tests.support.command_fuzzing SEED COUNT` prints how many commands ended with each exit
+code. Every second command is valid and must succeed. The others combine flags of the parser with
+correct or strange values. To save time, most commands are stopped when an encoder is first called.
+One in fifty runs to its end.
 """
 
 import argparse
@@ -140,7 +140,7 @@ class Draw:
         return [word if word != "download" else "list" for word in words]
 
     def valid_line(self) -> list[str]:
-        """Return a command that must end with exit code 0 or let an encoder compute."""
+        """Return a valid command, which must end with exit code 0 or reach the computation."""
         pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
         probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
@@ -167,7 +167,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return a flag with values, or positional values."""
+        """Return a flag and its values, or the values of a positional argument."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -201,7 +201,10 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Raise when a module is called or a sweep starts a process, unless `to_end`."""
+    """Inside a `with` block, raise when a module is called or a sweep starts a process.
+
+    With `to_end`, nothing is stopped.
+    """
     call = torch.nn.Module.__call__
 
     def refuse(*_: object, **__: object) -> None:
@@ -256,7 +259,7 @@ def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
 
 
 def prepare() -> None:
-    """Create the files that commands use in the working folder."""
+    """Create the files that the commands use, in the current folder."""
     encoder_file(Path("runs/tiny/last.safetensors"))
     torch.save({"conv1.weight": torch.zeros(4, 3, 7, 7), "fc.bias": torch.zeros(9)}, "conv.pth")
     photo_folder(Path("photos"))

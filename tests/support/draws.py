@@ -23,7 +23,10 @@ def follows(draws: Any, distribution: Callable[[Any], Any]) -> bool:
 
 
 def as_frequent(counts: Sequence[Any], other_counts: Sequence[Any]) -> bool:
-    """Return whether two lists of counts agree (chi-square test) and are 0 at the same places."""
+    """Return whether two lists of counts agree (chi-square test) and have zeros in common.
+
+    Every outcome that has a count of 0 in one list must also have a count of 0 in the other.
+    """
     table = np.array([counts, other_counts])
     occurs = (table > 0).any(axis=0)
     result: Any = chi2_contingency(table[:, occurs])

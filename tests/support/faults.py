@@ -109,7 +109,10 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create an image for each name in each split. The images differ, but their masks are equal."""
+    """Create images and masks with the given names in each split.
+
+    All images differ, but their masks are equal.
+    """
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
     for split, ids in names.items():
@@ -135,7 +138,7 @@ def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> P
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Create a dataset of each kind and return their roots."""
+    """Create datasets that together have all kinds of annotations. Return their roots by name."""
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
@@ -176,7 +179,7 @@ def spoil(path: Path, how: str) -> None:
 def probing(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the arguments of a probe of block 1."""
+    """Return the command-line arguments for probing block 1 with small settings."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -219,10 +222,10 @@ class Fault:
         prepare: Function that creates the fault.
         command: The command as the user types it.
         code: The expected exit code.
-        words: Parts of the error: the file or key at fault. If a file can have several faults, also
-            what is wrong.
+        words: Texts that the error must contain, such as the file or key at fault. If a file can
+            have several faults, they also say what is wrong.
         hint: The command or setting that the error must recommend.
-        remedy: Arguments that make the command succeed if appended to it.
+        remedy: Arguments that make the command succeed if they are appended to it.
     """
 
     name: str
@@ -263,7 +266,10 @@ def file_contents(folder: Path) -> dict[Path, bytes]:
 
 
 class Mark:
-    """An object whose pickle creates a file when it is loaded."""
+    """An object whose pickle, when it is loaded, creates a file.
+
+    The file shows that code was run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -292,7 +298,7 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns by how much the peak memory exceeds the memory at the start."""
+    """Yield a function that returns by how many MiB memory use has exceeded its initial value."""
     # Return memory that earlier tests have freed, because it would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -78,7 +78,7 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
     """Return the weights with new names.
 
-    In each name, every regular expression in `names` is replaced by its value, in this order.
+    In each name, every regular expression in `names` is replaced with its value, in this order.
     """
     result: Weights = {}
     for name, value in weights.items():

@@ -270,7 +270,10 @@ class TooSlow(BaseException):
 
 
 def confine(mebibytes: int) -> None:
-    """Raise `TooSlow` when a timer expires, and limit the additional memory."""
+    """Limit the memory that this process may allocate in addition to what it uses now.
+
+    When the timer of the process expires, `TooSlow` is raised.
+    """
 
     def ring(*_: object) -> None:
         raise TooSlow
@@ -284,7 +287,10 @@ def confine(mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Read mutated inputs. Return how often each outcome occurred, and reports of wrong errors."""
+    """Read mutated inputs of one kind.
+
+    Return how often each outcome occurred, and reports of unexpected exceptions.
+    """
     kind, rng = KINDS[name](), random.Random(name)
     ends: Counter[str] = Counter()
     reports: list[str] = []

@@ -22,7 +22,10 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a linear segmentation probe. Names in `defaults` that no component has are ignored."""
+    """Return a linear segmentation probe.
+
+    Each value in `defaults` is used if one of the chosen components has a field of this name.
+    """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)
 

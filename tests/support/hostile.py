@@ -1,4 +1,7 @@
-"""Records whose texts attack every output format, and checks that no attack takes effect."""
+"""Records with strings that try to inject code into every output format.
+
+The functions check that no injection succeeds.
+"""
 
 import csv
 import io
@@ -40,7 +43,7 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Return records and per-image values of two checkpoints with two blocks."""
+    """Save hostile records of two checkpoints with two blocks. Return their store."""
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):
@@ -59,7 +62,7 @@ def check_terminal(text: str) -> None:
 
 
 def check_latex(text: str) -> None:
-    """Check that all commands are ours and all rows have equally many cells."""
+    """Check that a LaTeX table contains only our commands, and that all rows have equal length."""
     assert all(line.isprintable() for line in text.split("\n"))
     body = [line for line in text.split("\n") if not line.startswith("%")]
     commands = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
@@ -76,7 +79,7 @@ def check_latex(text: str) -> None:
 
 
 def check_markdown(text: str) -> None:
-    """Check that CommonMark and our site's renderer show only our tables."""
+    """Check that a Markdown text, in CommonMark and on our site, contains only our tables."""
     assert all(line.isprintable() for line in text.split("\n"))
     pages = (
         MarkdownIt("commonmark").enable("table").render(text),
@@ -95,7 +98,7 @@ def check_markdown(text: str) -> None:
 
 
 def check_csv(text: str) -> None:
-    """Check that no cell is a formula, also if semicolons separate cells."""
+    """Check that no cell is a formula, even if a program splits cells at semicolons."""
     rows = list(csv.reader(io.StringIO(text)))
     assert len({len(row) for row in rows}) == 1
     for field in (piece for row in rows for whole in row for piece in whole.split(";")):
@@ -124,7 +127,7 @@ CHECKS = {
 
 
 def check_page(text: str) -> None:
-    """Check for event handlers, external addresses and invisible characters."""
+    """Check that a page has no event handlers, external addresses or invisible characters."""
     page = Elements(text)
     assert all(line.isprintable() for line in text.replace("?", "").split("\n"))
     for tag, attributes in page.elements:

@@ -18,13 +18,14 @@ _SHELLS = ("", "bash", "sh", "console", "shell")
 
 @dataclass(frozen=True)
 class PageCommand:
-    """A command on a page.
+    """A command on a page of the documentation.
 
     Attributes:
         page: Path of the page in the repository.
         text: The command, with continued lines joined.
         words: Program and arguments, without environment variables, comment, `...` and redirection.
-        in_block: Whether it is in a code block. A sentence may only mention a command's name.
+        in_block: Whether the command is in a code block. In running text, a page sometimes mentions
+            just the name of a command.
     """
 
     page: str
@@ -49,7 +50,10 @@ class PageCommand:
 
 
 def page_commands(page: Path) -> list[PageCommand]:
-    """Return the commands in code blocks of a page, then those with arguments in its text."""
+    """Return the commands that a page shows.
+
+    Those in code blocks come first. They are followed by the commands with arguments in its text.
+    """
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]
     lines = [line for code in blocks for line in code.replace("\\\n", " ").splitlines()]

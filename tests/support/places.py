@@ -1,4 +1,4 @@
-"""Set the environment variables of one of several processes, as torchrun does."""
+"""Set the environment variables of torchrun, so that a test looks like one of several processes."""
 
 import pytest
 

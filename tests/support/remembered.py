@@ -14,7 +14,7 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
 def describe_shapes(learner: nn.Module) -> str:
-    """Return the layers, their options and the shapes of their weights, as text."""
+    """Describe a learner as text: its layers, their options and the shapes of their weights."""
     modules = [
         (name, type(module), {k: v for k, v in vars(module).items() if k not in MODULE_ATTRIBUTES})
         for name, module in learner.named_modules()
@@ -40,5 +40,8 @@ def cached_by_shape(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a step once per shape, in this process and its forks."""
+    """Count the FLOPs of a training step only once for learners of the same shapes.
+
+    The cache is used in this process and in its forks.
+    """
     steps.count_training_flops = cached_by_shape(steps.count_training_flops)

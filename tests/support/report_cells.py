@@ -29,7 +29,10 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Add an interval as wide as that of `RECORD` if the changes set a value but no interval."""
+    """Add an interval to changes of a record if they set a value but no interval.
+
+    The interval is as wide as that of `RECORD`.
+    """
     value = changes.get("value")
     if value is None or "ci95" in changes:
         return changes
@@ -45,7 +48,7 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """Return the id of the encoder whose sha256 consists of one letter."""
+    """Return the id of the encoder whose SHA-256 repeats one letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
@@ -60,7 +63,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record and its per-image values. The value of the record is computed from them."""
+    """Save a record and its per-image values, from which the value of the record is computed."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -74,7 +77,7 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """Parse the elements of a page with attributes, and its text outside scripts."""
+    """A parser that collects the elements of a page with attributes, and text outside scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -99,7 +102,7 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return correct, predicted and true pixels of two classes, shape (images, 3, 2)."""
+    """Return correct, predicted and true pixel counts of two classes, with shape [images, 3, 2]."""
     return np.array(images, np.int32)
 
 

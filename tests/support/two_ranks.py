@@ -47,12 +47,12 @@ OPTIONS = (
 
 
 def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a function that replaces a method with the result of `make(method)`."""
+    """Return a function that, when called, replaces a method with the result of `make(method)`."""
     return lambda: setattr(owner, name, make(getattr(owner, name)))
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault, which occurs when the data of step `AT` is read."""
+    """Return a function that installs a fault, which occurs when chunk `AT` of the data is read."""
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
@@ -90,7 +90,10 @@ def full_log(usual: Any) -> Any:
 
 
 def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that installs a fault. Each write of a state calls it with the step."""
+    """Return a function that installs a fault.
+
+    The fault is called with the step before each state is written.
+    """
 
     def make(usual: Any) -> Any:
         def write(values: Any, file: Any) -> None:
@@ -124,7 +127,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a `__getitem__` that cannot read one of the files."""
+    """Return a version of `__getitem__` for which one of the image files is unreadable."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -173,7 +176,7 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """Run one process of a run to its end, and write its stderr to a file."""
+    """Run one process of a training run to its end, and write its stderr to a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
@@ -193,7 +196,7 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
 
 
 def run_arguments(photos: Path, out: Path) -> list[str]:
-    """Return the arguments of a run without a fault."""
+    """Return the arguments of a pretraining run without a fault."""
     return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
 
 
@@ -233,7 +236,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Set up what all processes share, before they are forked."""
+    """Set up what all processes share, before any of them is forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

@@ -12,12 +12,12 @@ REPOSITORY = Path(__file__).parents[2]
 def stdout_without_torch(
     folder: Path, commands: Sequence[Sequence[str]], *, nor: Sequence[str] = ()
 ) -> str:
-    """Run commands in a folder, one after the other, and return their stdout.
+    """Run commands in a folder, one after the other, and return what they print to stdout.
 
     Args:
         folder: Working folder of the commands.
         commands: The arguments of `ssl-bench` for each command.
-        nor: Other packages that must not be imported.
+        nor: Packages besides torch that must not be imported either.
     """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"

@@ -44,7 +44,7 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the row that compares two arrays of per-image values."""
+    """Return the table row that compares two encoders, given their per-image values."""
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 

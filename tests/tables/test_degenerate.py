@@ -1,4 +1,4 @@
-"""A block that is degenerate on most images is marked in every table, and never called the best."""
+"""A block that is degenerate on most images is marked in every table and never called the best."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ NUM_IMAGES = 40
 
 
 def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[Record]:
-    """Return a record for each block, from its hits and its percentage of degenerate images."""
+    """Return a record for each block, given its hits and its percentage of degenerate images."""
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
         replace(record, layer=layer, details={"degenerate_percent": percent}, **around(

@@ -1,4 +1,4 @@
-"""Tables of encoders by datasets; the blocks that they choose are checked by hand."""
+"""Tables of encoders by datasets. The blocks that they choose are compared with hand counts."""
 
 import csv
 import io
@@ -34,7 +34,10 @@ def choose(records, store, choice) -> Entry:
 
 
 def save(store, sha, layer, values, *, has_hits: bool = True, **changes: Any):
-    """Save a record whose value is the percentage of hits, and the hits unless `has_hits=False`."""
+    """Save a record whose value is the percentage of hits.
+
+    Unless `has_hits` is false, the hits are saved as per-image values, too.
+    """
     fields: dict[str, Any] = {"num_images": len(values), "value": 100 * values.mean(), "ci95": None}
     encoder = {"checkpoint_sha256": sha * 64, "model": NAMES[sha]}
     record = replace(RECORD, layer=layer, **encoder, **fields, **changes)

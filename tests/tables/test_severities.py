@@ -16,7 +16,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record of a corruption of the images that a clean record was computed on."""
+    """Return the record on corrupted images that belongs to a record on clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -29,7 +29,11 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return records from each block's clean score and its scores with snow of severity 1, 2..."""
+    """Return records of blocks.
+
+    Each tuple holds the clean score of a block, and its scores with snow of severity 1, 2 and so
+    on.
+    """
     records = []
     for layer, (clean, *others) in enumerate(values):
         first = replace(CLEAN, layer=layer, value=clean)

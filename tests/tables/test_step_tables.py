@@ -1,4 +1,4 @@
-"""Tables over training steps, from real logs and from logs whose means are computed by hand."""
+"""Tables over training steps, from real logs and from logs whose means are known."""
 
 import csv
 import io
@@ -30,14 +30,17 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Return the rows of a Markdown table by the text of their first cell."""
+    """Return the cells of each row of a Markdown table, by the text of the first cell."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}
 
 
 def make_rows(count: int, **measures) -> list[dict]:
-    """Return the rows of a log. A measure is a function of the step that may return "absent"."""
+    """Return the rows of a log. Each measure is a function of the step.
+
+    A row lacks a measure if its function returns "absent".
+    """
     return [
         {"step": step, "epoch": (step - 1) // 100}
         | {name: value for name, f in measures.items() if (value := f(step)) != "absent"}

@@ -1,1 +1,1 @@
-"""Compare the papers' claims with runs on two CPU cores; generate the pages about them."""
+"""Compare the claims of papers with runs on two CPU cores, and generate the pages about them."""

@@ -1,6 +1,6 @@
-"""The claims that the experiments test and the outcomes that refute them, fixed before any run.
+"""The claims that the experiments test, and the outcomes that would refute them.
 
-Later commits changed their wording only.
+The claims were fixed before any run. Later commits changed only their wording.
 """
 
 from tests.benchmarks.evidence.rows import OPTIMIZERS, READINGS

@@ -122,7 +122,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return table lines with the scores that chose each learning rate."""
+    """Return table lines with the held-out score of every learning rate, for each variant."""
     lines = []
     for name, row in ROWS.items():
         for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
@@ -174,12 +174,12 @@ def figure_name(row: str) -> str:
 
 
 def figures(runs: Runs) -> list[str]:
-    """Return the names of the rows that have curves."""
+    """Return the names of the rows whose scores can be drawn as curves over epochs."""
     return [row for row in ROWS if curves(row, runs)]
 
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the curves of a row: {metric: {(variant, seed): a value per epoch}}."""
+    """Return the curves of a row as {metric: {(variant, seed): [value of each epoch]}}."""
     reported = {
         (arm, seed): runs.get(seed_run(row, arm, seed), {})
         for arm in ROWS[row].arms

@@ -9,16 +9,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """A question that is answered by variants ("arms"), which differ in one option each.
+    """A question and the variants ("arms") of a training run that answer it.
+
+    The variants differ in one option each.
 
     Attributes:
-        chosen_by: Held-out metric that chooses the learning rate, or empty for the paper's rate.
-        seeds: Seeds of the reported runs. Without seeds, the runs that choose the rate are
-            reported.
+        chosen_by: Metric on held-out images by which the learning rate is chosen. It is empty if
+            the learning rate is the paper's.
+        seeds: Seeds of the reported runs. If there are none, the runs with different learning rates
+            are reported instead.
         rates: Grid of learning rates.
-        probed: Whether the encoders were probed and compared with random weights.
-        starts: If patches are compared, the options of each variant that differ from the first.
-        whole: Variants that were trained with the seeds, or None for all.
+        probed: Whether the encoders were also probed and compared with random weights.
+        starts: For rows that compare patches, the options in which each variant differs from the
+            first.
+        whole: Variants that were trained with all seeds, or None for all variants.
     """
 
     arms: Sequence[str]
@@ -80,7 +84,7 @@ ROWS = {
 
 
 def rate_run(row: str, arm: str, rate: float) -> str:
-    """Return the name of a run that chose a learning rate."""
+    """Return the name of the run that tries one learning rate for a variant."""
     return f"{row}-{arm}-rate{rate:g}"
 
 
@@ -98,17 +102,17 @@ def seed_run(row: str, arm: str, seed: int) -> str:
 
 
 def probes_of(run: str) -> str:
-    """Return the name of the probe results of a run."""
+    """Return the name of the record that holds the probe results of a run."""
     return f"{run}-probes"
 
 
 def patches_of(run: str) -> str:
-    """Return the name of the patch similarities of a run's encoder."""
+    """Return the name of the record that holds the similarities of patches in a run's encoder."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Return the name of the record about the file of `demo:NAME`."""
+    """Return the name of the record with the file size of the demonstration encoder `demo:NAME`."""
     return f"demo-{name}"
 
 

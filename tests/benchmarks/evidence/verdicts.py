@@ -1,6 +1,6 @@
 """Rules that compute the verdict on a claim from the records of finished runs.
 
-The rules were fixed before any run. Later commits changed their wording only.
+The rules were fixed before any run. Later commits changed only their wording.
 """
 
 import base64
@@ -27,9 +27,10 @@ class Measurement:
     """A mean or a difference that supports or refutes a claim.
 
     Attributes:
-        value: Percentage of correct images or letters, or the loss if `text` says so.
-        over_seeds: 95 % Student t interval over seeds, paired by seed, if there is one.
-        over_images: Paired bootstrap interval of the mean over seeds, if images were kept.
+        value: Percentage of correct images or letters. If `text` says so, it is a loss instead.
+        over_seeds: 95 % Student t interval over seeds, paired by seed, or None.
+        over_images: Paired bootstrap interval over images for the mean over seeds, or None if the
+            results of single images were not stored.
     """
 
     text: str
@@ -59,7 +60,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of the scores of variants. The weights sum to 0."""
+    """A weighted sum of the mean scores of variants, such as a difference. The weights sum to 0."""
 
     text: str
     weights: Mapping[str, float]
@@ -75,7 +76,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), over_seeds(values), over_images)
 
     def _over_images(self, row: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images, if there is one."""
+        """Return the bootstrap interval over images, or None if a run has no results of images."""
         total, seeds = 0.0, ROWS[row].seeds
         for arm, weight in self.weights.items():
             for seed in seeds:
@@ -97,12 +98,15 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Above:
-    """Supported if the intervals of all contrasts are above 0, refuted if one is below 0.
+    """The rule that all contrasts must be positive.
+
+    The claim is supported if the intervals of all contrasts are above 0. It is refuted if one
+    interval is below 0.
 
     Attributes:
         over: Whether the intervals are over seeds, or over the images of the only seed.
-        zero_refutes: Whether an interval that contains 0 refutes the claim, too. Otherwise, the
-            claim is then undecided.
+        zero_refutes: Whether an interval that contains 0 also refutes the claim. If not, such an
+            interval leaves it undecided.
     """
 
     contrasts: Sequence[Contrast]
@@ -118,12 +122,13 @@ class Above:
 
 @dataclass(frozen=True)
 class Outside:
-    """Supported if `last` of each group is below all others and below the interval of `near`.
+    """The rule that in each group the variant `last` must be worse than all others.
 
-    Refuted if its mean is not the lowest, or not below that interval over seeds.
+    The claim is supported if its mean is the lowest and below the interval of the variant `near`.
+    It is refuted if its mean is not the lowest, or not below that interval over seeds.
 
     Attributes:
-        groups: (others, near, last) for each group. `near` is one of the others.
+        groups: (others, near, last) for each group. `near` is one of `others`.
     """
 
     groups: Sequence[tuple[Sequence[str], str, str]]
@@ -150,10 +155,12 @@ class Outside:
 
 @dataclass(frozen=True)
 class SameBest:
-    """Supported if the same choice has the highest score in each group, otherwise undecided.
+    """The rule that the same choice must have the highest score in every group.
+
+    If the best choices differ, the claim is undecided.
 
     Attributes:
-        groups: For each group, the variant of each choice.
+        groups: For each group, a mapping from the name of each choice to its variant.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -171,7 +178,10 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """Supported if all k-NN accuracies from block `first` on exceed those of random weights."""
+    """The rule that training must improve the k-NN accuracy of every block from `first` on.
+
+    Each accuracy is compared with that of the same block with random weights.
+    """
 
     first: int
 
@@ -205,14 +215,14 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """Supported if a variant keeps its patches different at a loss of at most that of `plain`.
+    """The rule that a variant must keep patches different at a loss of at most that of `plain`.
 
-    The longer run uses a variant that satisfies the bound on the loss. Among these it is the one
-    whose patches have the lowest mean cosine with the mean patch of their image.
+    The longer run uses one of the variants whose loss is low enough: the one whose patches have the
+    lowest mean cosine with the mean patch of their image.
 
     Attributes:
         plain: Variant whose loss is the bound.
-        merged: In every block, less than this percentage of patches may be nearly equal.
+        merged: Upper limit for the percentage of nearly equal patches in every block.
     """
 
     plain: str
@@ -239,7 +249,7 @@ class Claim:
     """A claim about one row of runs, and its published values.
 
     Attributes:
-        name: Name of the claim, with a letter if a row has several claims.
+        name: Name of the claim. It ends in a letter if a row has several claims.
         row: Name of the row of runs.
         comparison: The comparison, as a phrase.
         published: Table, row and column of each published value, if there are any.
@@ -247,7 +257,7 @@ class Claim:
         refutation: The outcome that refutes the claim, as a sentence.
         published_statement: The published statement, if it is not a value of a table.
         limits: Differences from the paper and open points, as a phrase, or empty.
-        also_shown: Variants that are shown but not compared.
+        also_shown: Variants that are shown on the page but are not compared.
     """
 
     name: str
@@ -262,7 +272,7 @@ class Claim:
     also_shown: Sequence[str] = ()
 
     def published_text(self) -> str:
-        """Return the published values and their sources."""
+        """Describe the published values and their sources as text."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -282,7 +292,7 @@ class Claim:
 
 
 def minus(one: str, other: str, metric: str = "top1") -> Contrast:
-    """Return the difference between two variants as a contrast."""
+    """Return the contrast that is the score of `one` minus the score of `other`."""
     text = f"{one} - {other}" + ("" if metric == "top1" else f", {metric}")
     return Contrast(text, {one: 1.0, other: -1.0}, metric)
 
@@ -319,13 +329,16 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """Return the last measured score of a variant for each seed."""
+    """Return the final score of a variant for each seed."""
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
 def over_seeds(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % Student t interval of a mean of one value per seed, or None for one seed."""
+    """Return the 95 % Student t interval of the mean of one value per seed.
+
+    For a single seed, return None.
+    """
     margin = mean_estimate(np.array(values)).margin
     return None if np.isnan(margin) else (fmean(values) - margin, fmean(values) + margin)
 
@@ -339,7 +352,7 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """Return the highest held-out score of a variant over the learning rates."""
+    """Return the highest held-out score that a variant has with any learning rate."""
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
@@ -350,7 +363,10 @@ def first_run(row: str, arm: str, runs: Runs) -> Run:
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Return the first runs whose loss is at most that of `plain`, by increasing mean cosine."""
+    """Select the variants whose first run has a loss of at most that of `plain`.
+
+    Return these runs by variant, sorted by increasing mean cosine of their patches.
+    """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]
     able = {arm: run for arm, run in first.items() if run["loss"][-1] <= bound}

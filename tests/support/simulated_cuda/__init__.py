@@ -4,9 +4,9 @@
 
 Every tensor is a CPU tensor whose storage records the simulated device. The mode `TorchFunctions`
 makes `device`, `to`, `numpy` and the functions that create tensors behave as on a real device. The
-mode `Operators` sees each operator, forward and backward. It refuses mixed devices and operators
-without a kernel, and counts waits and copies by file and line. The module `simulation` replaces
-functions of `torch.cuda`.
+mode `Operators` sees each operator of the forward and backward pass. It refuses mixed devices and
+operators without a kernel, and counts waits and copies by file and line. The module `simulation`
+replaces functions of `torch.cuda`.
 
 Not simulated: rounding (TF32, atomic additions), autocast, speed, memory, races, errors of cuBLAS,
 cuSOLVER and NCCL, compiled code (nothing is compiled), and several devices or processes (a tensor

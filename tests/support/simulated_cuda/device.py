@@ -1,4 +1,4 @@
-"""Record the simulated device of each tensor, check every operator, and count what costs time.
+"""Record the simulated device of each tensor, check every operator, and count what takes time.
 
 A `Ledger` counts waits and copies by line of code, and launches of kernels by operator. `Operators`
 checks each operator, forward and backward, and records the device of the results. `TorchFunctions`
@@ -34,7 +34,10 @@ class SimulatedDeviceError(RuntimeError):
 
 
 class Place(Enum):
-    """Simulated place of a tensor. UNDECIDED becomes DEVICE when combined with a device tensor."""
+    """The simulated memory of a tensor.
+
+    UNDECIDED tensors become DEVICE tensors when they are combined with one.
+    """
 
     HOST = auto()
     PINNED = auto()
@@ -43,7 +46,7 @@ class Place(Enum):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return the place of a tensor, or HOST if it has no storage."""
+    """Return the simulated memory of a tensor, or HOST if it has no storage."""
     return _place_of_storage(storage_of(tensor))
 
 
@@ -52,7 +55,7 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def put(tensor: Tensor, place: Place) -> Tensor:
-    """Set the place of a tensor and of all tensors that share its storage."""
+    """Record the simulated memory of a tensor, and of all tensors that share its storage."""
     storage = storage_of(tensor)
     if storage is not None:
         # The Python object of a storage, including its attributes, lives as long as the storage.
@@ -111,14 +114,16 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts since the start of the process, by "FILE:LINE operation" or by operator.
+    """Counts of costly events since the start of the process.
+
+    The keys of `waits` and of both kinds of uploads are "FILE:LINE operation".
 
     Attributes:
         launches: Operators that compute something on the device, by name. On a real device, an
             operator may launch several kernels, and torch.compile joins operators.
         waits: Waits of the host until the device has finished all its work.
-        uploads: Copies to the device that are blocking or from unpinned memory. All but the
-            smallest also make the host wait.
+        uploads: Copies to the device that are blocking or from unpinned memory. Except for the
+            smallest, they also make the host wait.
         pinned_uploads: Non-blocking copies to the device from pinned memory.
         pending_copies: Unfinished copies to pinned memory, as pairs (target, values).
     """
@@ -130,12 +135,12 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def wait(self, what: str, times: int = 1) -> None:
-        """Count waits of the host, which complete all pending copies."""
+        """Count a wait of the host `times` times. A wait completes all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy to pinned memory, which contains wrong values until the next wait."""
+        """Start a copy to pinned memory. Until the next wait, the memory contains wrong values."""
         self.pending_copies.append((target, source.detach().clone()))
         target.copy_(_corrupt(source))
 
@@ -152,7 +157,7 @@ class Ledger:
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield the counts of this context, which are complete when it ends."""
+        """Yield the counts of this `with` block. They are complete when the block ends."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -168,7 +173,7 @@ def _corrupt(values: Tensor) -> Tensor:
 
 
 def call_site() -> str:
-    """Return the file and line of the project that is being executed."""
+    """Return the file and line of this project's code that is being executed."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
@@ -230,7 +235,7 @@ BOOKKEEPING = frozenset(
 
 @cache
 def written_by(function: Any) -> tuple[bool, ...]:
-    """Return for each argument whether an operator writes to it."""
+    """Return, for each argument of an operator, whether the operator writes to it."""
     infos = (argument.alias_info for argument in function._schema.arguments)
     return tuple(info is not None and info.is_write for info in infos)
 
@@ -311,10 +316,11 @@ _ON_DEVICE = (Place.DEVICE, Place.UNDECIDED)
 
 
 class _Thread(threading.local):
-    """State of a thread.
+    """The state of the simulation in one thread.
 
     Attributes:
-        creates_on: Place of new tensors if no argument is a tensor.
+        creates_on: Simulated memory of the tensors that an operation without tensor arguments
+            creates. None means `Place.UNDECIDED`.
     """
 
     creates_on: Place | None = None
@@ -325,7 +331,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Inside a `with` block, create tensors in `place` if no argument is a tensor."""
+    """Inside a `with` block, create tensors in `place` if an operation has no tensor argument."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -361,7 +367,11 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Count a copy. If the copy completes only at the next wait, start it and return True."""
+    """Count a copy between tensors.
+
+    If it is an asynchronous copy to pinned memory, start it and return True. Such a copy completes
+    at the next wait.
+    """
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
     places = place_of(source), place_of(target)
@@ -402,7 +412,7 @@ def _check(
 
 
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
-    """Count uploads of host indices and waits for the sizes of masks.
+    """Count uploads of indices from the host, and waits for the sizes of masks, in an indexing.
 
     Raises:
         SimulatedDeviceError: A device tensor indexes a host tensor.
@@ -422,14 +432,17 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
-    """Return whether an assignment with a mask writes a single value, which needs no count."""
+    """Return whether a masked assignment writes a single value.
+
+    In this case the size of the mask is not needed, so that the host need not wait.
+    """
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
 
 def _misplaced_tensors(
     function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
 ) -> list[Tensor]:
-    """Return host tensors that an operator refuses among device tensors."""
+    """Return those host tensors that the operator does not accept together with device tensors."""
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
@@ -448,7 +461,7 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Set the place of new tensors to that of their sources. Views already share it."""
+    """Record the simulated memory of new tensors. Views share it with their source already."""
     known = {id(storage) for storage in sources}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
@@ -492,7 +505,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a function that has no special rule. Its `device` argument determines the place."""
+    """Call a function that has no special rule, and follow its `device` argument."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -505,7 +518,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates tensors, and record `place` as the place of the result."""
+    """Call a function that creates tensors, and record that its result is in the memory `place`."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -520,7 +533,10 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Move the first argument if it is a tensor, and return it. Otherwise count an upload."""
+    """Move the first argument to `place` if it is a tensor, and return it.
+
+    If it is another value, count an upload to the device and return None.
+    """
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
@@ -599,7 +615,7 @@ def _deepcopy(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _draw(func: Callable, args: Arguments, options: Options) -> Tensor:
-    """Fill a tensor with random numbers in place."""
+    """Fill a tensor in place with random numbers of its simulated device."""
     _check_generator(func, options, place_of(args[0]))
     return func(*args, **options)
 
@@ -626,7 +642,7 @@ def _backward(func: Callable, args: Arguments, options: Options) -> None:
 
 
 def _getter(name: str) -> Any:
-    """Return the function that torch reports when an attribute is read."""
+    """Return the function that torch passes to a mode when an attribute of a tensor is read."""
     return getattr(Tensor, name).__get__
 
 

@@ -1,4 +1,4 @@
-"""Replace functions with which torch describes the machine, and run the simulation."""
+"""Run the simulation, and replace the functions with which torch describes the machine."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Generator(torch.Generator):
-    """A generator that draws on the host and reports the requested device."""
+    """A random generator that draws on the host but reports the requested device."""
 
     _place: torch.device
 
@@ -49,7 +49,7 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only stream. `synchronize` counts as a wait."""
+    """The only CUDA stream of the simulation. A call of `synchronize` is counted as a wait."""
 
     def synchronize(self) -> None:
         LEDGER.wait("Stream.synchronize")
@@ -59,7 +59,10 @@ class Stream:
 
 
 class CudaEvent:
-    """A simulated event. `synchronize` completes pending copies but does not count as a wait."""
+    """A simulated CUDA event.
+
+    `synchronize` completes pending copies, but is not counted as a wait.
+    """
 
     def record(self, _: Any = None) -> None: ...
 
@@ -105,7 +108,7 @@ ACCELERATOR: dict[str, Any] = {
 
 
 def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.autocast.__init__` with "cuda" replaced by "cpu"."""
+    """Return a version of `torch.autocast.__init__` that uses the CPU if "cuda" is requested."""
 
     def begin(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *more: Any,
@@ -119,7 +122,10 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a query such as `torch.is_autocast_enabled`, with "cuda" as the CPU."""
+    """Return a version of a query that treats "cuda" as "cpu".
+
+    An example of a query is `torch.is_autocast_enabled`.
+    """
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
 
@@ -190,7 +196,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that groups tensors by simulated device and type."""
+    """Return a version of `group` that groups tensors by their simulated device and dtype."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
         groups = group(tensors, *options)
