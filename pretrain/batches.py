@@ -46,7 +46,7 @@ Samples = ImageSet | Sequence[Sample]
 
 @dataclass(frozen=True)
 class BatchChunks(Dataset[Any]):
-    """Map the number of a chunk to the crops of its images.
+    """A dataset that maps the number of a chunk to the crops of its images.
 
     Chunks are numbered in the order in which this process trains on them. The first micro-batch of
     step s has the number s * `num_micro_batches`, and the first chunk of micro-batch m has the
@@ -138,7 +138,7 @@ class BatchChunks(Dataset[Any]):
         return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
-        """Return a mask of the images that the first `num_steps` steps use in all processes."""
+        """Return whether any process uses each image in the first `num_steps` steps."""
         is_used = np.zeros(len(self.images), bool)
         for epoch in range(-(-num_steps // self.steps_per_epoch)):
             steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
@@ -216,7 +216,7 @@ def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
 
 
 def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
-    """Return an image, or the next readable image if it cannot be read and may be replaced."""
+    """Read an image. If it is unreadable and may be replaced, return the next readable image."""
     if not may_replace:
         return images[index]
     for offset in range(len(images)):

@@ -39,7 +39,7 @@ _LONG = 3 * _HOUR
 
 
 class StepReporter:
-    """Write the metrics of each step to the log and the progress bar, and stop runs that fail.
+    """A reporter that writes the metrics of each step to the log, and stops runs that fail.
 
     Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
     step has been launched. The CPU therefore never waits for the step that it has just launched.
@@ -168,7 +168,7 @@ class StepReporter:
 
 
 class LogFile:
-    """Append one JSON object for each step to `log.jsonl`, and send it to the trackers.
+    """A log that appends a JSON object for each step to `log.jsonl` and sends it to trackers.
 
     Args:
         path: Path of `log.jsonl`. Rows of an interrupted run up to step `last_step` are kept.
@@ -219,7 +219,7 @@ class LogFile:
 
 
 class ProgressBar:
-    """Show a progress bar in a terminal, or print a line at intervals if there is no terminal.
+    """A progress bar in a terminal, or a line at intervals if there is no terminal.
 
     Args:
         total: Number of steps of the run.
@@ -292,7 +292,7 @@ class ProgressBar:
 
 
 class Clock:
-    """Measure how long each step takes, and how much of this time is spent waiting for data.
+    """A clock that measures how long each step takes, and for how long it waits for data.
 
     All times are values of `time.monotonic`.
 

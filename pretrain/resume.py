@@ -42,7 +42,7 @@ _MAX_REASON = 300
 
 @dataclass
 class Progress:
-    """Progress of a run, which `state.pt` stores.
+    """The progress of a run, as `state.pt` stores it.
 
     Attributes:
         step: Number of optimizer steps that the run has completed.
@@ -105,7 +105,7 @@ def restore_progress(
     ranks: TrainingRanks,
     extend: bool,
 ) -> tuple[Progress, list[str]]:
-    """Check that a saved run can be resumed, and return its progress and messages about it.
+    """Check that a saved run can be resumed. Return its progress, and messages for the user.
 
     All processes must call this function together.
 
@@ -204,7 +204,7 @@ def _digest_used_images(
 
 
 def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
-    """Return the indices of those images that still cannot be read."""
+    """Try to read images again. Return the indices of those that are still unreadable."""
     unreadable = set[int]()
     for index in indices:
         try:

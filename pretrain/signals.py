@@ -11,7 +11,7 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 
 
 class StopRequest:
-    """The last signal that requested this process to stop.
+    """The last signal that asked this process to stop.
 
     The first Ctrl-C (SIGINT) is only recorded, like SIGTERM, SIGHUP and SIGUSR1. The training loop
     finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the

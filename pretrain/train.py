@@ -61,11 +61,13 @@ from ssl_bench.errors import (
     MachineError,
     Preempted,
     SslBenchError,
+    with_hint,
 )
 from ssl_bench.evaluation import describe_training_images
 from ssl_bench.models import EncoderModule
 from ssl_bench.models.loading.checkpoint import normalization_metadata
 from ssl_bench.results import TrainingImages
+from ssl_bench.system.device import has_fast_bfloat16
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.process import is_out_of_memory
 
@@ -76,7 +78,7 @@ _MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
 
 class Run:
-    """A run of a plan in a folder.
+    """The training run that a plan describes, and the folder to which it writes.
 
     Args:
         plan: Encoder, objective, optimizer, images and options of the run.
@@ -277,7 +279,12 @@ class Run:
         """Yield the messages to print before the first step."""
         if warning := self.trainer.describe_rising_lr():
             yield warning
-        steps, batch = self.timeline.total_steps, self.plan.train.batch
+        options = self.plan.train
+        is_new, is_auto = self.progress.step == 0, options.precision == "auto"
+        if is_new and is_auto and has_fast_bfloat16(self.ranks.device):
+            line = "bfloat16 instructions of this CPU would shorten a step by about 40 %"
+            yield with_hint(line, hint=("train.precision=bfloat16",))
+        steps, batch = self.timeline.total_steps, options.batch
         yield f"{len(self.images):,} {self.plan.objective.noun}, {steps:,} steps, batch {batch:,}"
         if self.workers.num_requested:
             yield str(self.workers)

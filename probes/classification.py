@@ -107,7 +107,10 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """No pooling by the heads. All heads receive the vector that `probe.facet` selects."""
+    """Option in which heads do not pool patches themselves.
+
+    All heads receive the vector that `probe.facet` selects.
+    """
 
 
 @dataclass(frozen=True)
@@ -385,7 +388,7 @@ class LinearClassification(Probe):
     def _extract_patches(
         self, training_pass: TrainingPass, images: ImageSet
     ) -> Iterator[Float[Tensor, "layers images rows cols dim"]]:
-        """Yield batches of patch features of the scored images, rounded to float16 precision."""
+        """Yield batches of the scored images' patch features, rounded to float16 precision."""
         extractor, size = training_pass.extractor, training_pass.image_size
 
         def crop(sample: Sample) -> UInt8[Tensor, "3 size size"]:
@@ -451,11 +454,11 @@ class TrainingDraw:
 
 @dataclass(frozen=True)
 class TrainingDraws:
-    """All draws of training images.
+    """All random draws of training images.
 
     Attributes:
         images: The training set.
-        indices: Indices in the training set of the images of all draws, in ascending order.
+        indices: Indices of the images that occur in any draw, in ascending order.
         by_shots: Draws for each number of training images per class. If `shots` is not set, there
             is a single draw under the key None.
     """
@@ -467,7 +470,11 @@ class TrainingDraws:
     def average(
         self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
     ) -> Iterator[Score]:
-        """Yield mean scores over the draws. Without shots, yield the scores of the only draw."""
+        """Yield the scores of each number of shots, averaged over its draws.
+
+        Without shots, yield the scores of the only draw. `train_and_score` yields the scores of a
+        draw.
+        """
         for shots, draws in self.by_shots.items():
             if shots is None:
                 yield from train_and_score(draws[0])
@@ -476,7 +483,7 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return details of a score: numbers and ids of the training images, and training time."""
+        """Return details for a record: number and ids of the training images, and training time."""
         ids = [self.images.ids[self.indices[n]] for n in draw.final_images.tolist()]
         return {
             "num_train_images": len(ids),
@@ -504,7 +511,10 @@ class TrainingDraws:
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    """Return the rank that each head of a group of layers gives to the true class of each image."""
+    """Return the rank that each head gives to the true class of each image.
+
+    `index` selects a group of layers, whose heads are used.
+    """
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
     for features, labels in parts:
@@ -518,7 +528,7 @@ def _attentive_ranks(
     batches: Iterable[Float[Tensor, "layers batch rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    """Return the rank that each head gives to the true class of each image.
+    """Return the rank of each image's true class among the logits of each head.
 
     The images in the batches are in the order of `labels`.
     """

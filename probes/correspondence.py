@@ -238,7 +238,7 @@ class Correspondence(Probe):
     def _read_pairs(
         self, context: ProbeContext, images: ImageSet, size: int
     ) -> Iterable[tuple[int, "ViewPair"]]:
-        """Return each pair with its index in the dataset, in the order in which pairs are read."""
+        """Yield each pair with its index in the dataset, in the order in which pairs are read."""
 
         def prepare(sample: Sample) -> ViewPair:
             if sample.pair is None:
@@ -256,9 +256,10 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Return the predicted places of all points, and whether those of each pair are arbitrary.
+        """Return the predicted places of the points of all pairs.
 
-        All pairs are padded to the largest number of points in a pair.
+        Also return, for each pair, whether its places are arbitrary. All pairs are padded to the
+        largest number of points in a pair.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -374,7 +375,7 @@ class PairCounts:
     def add_prediction(
         self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
-        """Count the correct places of a pair, and return whether each place is correct."""
+        """Count the correctly predicted places of a pair. Return whether each place is correct."""
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
@@ -436,10 +437,10 @@ class ViewPair:
 
 
 def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
-    """Return the central square of an image and a random warp of it.
+    """Return a pair of views: the central square of an image, and a random warp of this square.
 
-    The warp is computed from the square, so it shows no other part of the image. The random numbers
-    depend only on the seed and the id of the image.
+    The warp shows no other part of the image. The random numbers depend only on the seed and the id
+    of the image.
     """
     generator = image_generator(seed, sample.image_id)
     view = central_square(sample.image, size, share=1.0)
@@ -458,9 +459,10 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
 
 
 def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
-    """Return the images of an annotated pair, resized to squares. Their aspect ratio is not kept.
+    """Return the two images of an annotated pair as views. They are resized to squares.
 
-    Errors are measured in pixels of the second image before resizing.
+    The aspect ratio is not kept, so errors are measured in pixels of the second image before
+    resizing.
     """
     assert sample.pair is not None
     pair = sample.pair
@@ -533,7 +535,7 @@ def warp_image(
 
 
 def transform_points(points: Points, matrix: Matrix) -> Points:
-    """Apply a homography to points. Points behind the horizon become NaN."""
+    """Apply a homography to points. Points that it maps behind the horizon become NaN."""
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
     return homogeneous[:, :2] / scale
@@ -546,7 +548,7 @@ def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
 
 
 def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
-    """Draw pixels that are visible in the warp, with replacement, and return their centres."""
+    """Draw pixels that are visible in the warped view, with replacement. Return their centres."""
     parts: list[Points] = []
     while sum(map(len, parts)) < count:
         points = generator.integers(size, size=(2 * count, 2)) + 0.5
@@ -555,7 +557,7 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
 
 class ViewEncoder:
-    """An extractor of view features with a cache of at most `cache_bytes` for recent features."""
+    """An encoder of views that caches recent features in up to `cache_bytes` bytes."""
 
     def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
         self._extractor, self._cache_bytes = extractor, cache_bytes

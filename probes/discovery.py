@@ -72,7 +72,10 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def num_ranks(self) -> int:
-        """Return the maximum number of scored boxes of an image. Each box has its own rank."""
+        """Return the maximum number of boxes of an image that are scored.
+
+        Each box has its own rank.
+        """
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -132,7 +135,10 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the best constant box for each metric as its baseline. All blocks share it."""
+    """Return the image-independent box with the highest score for each metric, as a baseline.
+
+    These baselines do not depend on the block.
+    """
     annotated = select_annotated(results)
     true = [to_boxes(result.true_boxes) for result in annotated]
     scores: dict[str, dict[str, float]] = {metric: {} for metric in (*_METRICS, COCO)}

@@ -327,7 +327,7 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the largest possible rank, and whether more images would increase it."""
+    """Return the largest possible rank, and whether it would be larger with more images."""
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
@@ -338,7 +338,10 @@ def _score(
     num_images: int,
     details: dict[str, Any],
 ) -> Score:
-    """Return a score. An estimate from the jackknife gets an interval within the metric's range."""
+    """Return an estimate as a score. If it has a jackknife, the score has an interval.
+
+    The interval is limited to the range of the metric.
+    """
     if isinstance(estimate, Jackknife):
         value, margin = estimate.value, estimate.margin
     else:
@@ -403,7 +406,10 @@ class ImageStatistics:
         indices: Sequence[int],
         part: str,
     ) -> None:
-        """Encode a batch of images of one part, such as "train", and update all statistics."""
+        """Encode a batch of images and update all statistics.
+
+        `part` is their part, such as "train".
+        """
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
         paired: list[Tensor] = []
@@ -494,7 +500,7 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
 def patch_cosine(
     tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """Return the mean cosine between tokens and patches of each image, 0 for zero tokens."""
+    """Return the mean cosine between tokens and patches of each image. Zero tokens count as 0."""
     # The mean of the dot products of unit vectors is the dot product of their means.
     token_mean = unit_vectors(tokens).mean(1)
     patch_mean = unit_vectors(patches.flatten(1, 2)).mean(1)
@@ -527,7 +533,7 @@ class PositionRegression:
 
 
 class PositionSums:
-    """Sums over patches that are sufficient to compute a ridge regression."""
+    """Sums over patches from which a ridge regression can be computed."""
 
     def __init__(self) -> None:
         self.moments = Moments()

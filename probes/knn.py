@@ -100,7 +100,7 @@ class KNN(Probe):
         return {name: value for name, value in super().settings().items() if name not in unused}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
-        """Drop default values of `neighbours` that exceed the number of training images."""
+        """Return a probe without default values of `neighbours` that exceed the training images."""
         if "neighbours" in typed or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
@@ -159,15 +159,18 @@ class KNN(Probe):
                     yield from average_over_draws(by_draw, count)
 
     def _limit_neighbours(self, num_images: int) -> list[int]:
-        """Return all `neighbours` up to `num_images`, or `num_images` if all values are larger."""
+        """Return those `neighbours` that are at most `num_images`.
+
+        If all of them are larger, return `num_images`.
+        """
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
-        """Return the values of k if `shots` training images of each class vote."""
+        """Return the values of k that are used if `shots` training images of each class vote."""
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Draw the training images that vote if `shots` is not set, and return their indices."""
+        """Return the indices of the training images that vote, if `shots` is not set."""
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         num_images = len(split.indices)
         if max(self.neighbours) > num_images:

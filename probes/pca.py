@@ -244,7 +244,7 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit components to `moments`, or to `features` if it is None, and project the features."""
+        """Fit components to `moments`, or to the features if it is None. Project the features."""
         block = BlockMaps([], [], [])
         for group in self._group_images(features):
             masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
@@ -263,7 +263,7 @@ class PCA(Probe):
         return block
 
     def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Group the values of images whose components are fitted together."""
+        """Group the values of the images by fit: each group belongs to one set of components."""
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
@@ -429,11 +429,12 @@ def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " 
 
 
 def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
-    """Split the patches of all images by their first principal component, and return one side.
+    """Split patches into foreground and background, and return the masks of the foreground.
 
-    The threshold separates the two most compact groups (exact 2-means in one dimension). The
-    returned side is less frequent on the image borders than elsewhere, because objects are assumed
-    to be near the centre. The result is not a segmentation.
+    A threshold on the first principal component of all images separates the two most compact groups
+    (exact 2-means in one dimension). The foreground is the group that is less frequent on the image
+    borders than elsewhere, because objects are assumed to be near the centre. The result is not a
+    segmentation.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. The authors of DINOv2 choose the
     threshold and the side by hand.
@@ -483,7 +484,7 @@ class BlockMaps:
         return self.projections[image if len(self.projections) > 1 else 0]
 
     def title(self, layer: int, image: int) -> str:
-        """Return the title of a map: the block and the percentage of explained variance."""
+        """Return the title of a map, with the block and the percentage of explained variance."""
         projection = self.projection(image)
         if projection.is_constant:
             return f"block {layer}: constant"

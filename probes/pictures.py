@@ -80,19 +80,22 @@ class Picture:
 
 
 def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
-    """Return a tile of an image with titles above it."""
+    """Draw an image with its titles above it, as a tile of a figure."""
     return Picture(image, titles).tile()
 
 
 def draw_heading(text: str) -> Image.Image:
-    """Return a tile with a line of text."""
+    """Draw a line of text as a tile of a figure."""
     tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
 
 
 def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int, int]:
-    """Return the width and height in a figure of an image with the shape (height, width)."""
+    """Return the width and height that an image has in a figure.
+
+    `shape` is the height and width of the image.
+    """
     height, width = shape[:2]
     longest = 3 * tile_height
     if width > 3 * height:
@@ -185,7 +188,7 @@ def _svg_image(picture: Picture, left: int, top: int) -> str:
 
 
 def blocks_name(layers: Sequence[int]) -> str:
-    """Return the file name of several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
+    """Name several blocks in a file name, such as "blocks-0-2_5" for the blocks 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -197,7 +200,7 @@ def blocks_name(layers: Sequence[int]) -> str:
 
 
 def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
-    """Save an image and optional text chunks as PNG. The file is written atomically."""
+    """Save an image as PNG, with optional text chunks. The file is written atomically."""
     buffer = io.BytesIO()
     # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
     image.save(buffer, format="PNG", compress_level=4, pnginfo=text)

@@ -126,7 +126,7 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether one more metric matches predicted classes to true classes."""
+        """Return whether the protocol adds a metric that matches predicted to true classes."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -189,7 +189,10 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw patches for the memory, and return their numbers over all views of all images."""
+        """Draw the patches for the memory.
+
+        Return their numbers, counted over all views of all images.
+        """
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
             images = training_pass.images
@@ -215,7 +218,8 @@ class Retrieval(Probe):
 
         Returns:
             The pixel counts of each image, and the confusion matrix of each layer over all images.
-            The confusion matrices are zero unless the metric `miou_matched` needs them.
+            The confusion matrices are zero if the metric `miou_matched` is not scored, because only
+            this metric needs them.
         """
         extractor, context = training_pass.extractor, training_pass.context
         classes = shares.shape[1]
@@ -248,7 +252,10 @@ class Retrieval(Probe):
         memory: Float[Tensor, "memory dim"],
         shares: Float[Tensor, "memory classes"],
     ) -> Float[Tensor, "batch rows cols classes"]:
-        """Return the share of each class in the weighted votes of the nearest patches."""
+        """Let the nearest patches in the memory vote.
+
+        Return the share of the votes for each class.
+        """
         unit = unit_vectors(features.flatten(0, 2).float())
         if prefers_faiss(unit, memory, self.engine):
             similarity, index = faiss_nearest(unit, memory, self.neighbours)

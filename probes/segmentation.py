@@ -262,7 +262,7 @@ class Segmentation(Probe):
         return figure_file_name(image_id, before=f"{self._file_prefix}-")
 
     def list_name(self, seed: int) -> str:
-        """Return the name of the file with the ids of the training images."""
+        """Return the name of the file that lists the ids of the training images."""
         return f"{self._file_prefix}-seed{seed}-train.txt"
 
     @property
@@ -388,7 +388,7 @@ class SegmentationRun:
     def _train_on(
         self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
     ) -> TrainedHeads:
-        """Train heads on `entries`, or load the heads that a killed run trained on them."""
+        """Train heads on `entries`. If a killed run has already trained them, load its heads."""
         context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
             trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
@@ -405,7 +405,7 @@ class SegmentationRun:
     def count_held_out(
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
-        """Return the pixel counts of each class, summed over the held-out images, or None.
+        """Return the pixel counts of each class, summed over the held-out images.
 
         The counts are those of `class_counts`. The result is None if no images are held out. The
         predictions are computed from the stored features of the first view.
@@ -426,7 +426,7 @@ class SegmentationRun:
         return total.cpu().numpy()
 
     def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
-        """Predict all scored images, and return the pixel counts of each class for each image.
+        """Predict all scored images. Return the pixel counts of each class for each image.
 
         Images are skipped if a killed run has saved their counts. The predictions of images in
         figures are kept.
@@ -480,7 +480,7 @@ class SegmentationRun:
         return predicted
 
     def prepare(self, sample: Sample) -> ScoredImage:
-        """Convert an image to the input of the encoder, for `predict`."""
+        """Convert an image to the encoder's input, in the form that `predict` expects."""
         probe = self.probe
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
 
@@ -519,7 +519,7 @@ class SegmentationRun:
     ) -> tuple[
         UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
     ]:
-        """Return the predicted class of each pixel of one image, and the `class_counts`."""
+        """Predict the class of each pixel of one image. Also return the `class_counts`."""
         by_source = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)

@@ -168,5 +168,8 @@ def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tens
 
 
 def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
-    """Return the exponential of the entropy of shares, after adding `SHARE_EPS` to each share."""
+    """Return the exponential of the entropy of the values' shares in their sum.
+
+    `SHARE_EPS` is added to each share first.
+    """
     return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

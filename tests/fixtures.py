@@ -46,7 +46,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_running_processes() -> Iterator[None]:
-    """Fail a test that leaves a process running, because pytest could not exit."""
+    """Fail a test that leaves a child process running, because pytest could not exit."""
     yield
     children = active_children()
     for child in children:
@@ -81,7 +81,7 @@ def photos(shared_data: Path) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    """Yield a local web server."""
+    """Yield a local web server that serves one file."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with WebServer() as server:
         yield server
@@ -90,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Return a working directory with `encoder.safetensors` and four images in `photos`."""
+    """Create `encoder.safetensors` and four images in `photos`. Return their folder."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -99,7 +99,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of two short runs. Tests must not change it."""
+    """Return a folder with two short pretraining runs. Tests must not change it."""
     return pretrain_two(tmp_path_factory.mktemp("pretrained"))
 
 

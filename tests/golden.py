@@ -78,7 +78,7 @@ def _run(*words: str) -> None:
 
 
 def _save_photographs(folder: Path) -> Path:
-    """Save four crops of each of scikit-learn's two photographs, with one class per photograph."""
+    """Save four crops of each of scikit-learn's two photographs. Each photograph is a class."""
     for number, pixels in enumerate(load_sample_images().images):
         parent = folder / f"class{number}"
         parent.mkdir(parents=True)

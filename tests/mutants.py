@@ -70,7 +70,7 @@ def load_faults(path: Path) -> list[Fault]:
 
 @dataclass(eq=False)
 class FirstFailure:
-    """A plugin of pytest that stores the name of the first test that failed."""
+    """A pytest plugin that stores the name of the first test that fails."""
 
     test: str = ""
 
@@ -105,7 +105,10 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 
 
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Run tests in a copy of the checkout. Return the first that fails, or "" if all pass."""
+    """Run tests in a copy of the checkout.
+
+    Return the name of the first failure, or "" if all pass.
+    """
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
     process.start()
@@ -164,7 +167,7 @@ def check_faults(faults: Sequence[Fault], original: Path) -> None:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy the files that git does not ignore, with their bytecode."""
+    """Copy all files of the checkout that git does not ignore, and their bytecode."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(words, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():

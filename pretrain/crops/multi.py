@@ -214,7 +214,7 @@ def _flatten_views(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
 
 
 def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
-    """Copy the pixels to the device, and the parameters within CPU memory."""
+    """Copy a group: its pixels to the device, and its parameters within CPU memory."""
     # A copy of pinned pixels does not wait for the device.
     pixels = group.pixels.to(device, non_blocking=True, copy=True)
     return CropGroup(pixels, group.params.map(Tensor.clone))

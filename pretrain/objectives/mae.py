@@ -75,8 +75,8 @@ class Mae(Objective):
         """Return a learner with an encoder and a decoder. Class names are ignored.
 
         Raises:
-            ConfigurationError: The model is not a Vision Transformer, the mask ratio hides none or
-                all of its patches, or `gray_decoder` is true but the encoder does not gray its
+            ConfigurationError: The model is not a Vision Transformer, or the mask ratio hides none
+                or all of its patches. Or `gray_decoder` is true, but the encoder does not gray its
                 tokens.
         """
         del timeline, class_names

@@ -81,7 +81,7 @@ class SupervisedLearner(Learner):
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Compute the cross-entropy. Mixup or CutMix may have mixed the images in pairs.
+        """Compute the cross-entropy of images, which mixup or CutMix may have mixed in pairs.
 
         Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
         the classes of these two images.

@@ -151,7 +151,7 @@ def parameter_groups(
 def _split_by_decay(
     named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
 ) -> list[dict[str, Any]]:
-    """Return a group with weight decay, and a group without weight decay."""
+    """Divide parameters into a group with weight decay and a group without."""
     decayed, exempt = [], []
     for name, parameter in named:
         is_token = name.rpartition(".")[2] in _TOKENS

@@ -96,7 +96,10 @@ class Attention(Probe):
         return {} if "segmentation" in roles else {"truth": "none"}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
-        """Compare with class masks only if class 0 is the background, or if the user says so."""
+        """Return a probe that compares with class masks only if class 0 is the background.
+
+        A value of `truth` that the user has typed does not change.
+        """
         if self.truth != "classes" or "truth" in typed:
             return self
         has_background = "background" in dataset.val().class_names[:1]
@@ -211,7 +214,7 @@ class Attention(Probe):
         pixels: Float[Tensor, "3 height width"],
         weights: Mapping[int, Float[Tensor, "1 heads 1 tokens"]],
     ) -> dict[int, Maps]:
-        """Return the attention of [CLS] to the patches in each block, heads x rows x cols."""
+        """Return the attention of [CLS] to the patches in each block, as heads x rows x cols."""
         grid = pixels.shape[1] // encoder.patch_size, pixels.shape[2] // encoder.patch_size
         prefix = encoder.num_prefix_tokens
         return {
@@ -303,7 +306,7 @@ class ImageResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return titles for the maps: the Jaccard index of the mean map and of each head."""
+        """Return the titles of maps: the Jaccard index of the mean map, then that of each head."""
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
         return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
@@ -312,10 +315,10 @@ class ImageResult:
 def image_result(
     maps: Maps, truth: UInt8[np.ndarray, "height width"] | None, mass: float
 ) -> ImageResult:
-    """Score the maps of the heads of one block, heads x rows x cols.
+    """Score the attention maps of the heads of one block.
 
     Args:
-        maps: Attention of [CLS] to the patches, for each head.
+        maps: Attention of [CLS] to the patches, with shape heads x rows x cols.
         truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
         mass: Share of the attention to patches that a mask covers.
     """
@@ -342,16 +345,16 @@ def image_result(
 
 
 def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
-    """Divide maps by their sums. A map without any attention becomes constant."""
+    """Divide each map by its sum. A map without any attention becomes constant."""
     values = maps.flatten(-2)
     totals = values.sum(-1, keepdim=True)
     return torch.where(totals > 0, values / totals.clamp(min=1e-300), 1 / values.shape[-1])
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return the smallest set of patches that covers a share `mass` of a map, up to rounding.
+    """Return, for each map, the smallest set of patches that covers the share `mass` of its sum.
 
-    Among equal patches, those that come first in row-major order are taken first.
+    Among patches of equal attention, those that come first in row-major order are taken first.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -366,10 +369,10 @@ def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
 def mask_counts(
     masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
 ) -> Counts:
-    """Return the `ObjectCounts` of patch masks at the size of the true mask.
+    """Compare masks of patches with a true mask at its full size. Return their `ObjectCounts`.
 
-    A pixel belongs to the patch of its centre ("nearest-exact" of torch). The pixels of each patch
-    are counted once for all masks.
+    A pixel belongs to the patch that contains its centre ("nearest-exact" of torch). The pixels of
+    each patch are counted once for all masks.
     """
     heads, rows, cols = masks.shape
     numbers = torch.arange(rows * cols, dtype=torch.float32).view(1, 1, rows, cols)
@@ -446,7 +449,7 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Colour a map as DINO's script does, from its 1st to its 99th percentile."""
+    """Colour a map as DINO's script does. The colours span its 1st to 99th percentile."""
     values = one_map.numpy()
     low, high = np.percentile(values, PERCENTILES)
     share = (values - low) / (high - low) if high > low else np.full(values.shape, 0.5)

@@ -104,7 +104,7 @@ class AttentionRecorder:
 
 @contextmanager
 def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Generator[None]:
-    """Set `calls.layer` to the running block, inside a `with` block."""
+    """Inside a `with` block, keep `calls.layer` equal to the index of the block that is running."""
     blocks = extractor.encoder.module.get_submodule("blocks")
     handles = []
 
@@ -126,10 +126,10 @@ def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Genera
 
 
 class _Calls(TorchFunctionMode):
-    """A function mode that stores the attention weights from calls of torch functions in blocks.
+    """A function mode that stores the attention weights which blocks compute with torch functions.
 
     Attributes:
-        layer: Index of the running block. None while no requested block runs.
+        layer: Index of the running block. It is None while no requested block runs.
     """
 
     def __init__(self, num_tokens: int, queries: slice) -> None:
@@ -184,7 +184,7 @@ class _Calls(TorchFunctionMode):
             self._append(weights[:, :, self._queries].float())
 
     def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
-        """Return whether attention includes all tokens. If not, store its number of tokens."""
+        """Return whether attention is between all tokens. If not, store the number of tokens."""
         if num_queries == num_keys == self._num_tokens:
             return True
         if self.layer is not None:

@@ -47,7 +47,7 @@ def contingency_table(
     num_clusters: int,
     num_classes: int,
 ) -> Table:
-    """Count the images of each pair of a cluster and a class."""
+    """Count how many images are in each pair of a cluster and a class."""
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
@@ -116,7 +116,7 @@ def purity(table: Table) -> Scores:
 
 
 def match_clusters(table: Table) -> Assignment:
-    """Match clusters one-to-one to classes for the highest accuracy (Hungarian algorithm)."""
+    """Match each cluster to at most one class for the highest accuracy (Hungarian algorithm)."""
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
         clusters, classes = linear_sum_assignment(table[index], maximize=True)
@@ -134,11 +134,11 @@ def majority_classes(table: Table) -> Assignment:
 
 
 def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*tables classes"]:
-    """Return the IoU of each class in percent.
+    """Return the IoU of each class in percent, if clusters are assigned to classes.
 
     The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images of
-    clusters without a class count as wrong. The code of STEGO treats such images as a
-    further class (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
+    clusters without a class count as wrong. The code of STEGO treats such images as a further class
+    (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     correct = (table * is_assigned).sum(-2)
@@ -148,7 +148,7 @@ def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*ta
 
 
 def miou(table: Table, assignment: Assignment) -> Scores:
-    """Return the mean IoU in percent over the classes that occur."""
+    """Return the mean IoU in percent over the classes that occur, for an assignment of clusters."""
     return mean_without_nan(class_ious(table, assignment))
 
 
@@ -219,7 +219,7 @@ def _flatten_cells(table: Table) -> Int64[np.ndarray, "*tables cells"]:
 
 
 def _has_classes(table: Table) -> np.ndarray | np.bool_:
-    """Return whether at least two classes occur."""
+    """Return whether at least two classes occur in a table."""
     return (table.sum(-2) > 0).sum(-1) > 1
 
 
@@ -260,7 +260,7 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the terms of the expected mutual information for pairs of a row and a column.
+    """Return the contribution of each pair of a row and a column to the expected information.
 
     `sizes` are the totals of the row, of the column and of the table.
     """
@@ -283,7 +283,11 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Return the mean of x / total * log(x * total / (row * col)) for a hypergeometric count x."""
+    """Return the expected value of x / total * log(x * total / (row * col)) for each table cell.
+
+    The count x is hypergeometric: the size of the overlap of two random subsets of `row` and `col`
+    out of `total` items. The sum is limited to the likely values of x.
+    """
     mean = row * col / total
     width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
     low = np.maximum(np.maximum(row + col - total, 0), np.floor(mean - width))
@@ -306,7 +310,7 @@ def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _expand_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Approximate the result of `_sum_terms` for large means, by a Taylor series in 3 moments."""
+    """Approximate the result of `_sum_terms` for large means, by a Taylor series of three terms."""
     mean, variance = row * col / total, _variance(row, col, total)
     skew = variance * (total - 2 * row) * ((total - 2 * col) / total) / (total - 2)
     return (variance / (2 * mean) - skew / (6 * mean**2) + variance**2 / (4 * mean**3)) / total
@@ -353,7 +357,10 @@ def _sum_tail(
 
 
 def few_images_warning(table: Table, images: int) -> list[str]:
-    """Return a warning if there are too few images for an interval, or an empty list."""
+    """Return a warning as a list of one text if there are too few images for an interval.
+
+    Otherwise, the list is empty.
+    """
     pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
     required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
     if images >= required:
@@ -425,7 +432,7 @@ def _batch_slices(number: int, cells: int) -> Iterator[slice]:
 def _leave_one_out(
     table: Table, images: Iterable[Table], scores: Mapping[str, Callable[[Table], Scores]]
 ) -> dict[str, Jackknife]:
-    """Compute each score for all images, and with each single image left out."""
+    """Compute each score once for all images, and once without each single image."""
     left_out: dict[str, list[Scores]] = {name: [] for name in scores}
     for batch in images:
         for name, score in scores.items():
@@ -437,7 +444,7 @@ def _leave_one_out(
 
 
 def _estimate_limit(table: Table) -> Scores:
-    """Estimate `nmi` for infinitely many images."""
+    """Estimate the value that `nmi` would have for infinitely many images."""
     cluster_entropy, class_entropy, joint_entropy = (
         estimate_entropy(counts) for counts in (table.sum(-1), table.sum(-2), _flatten_cells(table))
     )
@@ -446,7 +453,10 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return an interval that covers the value and the bias-corrected value with their margins."""
+    """Return an interval that covers the value and the bias-corrected value.
+
+    The margin of the jackknife is added to both.
+    """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
 

@@ -109,7 +109,7 @@ class Clustering(Probe):
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Cluster patches if the dataset has masks and no class labels."""
+        """Return settings that cluster patches if the dataset has masks and no class labels."""
         needs_patches = "segmentation" in roles and "classification" not in roles
         return {"protocol": "patches"} if needs_patches else {}
 
@@ -129,7 +129,7 @@ class Clustering(Probe):
         return tuple(dict.fromkeys(self.clusters_per_class))
 
     def metrics(self, factor: int) -> tuple[str, ...]:
-        """Return the names of the metrics for a number of clusters per class."""
+        """Return the names of the metrics, given the number of clusters per class."""
         if self.protocol == "images":
             return METRICS
         return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
@@ -165,7 +165,7 @@ class Clustering(Probe):
             yield from self._score_images(context, self.split(context.dataset))
 
     def _require_at_most(self, most: int, classes: int, items: str, advice: str) -> None:
-        """Raise an error if there are more clusters than items to cluster."""
+        """Raise an error if there would be more clusters than images or patches to cluster."""
         if (clusters := max(self.cluster_factors) * classes) > most:
             raise ConfigurationError(
                 f"probe.clusters_per_class gives {clusters} clusters, expected at most {most}, the "
@@ -307,7 +307,7 @@ class Clustering(Probe):
         centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Return the labels of all patches, and their nearest center in each k-means model.
+        """Return the labels of all scored patches, and their nearest center in each k-means model.
 
         `side` is the number of patches along a side of an image.
         """
@@ -396,7 +396,10 @@ def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
 
 
 def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
-    """Return unit vectors of all patches of a batch in raster order, for one block and facet."""
+    """Return L2-normalised features of all patches of a batch, for one block and facet.
+
+    The patches are in raster order.
+    """
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
 
@@ -450,7 +453,7 @@ class PatchLabels(NamedTuple):
 
     @classmethod
     def concatenate(cls, images: Sequence["PatchLabels"], patches: int) -> "PatchLabels":
-        """Join the counts of images with the same number of patches."""
+        """Join the counts of several images, each of which has `patches` patches."""
         return cls(
             np.concatenate([one.patches + patches * n for n, one in enumerate(images)]),
             np.concatenate([one.classes for one in images]),
@@ -464,10 +467,11 @@ def patch_contingency(
     num_clusters: int,
     num_classes: int,
 ) -> tuple[Table, csr_array]:
-    """Count the pixels of each pair of a cluster and a class.
+    """Count the pixels in each pair of a cluster and a class.
 
     Returns:
-        The contingency table of all images, and the flattened table of each image as one row.
+        The contingency table of all images, and a matrix with the flattened table of each image as
+        a row.
     """
     cells = clusters.ravel()[labels.patches].astype(np.int64) * num_classes + labels.classes
     images = labels.patches // clusters.shape[1]

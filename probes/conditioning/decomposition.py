@@ -42,7 +42,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """Softmax attention with the weights of a layer and with accessible attention matrices.
+    """An attention layer with its own weights, split so that its attention matrices are accessible.
 
     Attributes:
         layer: The attention layer. If it has norms of queries and keys, they are applied.
@@ -63,14 +63,14 @@ class SoftmaxAttention:
         return qkv.permute(1, 2, 0, 3).unbind(0)  # each heads tokens head_dim
 
     def matrices(self, tokens: Tensor) -> Tensor:
-        """Return the attention matrix of each head, heads x tokens x tokens."""
+        """Return the attention matrix of each head, with shape heads x tokens x tokens."""
         q, k, _ = self._split(tokens)
         q = getattr(self.layer, "q_norm", nn.Identity())(q)
         k = getattr(self.layer, "k_norm", nn.Identity())(k)
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Return the values of each head, heads x tokens x head_dim."""
+        """Return the values of each head, with shape heads x tokens x head_dim."""
         return self._split(tokens)[2]
 
     def combine(self, matrices: Tensor, values: Tensor) -> Tensor:
@@ -197,7 +197,10 @@ def record_blocks(
 
 
 def _copy_module(module: nn.Module) -> nn.Module:
-    """Copy a module. deepcopy rejects tensors with a graph, so these are detached first."""
+    """Return a deep copy of a module.
+
+    Tensors with a graph cannot be copied, so they are detached.
+    """
     detached = {
         id(leaf): leaf.detach()
         for part in module.modules()
@@ -259,13 +262,13 @@ def decompose_block(
 
 
 def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
-    """Return the first submodule with one of the names. Attributes of other types are skipped."""
+    """Return the first attribute with one of the names that is a module."""
     parts = (getattr(block, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _make_unbatched(*functions: Any) -> Function:
-    """Chain functions of batches into a function of the tokens of a single image."""
+    """Chain functions of batches, and return one function of the tokens of a single image."""
 
     def run_chain(tokens: Tensor) -> Tensor:
         batch = tokens[None]
@@ -292,7 +295,7 @@ def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
 def _expose_attention(
     layer: nn.Module, layer_scale: nn.Module, num_heads: int
 ) -> tuple[SoftmaxAttention | None, str]:
-    """Build softmax attention from the weights of a layer, or return None and the reason why not.
+    """Build softmax attention from the weights of a layer. If this is impossible, say why.
 
     The caller must check that the returned attention reproduces the output of the layer.
     """

@@ -26,11 +26,11 @@ _FAILURE = 0.05
 
 
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
-    """Return the function of each facet, and the tokens at which it must be differentiated.
+    """Return the functions whose Jacobians are scored, and the tokens at which they are taken.
 
-    "attention" and "mlp" map the normed input of a sub-block to its output. Their Jacobians are K
-    and K^ in equation 7 of the paper. "attention_skip" has the Jacobian K + I of equation 8.
-    "block" is the original block with its norms and skips.
+    The functions are returned by facet. "attention" and "mlp" map the normed input of a sub-block
+    to its output. Their Jacobians are K and K^ in equation 7 of the paper. "attention_skip" has the
+    Jacobian K + I of equation 8. "block" is the original block with its norms and skips.
 
     "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
     matrices fixed and differentiates the values. E keeps the values fixed and differentiates the
@@ -62,7 +62,7 @@ def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]
 
 @contextmanager
 def differentiable_attention() -> Generator[None]:
-    """Disable fused attention kernels, which have no forward-mode derivative."""
+    """Inside a `with` block, disable fused attention, which has no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -153,7 +153,7 @@ class SingularValueBounds:
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
     def details(self) -> dict[str, Any]:
-        """Return the bounds for the details of a record."""
+        """Return the bounds in the form that the details of a record need."""
         excluded = ("size", "effective_rank")
         bounds = {name: value for name, value in vars(self).items() if name not in excluded}
         return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
@@ -176,7 +176,7 @@ def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, S
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A square matrix, given by functions that multiply it or its transpose with a vector."""
+    """A square matrix, given by functions that multiply a vector by it or by its transpose."""
 
     size: int
     apply: Function
@@ -310,7 +310,10 @@ def bidiagonalise(
 
 
 def _orthonormalise(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-    """Make a vector orthogonal to a basis. Return the unit vector, and the norm before scaling."""
+    """Subtract from a vector its projection onto a basis.
+
+    Return the unit vector and its norm before.
+    """
     if basis:
         matrix = torch.stack(basis)
         # The second pass removes the rounding errors that the first pass leaves.

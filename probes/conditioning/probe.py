@@ -148,7 +148,7 @@ class Conditioning(Probe):
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
-        """Return the beginning of the paths of figures, relative to `ProbeContext.artifacts`."""
+        """Return the first part of the paths of figures, relative to `ProbeContext.artifacts`."""
         more = f"-initialisation{seed}" if self.at_initialisation else ""
         return f"{self.protocol}{more}/{blocks_name(layers)}"
 
@@ -200,7 +200,7 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores, then write all singular values and the CKA matrix to files."""
+        """Yield the scores. Then save all singular values and the CKA matrix as files."""
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
             scores, values = spectra_scores(layer, records[layer])
@@ -230,7 +230,7 @@ class Conditioning(Probe):
     def _compare_encoders(
         self, context: ProbeContext, samples: Sequence[Sample], records: BlockRecords
     ) -> tuple[list[Score], CkaMatrix]:
-        """Score the CKA between each block and the block of the same index in the other encoder."""
+        """Score the CKA of each block with the block of the same index in the other encoder."""
         encoder, other = context.encoder, load_encoder(str(self.compare_to))
         if _name_and_id(other) != self._compared_encoder:
             raise CheckpointError(
@@ -291,7 +291,7 @@ class Conditioning(Probe):
             yield make_score(*cell, math.nan, None, num_images, {"undefined": reason})
 
     def _explain_missing(self, layer: int, facet: str, records: BlockRecords) -> str:
-        """Return why a facet of a block could not be scored."""
+        """Return the reason why a facet of a block has no score."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
         if facet == "block":
@@ -319,7 +319,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
-    """Return the name and the hash of an encoder. The hash changes if the file changes."""
+    """Return the name and the hash of an encoder. The hash differs if the file has changed."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
@@ -335,7 +335,7 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
     """Draw a panel for each metric, with a line and a 95 % band for each facet.
 
     Infinite values are marked at the top of a panel. A CKA matrix has its own panel. If no block
-    could be scored, the figure has no panel.
+    has a score, the figure has no panel.
     """
     # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure

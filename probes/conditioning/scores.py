@@ -87,7 +87,7 @@ def make_score(
 
 
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """Return a score: the median over images and heads. Its details contain all numbers."""
+    """Return the median over images and heads as a score. Its details contain all numbers."""
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
@@ -156,7 +156,11 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of a block by facet. The output of a sub-block is a single matrix."""
+    """Return the matrices to score by facet.
+
+    The attention facet has one matrix for each head. Each output of a sub-block is one matrix of
+    tokens. The result is empty if the block cannot be split.
+    """
     parts = record.parts
     if parts is None:
         return {}
@@ -226,7 +230,11 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 
 
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
-    """Return the log condition numbers of the tokens before attention and after its skip."""
+    """Return the logarithms of the condition numbers of a block's tokens.
+
+    The first one is for the tokens before attention, and the second for the sum of these tokens and
+    the output of attention.
+    """
     assert record.parts is not None
     before = record.parts.graying(record.input)
     after = before + record.parts.attention(record.parts.norm1(before))
@@ -290,7 +298,7 @@ def _term_scores(
 
 
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the facets that are available for all images."""
+    """Return those of `facets` that every image has."""
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
@@ -299,7 +307,7 @@ def _to_column(values: Sequence[float]) -> Numbers:
 
 
 def cka_with_input(layer: int, records: Sequence[BlockRecord]) -> Score:
-    """Return a score: the linear CKA between the input and the output of one block."""
+    """Return the linear CKA between the input and the output of one block as a score."""
     x, y = torch.stack([record.input for record in records]), stack_outputs(records)
     ci95 = linear_cka_ci95(x, y)
     return make_score(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(records), {})
@@ -312,7 +320,7 @@ def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tok
 
 @dataclass(frozen=True)
 class CkaMatrix:
-    """Linear CKA of each pair of representations, with the names of rows and columns.
+    """Linear CKA of each row with each column, and the names of rows and columns.
 
     `other` is the name of the encoder whose blocks are the columns. It is empty if rows and columns
     belong to the same encoder.
@@ -327,7 +335,7 @@ class CkaMatrix:
 def cka_matrix(
     rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
 ) -> CkaMatrix:
-    """Compute the linear CKA of each pair of a row and a column. The keys are their names."""
+    """Compute the linear CKA of each row with each column. Both arguments map names to tokens."""
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
 
@@ -356,9 +364,9 @@ def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
 
     Returns:
         The interval. It is None for a single image, for equal tokens, and if the CKA is 1. It is
-        also None if the bias correction exceeds the margin. In this case there are too few tokens
-        to estimate the bias. An interval would contain neither `linear_cka` nor the limit of
-        the CKA for many images.
+        also None if the bias correction exceeds the margin. There are then too few tokens to
+        estimate the bias, and the interval would contain neither `linear_cka` nor its limit for
+        many images.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)

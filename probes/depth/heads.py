@@ -189,7 +189,7 @@ class HeadTraining:
         return DepthHeads(weight, bias, bins, constant_channels, time.monotonic() - start)
 
     def is_known(self, depth: Float[Tensor, "*some"]) -> Bool[Tensor, "*some"]:
-        """Return whether each depth is known and between the bounds."""
+        """Return whether each depth is known, which means that it lies between the bounds."""
         return (depth > self.bounds[0]) & (depth < self.bounds[1])
 
 
@@ -236,7 +236,7 @@ def decode_depth(
 
 
 class PositiveSums(torch.autograd.Function):
-    """Sums over the positive logits of each pixel, weighted by depth and unweighted.
+    """A function that sums the positive logits of each pixel, with and without depths as weights.
 
     A cell is the area between the centres of four patches, whose logits are interpolated at its
     pixels. Upsampled logits are computed in pieces that fit into the cache, and computed again in
@@ -274,7 +274,7 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return views of the four patches around each cell, for some maps and rows of cells."""
+    """Return views of the four patches around each cell, for the chosen maps and rows of cells."""
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
 
@@ -282,7 +282,10 @@ def _corners(
 def _upsample(
     padded: Float[Tensor, "maps tall wide bins"],
 ) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "pixels maps rows cell_cols bins"]]]:
-    """Yield some maps and rows of cells, and the positive parts of the logits of their pixels."""
+    """Process the cells in pieces.
+
+    Yield the maps and rows of each piece, and its positive logits.
+    """
     weights = corner_weights(UPSAMPLING, padded.device).to(padded)
     maps, tall, wide, bins = padded.shape
     row_bytes = UPSAMPLING**2 * (wide - 1) * bins * padded.element_size()

@@ -173,7 +173,7 @@ class Depth(Probe):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Return the scored metrics, and the key in `UNITS` of the values that each averages."""
+        """Return the names of the scored metrics, and for each the key in `UNITS` of its values."""
         names = {"delta1_holdout": "delta1"} if self.holdout else {}
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
 
@@ -334,7 +334,10 @@ class DepthRun:
         return TrainingDepths(stored, cls)
 
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
-        """Return the mean known depth at each place, or over all places if none is known there."""
+        """Return the mean depth at each place, over the images in which it is known.
+
+        At places where it is never known, the mean over all places is used.
+        """
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
         return torch.where(is_known.any(0), mean, depths[is_known].mean())
@@ -373,7 +376,7 @@ class DepthRun:
         indices: Sequence[int],
         mean_depth: Float[Tensor, "rows cols"] | None = None,
     ) -> tuple[Metrics, Float64[np.ndarray, "_images metrics"]]:
-        """Return the metrics of all heads, and those of predicting `mean_depth`, for each image.
+        """Score all heads on each image, and a baseline that predicts `mean_depth` if it is given.
 
         Raises:
             DataError: An image has no pixel with a known depth between the bounds.
@@ -464,7 +467,7 @@ class DepthRun:
     # Files
 
     def _draw_panels(self, heads: DepthHeads, chosen: Sequence[int]) -> None:
-        """Draw images with their depth, the prediction of each source, and a colour bar."""
+        """Draw images with their true depth, the prediction of each source, and a colour bar."""
         indices = sample_indices(self.scored_images.ids, self.probe.panels)
         for batch in self._encode(self.scored_images, indices, "images to draw"):
             by_source = self._predict(heads, batch)
@@ -501,7 +504,7 @@ class DepthRun:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Samples with the features of each layer. The width of `cls` is 0 without [CLS] tokens."""
+    """Samples with the features of each layer. Without [CLS] tokens, `cls` has a width of 0."""
 
     samples: Sequence[Sample]
     patches: Mapping[int, Float[Tensor, "batch rows cols dim"]]
@@ -567,7 +570,7 @@ def image_metrics(
 
 
 def mean_interval(values: Float64[np.ndarray, " images"], unit: str) -> Interval | None:
-    """Return the 95 % interval of the mean of values that are not negative."""
+    """Return the 95 % interval of the mean of non-negative values."""
     # `mean_estimate` limits intervals to 100, which only percentages have.
     scale = 1.0 if unit == "%" else float(values.max()) or 1.0
     ci95 = mean_estimate(values / scale).ci95()
@@ -582,7 +585,7 @@ def draw_depths(
     maps: Mapping[str, Float32[np.ndarray, "height width"]],
     path: Any,
 ) -> None:
-    """Draw an image and its depth maps in the same colours, with the range in the heading.
+    """Draw an image and its depth maps with a common colour scale. The heading states its range.
 
     Args:
         image: The image.

@@ -69,7 +69,7 @@ class ImagePass:
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
-        """Compute the features of the images with these indices.
+        """Compute the features of the images with these indices, for some layers.
 
         The features are also stored in `context.features`, where later probes of the same command
         find them.
@@ -123,12 +123,12 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the facets of a block from which a facet of an image is computed."""
+    """Return the facets of a block that are needed to compute a facet of an image."""
     return IMAGE_FACETS.get(facet, (facet,))
 
 
 def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
-    """Return the number of channels of the vectors from `image_vectors`."""
+    """Return the number of channels of the vectors that `image_vectors` returns."""
     return sum(map(extractor.width, facet_parts(facet)))
 
 
@@ -143,5 +143,5 @@ def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch
 
 
 def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
-    """Return whether the unit vectors of all images are equal."""
+    """Return whether all images have the same unit vector."""
     return bool((unit - unit[0]).abs().max() < _TOLERANCE)

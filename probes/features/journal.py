@@ -136,7 +136,9 @@ class Journal:
         self._has_written = True
 
     def replace(self, entry: Mapping[str, Any]) -> None:
-        """Replace all entries of the file by this one. A killed process leaves the old file.
+        """Replace all entries of the file with this one.
+
+        If the process is killed, the old file remains.
 
         Raises:
             MachineError: The file cannot be written.
@@ -178,7 +180,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _encode(value: Any) -> Any:
-    """Convert a tensor to JSON types. Any other value raises a TypeError."""
+    """Convert a tensor to JSON types, for `json.dumps`. Any other value raises a TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{type(value).__name__} is neither a tensor nor a JSON type")
     values = value.detach().cpu().contiguous()
@@ -188,7 +190,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """Restore the tensors that `_encode` converted, also in nested dictionaries and lists."""
+    """Convert the output of `_encode` back to tensors, also inside dictionaries and lists."""
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if not isinstance(value, dict):

@@ -64,14 +64,14 @@ def map_ahead(
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of `size` items. The last list may be shorter."""
+    """Divide items into lists of `size` items. The last list may be shorter."""
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch
 
 
 def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> int:
-    """Return how many square images to encode together.
+    """Return how many square images the encoder should process together.
 
     On a CPU, a batch has at most half a million pixels. Larger batches would not be faster, and the
     progress bar would move too rarely.
@@ -84,7 +84,9 @@ def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> i
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Compute the features of each layer for a batch, and the sums that `fetch_finite` checks.
+    """Compute the features of each layer for a batch, and sums that show whether they are finite.
+
+    `fetch_finite` checks the sums.
 
     Args:
         extractor: Extractor of one facet.
@@ -110,11 +112,12 @@ def fetch_finite(
 ) -> list[Tensor]:
     """Copy tensors to CPU memory, and check that they were computed from finite features.
 
-    Tensors and sums are copied together, so the CPU waits for the GPU only once.
+    Tensors and sums are copied together, so that the CPU waits for the GPU only once.
 
     Args:
         extractor: Extractor of the features.
-        sums: Sums of the features, from `extract` or `extract_unchecked`.
+        sums: Sums of the features, from `extract` or `extract_unchecked`. They show whether all
+            features are finite.
         ids: Image ids for error messages.
         tensors: Tensors that were computed from the features.
 

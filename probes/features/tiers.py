@@ -285,7 +285,10 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Fill `present` and `labels` from all views. Use `put`, if given, to store features."""
+        """Fill `present` and `labels` from all views.
+
+        If `put` is given, call it to store features.
+        """
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
                 present[entry, values.unique().long()] = True
@@ -504,7 +507,7 @@ class FeatureFile:
         return blocks, torch.from_numpy(scales)
 
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
-        """Return the content of the JSON file for these scales and checksums."""
+        """Return the content of the JSON file, given the scales and checksums of the array."""
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
         return f'{{"header": {self._header}, {values}}}\n'.encode()
@@ -536,7 +539,7 @@ class FeatureFile:
 def create_array_file(
     folder: Path, shape: tuple[int, ...], dtype: type[np.generic]
 ) -> Shaped[Tensor, "..."]:
-    """Return a memory-mapped array in a temporary file, which is deleted after its last use.
+    """Create a memory-mapped array in a temporary file, which is deleted after its last use.
 
     Raises:
         MachineError: The folder cannot be written, or its disk is full.
@@ -570,7 +573,7 @@ def _allocate(file: IO[bytes], size: int) -> None:
 
 
 def _free_disk_space(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which need not exist yet."""
+    """Return the number of free bytes on the disk of a folder, which need not exist yet."""
     existing = folder.absolute()
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent

@@ -89,7 +89,7 @@ class TrainingSplit:
 
 
 def ids_sha256(ids: Sequence[str]) -> str:
-    """Return the SHA-256 of a text file with one id per line, in hexadecimal digits."""
+    """Return the SHA-256 of a text with one id in each line, as hexadecimal digits."""
     lines = "".join(f"{image_id}\n" for image_id in ids)
     return sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
@@ -140,7 +140,10 @@ class Shots:
         return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(drawn.shape)))
 
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
-        """Return the sorted positions of `count` images of each class, after the first `skip`."""
+        """Return the sorted positions of `count` images of each class in a draw.
+
+        The first `skip` images of each class are passed over.
+        """
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
 
@@ -244,7 +247,7 @@ _MAX_ASPECT = 4
 
 
 class TrainingViews:
-    """The base class of methods that make views of an image. Subclasses are frozen dataclasses.
+    """Base class of the ways to make views of an image. Subclasses are frozen dataclasses.
 
     Attributes:
         count: Number of views of each image.
@@ -280,7 +283,9 @@ class WholeImage(TrainingViews):
 
 @dataclass(frozen=True)
 class CentralSquare(TrainingViews):
-    """The central square of an image that has a class but no mask. Its mask is a single zero.
+    """The central square of an image that has a class but no mask.
+
+    The mask of the view is a single zero.
 
     Attributes:
         share: Ratio of the square's side to the shorter side of the image.
@@ -397,7 +402,7 @@ class ScaledCrops(TrainingViews):
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> TrainingViews:
-    """Return the views for the settings `crops` and `views` of a probe.
+    """Return the kind of views that the settings `crops` and `views` of a probe select.
 
     Scaled crops are filled with the colour `mean` outside the image.
     """
@@ -409,7 +414,10 @@ def make_views(
 
 
 def reject_identical_views(crops: str, count: int) -> None:
-    """Raise a ConfigurationError if whole images would have more than two views."""
+    """Raise a ConfigurationError if whole images would have more than two views.
+
+    A third view would be the same as one of the first two.
+    """
     if crops == "whole" and count > 2:
         raise ConfigurationError(
             f"whole images have one view, or two with their mirror images, got {count} views",

@@ -164,7 +164,7 @@ class AttentiveHeads:
         seed: int,
         device: torch.device | None = None,
     ) -> "AttentiveHeads":
-        """Return heads that all have the same random weights."""
+        """Return heads for all sources and values, which have the same random weights."""
         generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
 
         def uniform(*shape: int) -> Tensor:
@@ -179,7 +179,7 @@ class AttentiveHeads:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The trained tensors: query, value, weight and bias."""
+        """The tensors that are trained: query, value, weight and bias."""
         return self.query, self.value, self.weight, self.bias
 
     def loss_and_gradients(

@@ -70,7 +70,10 @@ class PixelLoss:
         raise NotImplementedError
 
     def label_size(self, grid: int, patch: int) -> int:
-        """Return the side of the label maps for `grid` x `grid` patches of side `patch`."""
+        """Return the side of the label maps in pixels.
+
+        There are `grid` x `grid` patches, and the side of a patch is `patch` pixels.
+        """
         return grid * patch
 
     def targets(
@@ -142,12 +145,12 @@ class LabelLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class UpsampledLoss(PixelLoss):
-    """Cross-entropy of bilinearly upsampled logits against labels on a finer grid.
+    """Cross-entropy of bilinearly upsampled logits against label maps.
 
-    A cell is the area between the centers of four patches, whose logits are interpolated at its
-    pixels. The loss of a pixel is its log-normaliser minus the logit of its true class. The logits
-    of the true classes are summed without upsampling, so only the log-normalisers need upsampled
-    logits.
+    The side of the label maps is a multiple of that of the token grid. A cell is the area between
+    the centers of four patches, whose logits are interpolated at its pixels. The loss of a pixel is
+    its log-normaliser minus the logit of its true class. The logits of the true classes are summed
+    without upsampling, so only the log-normalisers need upsampled logits.
 
     Attributes:
         factor: Side of the label maps in multiples of the token grid, or None for the size of the
@@ -260,7 +263,7 @@ class ResampledLoss(PixelLoss):
 def label_histograms(
     labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
 ) -> Float[Tensor, "classes batch rows cols"]:
-    """Count the pixels of each class under each patch. Ignored pixels are not counted."""
+    """Count the pixels of each class in the area of each patch. Ignored pixels are not counted."""
     _, height, width = labels.shape
     rows, cols = height // pixels_per_patch, width // pixels_per_patch
     # bincount is limited by memory bandwidth, so the indices are int32.
@@ -391,7 +394,7 @@ def _add_to_corners(
 
 
 def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
-    """Add the values of the repeated patches beyond the grid to the patches at its edge."""
+    """Add the values of patches that were repeated beyond the grid to the patches at its edge."""
     for axis in (-2, -1):
         padded.select(axis, 1).add_(padded.select(axis, 0))
         padded.select(axis, -2).add_(padded.select(axis, -1))
@@ -422,7 +425,7 @@ def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
 def _pieces(
     padded: Float[Tensor, "heads classes batch tall wide"], values_per_cell: int
 ) -> list[list[slice]]:
-    """Split heads, images and rows of cells into pieces of limited size."""
+    """Split the work into pieces of limited size, by heads, images and rows of cells."""
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []
     size = values_per_cell * classes * (wide - 1) * padded.element_size()

@@ -203,7 +203,7 @@ class Axis:
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
     def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Interpolate the values of patches at the nodes. `dim` is the axis of the patches."""
+        """Interpolate values of patches at the nodes. `dim` is the tensor axis of the patches."""
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
         before, behind = (padded.narrow(dim, start, self.patches + 1) for start in (0, 1))
@@ -280,7 +280,7 @@ class UndecidedBlocks:
         return cls(head, row, col, margin[head], count, classes.view(shape), values.view(4, *shape))
 
     def split(self, size: int) -> Iterator["UndecidedBlocks"]:
-        """Split into pieces of `size` blocks."""
+        """Split the blocks into groups of at most `size` blocks."""
         for start in range(0, len(self.count), size):
             piece = slice(start, start + size)
             max_count = int(self.count[start])
@@ -295,7 +295,10 @@ class UndecidedBlocks:
 def _fill_blocks(
     predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Fill in the class of each pixel of the blocks, and return the pixels with tied logits."""
+    """Set the class of each pixel in the blocks.
+
+    Return the pixels whose largest logits are tied.
+    """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
     # Buffers for all pieces.
@@ -361,7 +364,10 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Return the classes of pixels by the definition. `pixels` are indices into the flat maps."""
+    """Compute the classes of some pixels by the definition of this module.
+
+    `pixels` are indices into the flattened maps.
+    """
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)
     for patch_row, row_weight in y.neighbours(row):

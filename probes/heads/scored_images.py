@@ -202,7 +202,7 @@ class ImageCounts:
         return counts
 
     def entry(self, first: int) -> dict[str, Any]:
-        """Return the counts of image `first` and all later images, as an entry of a journal."""
+        """Return the counts of all images from index `first` on, as an entry of a journal."""
         start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
         columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])
         columns[0] -= first
@@ -210,9 +210,9 @@ class ImageCounts:
         return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
     def extend(self, entry: Mapping[str, Any]) -> None:
-        """Append the counts of a journal entry if its images are next. Otherwise, change nothing.
+        """Append the counts of a journal entry if they belong to the next images.
 
-        The images of an entry are not next if an earlier entry was damaged, or if two processes
+        Otherwise, change nothing. This happens if an earlier entry was damaged, or if two processes
         wrote the file.
         """
         if entry["first"] != len(self):
@@ -277,7 +277,7 @@ def mask_score(
 
 
 def nan_to_none(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Replace NaN by None, because JSON has no NaN. The IoU of an absent class is NaN."""
+    """Replace NaN with None, because JSON has no NaN. The IoU of an absent class is NaN."""
     return [None if math.isnan(value) else float(value) for value in values]
 
 
@@ -323,7 +323,7 @@ def confusion_counts(
 def _count_wrong_and_correct(
     predicted: UInt8[Tensor, "heads pixels"], true: UInt8[Tensor, " pixels"], num_classes: int
 ) -> Int64[Tensor, "heads 2 classes"]:
-    """Count wrong pixels (row 0) and correct pixels (row 1) of each predicted class."""
+    """Count the wrong pixels (row 0) and the correct pixels (row 1) of each predicted class."""
     heads, size = len(predicted), 2 * num_classes
     # int32 halves the memory traffic. It is sufficient, because an image has fewer than 2^31 / 512
     # pixels.

@@ -125,7 +125,7 @@ class TrainedHeads:
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def convergence(self, index: int) -> dict[str, int | None]:
-        """Return the numbers of unconverged and stalled heads of one source, for a record."""
+        """Return how many heads of a source are unconverged and stalled, as details of a record."""
         counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
         return {name: None if each is None else each[index] for name, each in counts.items()}
 
@@ -241,7 +241,7 @@ def shuffled_batches(
 def concatenate_layers(
     blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
-    """Concatenate the channels of each source's layers, which must be adjacent."""
+    """Concatenate the channels of the layers of each source. These layers must be adjacent."""
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
 
@@ -254,7 +254,7 @@ class Standardization:
     scale: Float[Tensor, "sources dim"]
 
     def identity(self) -> "Standardization":
-        """Return a mean of 0 and a scale of 1 for each channel, which do not change features."""
+        """Return statistics that leave features unchanged: a mean of 0 and a scale of 1."""
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def select(self, source: int) -> "Standardization":
@@ -292,7 +292,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return empty statistics, or those whose `vars` are in `state`."""
+        """Return empty statistics, or continue from those that `state` contains."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)
@@ -300,7 +300,7 @@ class RunningStatistics:
         return cls(state["num_images"], *parts)
 
     def add(self, features: Float[Tensor, "layers batch rows cols dim"]) -> None:
-        """Add a batch of images."""
+        """Update the statistics with a batch of images."""
         for part in features.split(_MAX_IMAGES, 1):
             # The square of a float32 feature may exceed the range of float32.
             values = part.float() if part.dtype == torch.float16 else to_float64(part)
@@ -351,7 +351,7 @@ class LinearHeads:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor]:
-        """The trained tensors: weight and bias."""
+        """The tensors that are trained: weight and bias."""
         return self.weight, self.bias
 
     def loss_and_gradients(
@@ -412,7 +412,7 @@ class LinearHeads:
 
 
 class HeadOptimizer:
-    """Update rule that updates the parameters of all heads at once."""
+    """A rule that updates the parameters of all heads at once."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int

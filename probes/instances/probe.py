@@ -139,7 +139,10 @@ class Instances(Probe):
         return roles.get(self.protocol, "instances")
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
-        """Use the protocol of the published dataset with this name, if there is one."""
+        """Return a probe with the protocol that belongs to the published dataset, if there is one.
+
+        Values that the user has typed do not change.
+        """
         # If only a part of a dataset is used, a dash or a plus sign follows its name.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
         if protocol is None or "protocol" in typed:
@@ -149,12 +152,18 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the suffixes of metric names, one for each set of correct images."""
+        """Return the suffixes of metric names.
+
+        Each belongs to a set of images that count as correct.
+        """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """Return the values of k for precision at k. If `top` is set, there are few matches."""
+        """Return the values of k for which precision at k is scored.
+
+        If `top` is set, only the smallest value is used, because images then have few matches.
+        """
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
     @property
@@ -273,7 +282,10 @@ class Instances(Probe):
     def _encode(
         self, context: ProbeContext, images: ImageSet
     ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
-        """Return the descriptors of all views by layer and facet, and the truth of each image."""
+        """Encode all views.
+
+        Return their descriptors by layer and facet, and each image's annotation.
+        """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
         patch_size = max((*context.encoder.strides, context.encoder.patch_size))
@@ -332,7 +344,7 @@ class Instances(Probe):
     def _find_queries(
         self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
     ) -> tuple[list[Query], Indices]:
-        """Return the queries, and the rows of the database."""
+        """Return the queries, and the rows of the descriptors that form the database."""
         everything, none = np.arange(len(images)), np.empty(0, np.int64)
         if self.protocol == "class_folders":
             labels = np.array([label for _, label in annotations])
@@ -377,7 +389,7 @@ class Instances(Probe):
         )
 
     def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
-        """Draw queries for the figures, and return their numbers."""
+        """Choose the queries that figures show, and return their numbers."""
         num_views = 1 + len(self.copy_names)
         names = [f"{images.ids[query.row // num_views]}\n{query.row}" for query in queries]
         return sample_indices(names, self.panels)
@@ -430,7 +442,7 @@ class Instances(Probe):
     def _mean_by_copy(
         self, values: Float64[np.ndarray, "queries metrics"]
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
-        """Return the mean scores of each kind of copy, for the protocol "copies"."""
+        """Return the mean score of each kind of copy, for the protocol "copies"."""
         step = len(self.copy_names)
         return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}
 
@@ -439,7 +451,7 @@ class Instances(Probe):
     def _draw_row(
         self, thumbnails: "Thumbnails", unit: Tensor, query: Query, found: Indices
     ) -> list[Image.Image]:
-        """Return the tiles of a query and of its nearest images."""
+        """Return the tiles of one row in a figure: a query, followed by its nearest images."""
         labels = query.label_images(len(unit))
         colours = {1: _GREEN, 0: _RED, -1: _GREY}
         tiles = [thumbnails.tile(query.row, "query", _BLACK)]
@@ -493,7 +505,10 @@ def jpeg_copy(image: Pixels3, quality: int) -> Pixels3:
 
 
 def crop_copy(image: Pixels3, area: float) -> Pixels3:
-    """Crop the centre with a share of the area of an image, and enlarge it to the image's size."""
+    """Crop the centre of an image and enlarge it to the size of the image.
+
+    `area` is the share of the image's area that the crop shows.
+    """
     height, width = image.shape[:2]
     margin = (1 - math.sqrt(area)) / 2
     box = (width * margin, height * margin, width * (1 - margin), height * (1 - margin))

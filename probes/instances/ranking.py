@@ -45,7 +45,7 @@ class Query:
     def label_images(
         self, num_rows: int, *, hard_only: bool = False
     ) -> Int8[np.ndarray, " {num_rows}"]:
-        """Return a label for each image: correct, wrong or left out.
+        """Label each image as correct, wrong or left out of the ranking.
 
         With `hard_only`, only the hard matches are correct, and the other matches are left out.
         """
@@ -167,8 +167,9 @@ def precision_at(ranks: Indices, num_right: int, k: int) -> float:
 def expected_average_precision(num_images: int, num_right: int, top: int | None = None) -> float:
     """Return the mean of the average precision over all orders of the images.
 
-    R of the N images are correct. An image at rank r is correct with probability R / N. If it is,
-    each of the r images before it is correct with probability (R - 1) / (N - 1).
+    This is the expected score of a random ranking. R of the N images are correct. An image at rank
+    r is correct with probability R / N. If it is, each of the r images before it is correct with
+    probability (R - 1) / (N - 1).
     """
     ranks = np.arange(num_images if top is None else min(top, num_images))
     share_before = (num_right - 1) / max(1, num_images - 1)
@@ -179,11 +180,11 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 
 @cache
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
-    """Return the mean of `precision_at` over all orders of the images.
+    """Return the mean of `precision_at` over all orders of the images, as for a random ranking.
 
     R of the N images are correct. Without the exception in `precision_at`, the mean would be R / N.
     The last correct image has the rank L, counted from 1, in a share C(L - 1, R - 1) / C(N, R) of
-    all orders.
+    the orders.
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

@@ -120,7 +120,10 @@ class Cut:
     def graph_tokens(
         self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
     ) -> tuple[Float32[np.ndarray, "tokens dim"], float]:
-        """Return the features of the patches in the graph, row by row, and the threshold tau."""
+        """Return the features of the patches in the graph, row by row, and the threshold tau.
+
+        If `tau` is "otsu", the threshold is computed from these features.
+        """
         rows, cols = self.graph_shape(grid)
         tokens = features[:rows, :cols].flatten(0, 1)
         if self.centred:
@@ -205,7 +208,11 @@ def _discovery_from_mask(
 def split_at_mean(
     vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
 ) -> Bipartition:
-    """Split patches at the mean of a vector. The seed has the entry of largest magnitude."""
+    """Split the patches into those above and below the mean of a vector.
+
+    Return the side of the seed, the seed, and the patches that tie with it. The seed is the patch
+    whose entry has the largest magnitude.
+    """
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
@@ -215,7 +222,7 @@ def split_at_mean(
 
 
 def connected_component(foreground: Mask, seed: tuple[int, int], connectivity: int) -> Mask:
-    """Return the component of a mask that is connected to the seed."""
+    """Return the connected component of a mask that contains the seed."""
     structure = scipy.ndimage.generate_binary_structure(2, 1 if connectivity == 4 else 2)
     labels = np.empty(foreground.shape, np.int32)
     scipy.ndimage.label(foreground, structure, output=labels)

@@ -62,7 +62,10 @@ class Graph:
         return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Return whether all pairs of tokens are linked, or none. All partitions are then equal."""
+        """Return whether all pairs of tokens are linked, or none.
+
+        All partitions then have equal cost.
+        """
         num_tokens = len(self.degrees)
         zero = self.eps * num_tokens
         only_itself = zero + 1 - self.eps
@@ -117,7 +120,7 @@ def similarity_graph(
 def cosine_similarities(
     features: Float32[np.ndarray, "tokens dim"],
 ) -> Float32[np.ndarray, "tokens tokens"]:
-    """Return the cosine of each pair of tokens. Norms may be very small or very large.
+    """Return the cosine of each pair of tokens, even if norms are very small or very large.
 
     Raises:
         DataError: A token is NaN or infinite.
@@ -217,7 +220,7 @@ def solve(graph: Graph) -> FiedlerVector:
 
 
 def solve_dense(graph: Graph) -> FiedlerVector:
-    """Solve a graph with LAPACK, in cubic time and with 24 tokens^2 bytes of memory."""
+    """Solve a graph with LAPACK. This takes cubic time and 24 tokens^2 bytes of memory."""
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
     trivial = graph.trivial_eigenvector()
@@ -247,7 +250,10 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append the part orthogonal to all rows. Return `rows @ vector` and this part's length."""
+        """Append the part of a vector that is orthogonal to all rows.
+
+        Return `rows @ vector` and the length of this part.
+        """
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
         vector = vector - products @ rows[:num_rows]

@@ -51,7 +51,7 @@ class ImageResult:
 
     @property
     def has_truth(self) -> bool:
-        """Return whether the image is annotated. An annotation may contain no box."""
+        """Return whether the image is annotated. Its annotation may contain no box."""
         return self.num_boxes is not None or self.centre is not None
 
     @property
@@ -60,12 +60,15 @@ class ImageResult:
         return bool(self.num_boxes) or self.centre is not None
 
     def belongs_to(self, sample: Sample) -> bool:
-        """Return whether the objects were found in exactly the pixels of this sample."""
+        """Return whether the objects were found in an image with exactly this sample's pixels."""
         same_size = self.size == sample.image.shape[:2]
         return same_size and self.pixels == zlib.crc32(sample.image.tobytes())
 
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
-        """Yield the patch mask of each object of "LAYER/FACET". The scored object comes first."""
+        """Yield the patch mask of each object of a cell "LAYER/FACET".
+
+        The scored object comes first.
+        """
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
@@ -130,11 +133,11 @@ class DiscoveryLog:
         self._store({"image": image_id, "entry": self._identities[image_id], **values})
 
     def copy_from(self, path: Path) -> list[tuple[str, str, list[str]]]:
-        """Add the results of the same image files from the log of another image set.
+        """Copy results of the same image files from the log of another image set.
 
         Returns:
             For each copied result: the image id in the other log, the image id in this log, and the
-            cells.
+                cells.
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():

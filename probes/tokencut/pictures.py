@@ -171,7 +171,7 @@ def draw_boxes(
     found: Float64[np.ndarray, " 4"],
     further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the image with the outlines of boxes. The scored box is drawn last."""
+    """Return the image with the outlines of boxes. The scored box is on top of the others."""
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)
@@ -203,7 +203,7 @@ def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:
 def highlight(
     image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Darken the image outside a mask."""
+    """Return the image with all pixels outside a mask darkened."""
     return np.where(mask[..., None], image, image // 4).astype(np.uint8)
 
 

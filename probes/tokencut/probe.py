@@ -127,7 +127,7 @@ class TokenCut(Cut, Probe):
 
     @property
     def variant(self) -> list[str]:
-        """Return the name of the protocol, followed by the options that differ from it."""
+        """Return the name of the protocol, followed by the options that the user has changed."""
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
@@ -192,7 +192,7 @@ class TokenCut(Cut, Probe):
         return figures
 
     def serves(self, other: Probe) -> bool:
-        """Return whether another probe uses the same features of the same images."""
+        """Return whether another probe needs the same features of the same images as this one."""
 
         def inputs(probe: TokenCut) -> tuple[Any, ...]:
             return probe.facets, probe.resize, probe.truth == "masks"
@@ -343,7 +343,7 @@ class _Search:
 
 
 def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
-    """Complete all searches. The encoder processes each incomplete image once."""
+    """Complete all searches. Each image that is incomplete in any of them is encoded once."""
     probes = [search.probe for search in searches]
     first = probes[0]
     pending = [
@@ -411,9 +411,11 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Return the objects of each image, as one dictionary for each probe by block and facet.
+    """Find the objects of each image of a batch.
 
-    All images must have the same patch grid. Their graphs are cut on the CPU in parallel threads.
+    The result has one dictionary for each image and probe, which maps a block and facet to its
+    objects. All images must have the same patch grid. Their graphs are cut on the CPU in parallel
+    threads.
 
     Raises:
         CheckpointError: The features are not finite.
@@ -473,7 +475,7 @@ def pad_and_stack(
 def _warn_about_degenerate_blocks(
     probe: TokenCut, context: ProbeContext, results: Sequence[ImageResult]
 ) -> None:
-    """Print the blocks for which most graphs are degenerate, and recommend a setting."""
+    """Print the blocks in which most graphs are degenerate, and recommend a setting."""
     blocks = []
     for facet in probe.facets:
         cells = {
@@ -508,7 +510,7 @@ def _warn_about_padding(
     results: Mapping[str, ImageResult],
     cells: Sequence[str],
 ) -> None:
-    """Print the images whose object lies entirely in the padding. Most are small."""
+    """Print the images whose object lies entirely in the padding. Most such images are small."""
     patch_size = context.encoder.patch_size
     image_ids = [
         escape_unprintable(image_id)

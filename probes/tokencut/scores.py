@@ -133,7 +133,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
-    """Yield the mean over images of each of `OBJECT_SCORES`. All images must have a true mask."""
+    """Yield each of `OBJECT_SCORES`, averaged over images. All images must have a true mask."""
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
     constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
@@ -152,14 +152,17 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images, the only score that needs no ground truth."""
+    """Return the percentage of degenerate images. No other score works without ground truth."""
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of cells in which each flag, such as "degenerate", is true."""
+    """Return the percentage of cells in which each flag is true, such as "degenerate".
+
+    Cells without the flag are not counted.
+    """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):
         values = [cell[flag] for cell in cells if flag in cell]

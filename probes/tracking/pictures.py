@@ -26,14 +26,14 @@ _WHITE = (255, 255, 255)
 
 
 def choose_frames(num_frames: int, count: int) -> list[int]:
-    """Return the numbers of at most `count` evenly spaced frames, with the first and the last."""
+    """Return the numbers of up to `count` evenly spaced frames, from the first to the last one."""
     return sorted(
         {*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()}
     )
 
 
 def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixels:
-    """Return a frame reduced to the height of figures, with coloured objects.
+    """Reduce a frame to the height of figures, and colour the objects in it.
 
     The outlines of true objects are white.
     """

@@ -124,7 +124,10 @@ class Tracking(Probe):
     )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
-        """Score masks only if a frame between the first and the last of the first video has one."""
+        """Return a probe that scores masks only if the first video has masks to score.
+
+        The masks of the first and the last frame are not scored.
+        """
         frames = dataset.val()[0].frames
         if "truth" in typed or frames is None:
             return self
@@ -205,7 +208,11 @@ class Tracking(Probe):
     def _track_video(
         self, context: ProbeContext, extractor: FeatureExtractor, video: Sample, *, is_drawn: bool
     ) -> tuple["VideoResult", dict[LayerFacet, "VideoResult"]]:
-        """Return the result of a first mask that never moves, and that of each layer and facet."""
+        """Track the objects of one video, and return the results.
+
+        The first result is that of a baseline, a first mask that never moves. The others are those
+        of each layer and facet.
+        """
         if video.frames is None or video.mask is None:
             raise DataError(f"{video.image_id} is not a video with a first mask")
         first = np.where(video.mask == IGNORED, 0, video.mask).astype(np.uint8)
@@ -315,11 +322,11 @@ class VideoResult:
 
 
 class VideoTrack:
-    """The scores and the figures of a video's masks, built frame by frame.
+    """The scores and the figures of the masks of one video, which grow frame by frame.
 
     Args:
         objects: Number of each object.
-        first: Numbers of the objects in the first frame.
+        first: Mask of the first frame, with the number of the object at each pixel.
     """
 
     def __init__(self, objects: UInt8[np.ndarray, " objects"], first: Numbers) -> None:
@@ -329,7 +336,10 @@ class VideoTrack:
         self.animation: list[UInt8[np.ndarray, "height width 3"]] = []
 
     def add_frame(self, predicted: Numbers, true: Sequence[Outline] | None) -> None:
-        """Add the predicted objects of the next frame, and score them if there are true masks."""
+        """Add the predicted mask of the next frame.
+
+        If there are true masks, score the prediction.
+        """
         self._last = predicted
         if true is not None:
             self.scores.add_frame(outline_objects(predicted, self._objects), true)

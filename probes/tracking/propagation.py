@@ -149,14 +149,14 @@ def _weighted_labels(
 def shrink_mask(
     mask: UInt8[np.ndarray, "height width"], grid: tuple[int, int]
 ) -> UInt8[np.ndarray, "rows cols"]:
-    """Return the label of each patch, which is that of its central pixel."""
+    """Reduce a mask to one label for each patch, which is the label of its central pixel."""
     return _resize_nearest(mask, grid)
 
 
 def labels_to_mask(
     labels: PatchLabels, patch_size: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "height width"]:
-    """Return the index of the channel with the largest value at each pixel.
+    """Convert labels of patches to a mask, whose pixels hold the index of the largest channel.
 
     Channels are interpolated bilinearly to the size of the encoder's input, and each channel is
     scaled to [0, 1]. The indices are then resized to `size`, the height and width of the video.

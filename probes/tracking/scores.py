@@ -112,11 +112,11 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 def video_estimate(
     values: Sequence[Float64[np.ndarray, " _objects"]],
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
-    """Return the contribution of each video to the mean over all objects, and an estimate.
+    """Estimate the mean of a metric over the objects of all videos.
 
-    The mean of the contributions is the mean over all objects. Their variance is that of a ratio of
-    sums over videos (linearised). If each video has one object, its contribution is the score of
-    this object.
+    Return the contribution of each video, and the estimate. The mean of the contributions is the
+    mean over all objects. Their variance is that of a ratio of sums over videos (linearised). If
+    each video has one object, its contribution is the score of this object.
     """
     counts = np.array([len(own) for own in values])
     mean = float(np.concatenate(values).mean())
@@ -134,5 +134,5 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
 def outline_objects(
     numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
 ) -> list[Outline]:
-    """Return the outline of each object in `objects`. Other numbers count as background."""
+    """Return the outline of each object in `objects`. Pixels with other numbers are background."""
     return [Outline.from_mask(numbers == number) for number in objects]

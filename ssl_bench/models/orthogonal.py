@@ -108,7 +108,7 @@ class OrthogonalAttention(nn.Module):
         return torch.cat([q, k], dim=-1), v
 
     def _rotate(self, m: QueriesKeys, v: HeadTokens) -> HeadTokens:
-        """Return A V without computing A."""
+        """Return the product A V of each head without forming the matrix A = exp(S)."""
         with disable_autocast(m.device):
             scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
             if self.basis == "qr":

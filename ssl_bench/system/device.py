@@ -203,6 +203,14 @@ def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if capability in _CPUS_WITHOUT_BFLOAT16 else dtype
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Return whether a CPU has instructions for bfloat16 products (AVX512-BF16 or AMX-BF16)."""
+    # Older versions of torch do not have this function.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict[str, Any])()
+    names = ("avx512_bf16", "amx_bf16")
+    return device.type == "cpu" and any(capabilities.get(name) for name in names)
+
+
 class RoundedProducts(TorchFunctionMode):
     """Emulation of bfloat16 products: round the factors, multiply in float32, round the result.
 

@@ -122,11 +122,13 @@ def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> 
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
-    """Print an error in one line and return its exit code, or None if it is a bug of this program.
+    """Print an error on one line and return its exit code.
 
-    `main` must not contain this code. The error's traceback refers to the frame of `main`, so a
-    variable of `main` that refers to the error would form a reference cycle. The cycle would keep
-    data workers and memory alive.
+    If the error is a bug in this program, print nothing and return None.
+
+    This code is not in `main`, because the error's traceback refers to the frame of `main`. A
+    variable in `main` that held the error would create a reference cycle, which would keep data
+    workers and memory alive.
     """
     reported = _convert_error(error, next(iter(arguments), ""))
     if reported is None:

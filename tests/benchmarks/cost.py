@@ -34,7 +34,7 @@ COLUMNS = ("task", "images", "seconds per image", "seconds in all", "peak memory
 
 
 def measure(words: Sequence[str]) -> tuple[float, float]:
-    """Run `ssl-bench` and return its processor time in seconds and its peak memory in GiB."""
+    """Run a command of `ssl-bench`. Return its processor time in seconds and peak memory in GiB."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "ssl_bench", *words],
@@ -49,7 +49,10 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Return the cost of one task as JSON values."""
+    """Measure a probe on the first dataset that supports it.
+
+    Return the measurements as JSON values.
+    """
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
         words += ["--limit", str(limit), "--device", "cpu"]
@@ -100,7 +103,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the page of a probe with its cost as the last section."""
+    """Return the Markdown page of a probe, with its cost as the last section."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()
@@ -119,7 +122,7 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the page about time and memory with the tables of probes and encoders."""
+    """Return the Markdown page about time and memory, with the tables of probes and encoders."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

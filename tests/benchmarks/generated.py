@@ -139,14 +139,14 @@ def generators(root: Path) -> dict[str, Generator]:
 
 
 def generate(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the content of each file that is checked."""
+    """Generate every checked file, and yield its name and content."""
     for name, generator in generators(root).items():
         content = generator(root)
         yield name, content if isinstance(content, bytes) else content.encode()
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the names of files that are missing or differ from the generated ones."""
+    """Yield the names of checked files that are missing or differ from what is generated now."""
     for name, content in generate(root):
         if not (root / name).is_file() or (root / name).read_bytes() != content:
             yield name

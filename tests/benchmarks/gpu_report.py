@@ -42,7 +42,7 @@ SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def save_entry(name: str, /, **values: Any) -> None:
-    """Save the measurements of one entry of a section, rounded to four digits."""
+    """Save the measurements of one entry of a section, rounded to four significant digits."""
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
     print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
@@ -71,7 +71,7 @@ def synchronize() -> None:
 
 
 def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> float:
-    """Return the median duration of a synchronised call."""
+    """Return the median duration of a call in milliseconds, including the work on the GPU."""
     durations = []
     for turn in range(warm_up + times):
         synchronize()
@@ -83,7 +83,10 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Return [milliseconds, launches, name] of all kernels together, and of the slowest kernels."""
+    """Profile `work`. Return [milliseconds, launches, name] of its kernels.
+
+    The first row adds up all kernels. It is followed by the `count` slowest ones.
+    """
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
         work()
@@ -114,7 +117,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure the time, memory and rounding error of linear algebra."""
+    """Measure the time, memory and rounding error of linear algebra, such as the bases of SOAP."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -336,7 +339,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
 
 
 def page(folder: Path) -> str:
-    """Return the page of all measured GPUs, with a table for each section."""
+    """Return a page about all measured GPUs as Markdown, with a table for each section."""
     text = (
         "# GPUs that were measured\n\nCompare your GPU with these. `make gpu-report` makes this "
         "page. The JSON files in the same folder contain all figures.\n"

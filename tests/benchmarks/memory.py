@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
-    """Return the additional peak memory of `work` in MiB."""
+    """Return by how many MiB memory use rises at most while `work` runs."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -26,7 +26,7 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Track the bytes of the tensors that operations create, until they are freed.
+    """A mode that counts the bytes of all tensors that operations have created and not yet freed.
 
     Memory that is allocated and freed within one operation is not counted.
     """

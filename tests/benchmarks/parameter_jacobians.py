@@ -66,7 +66,7 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """Return the ratio between the largest and the `rank`-th largest singular value."""
+    """Return the largest singular value divided by the `rank`-th largest one."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
@@ -113,7 +113,7 @@ def measure() -> dict[str, Any]:
 
 
 def page(content: dict[str, Any]) -> str:
-    """Return the measurements as Markdown."""
+    """Return the measurements as a Markdown page."""
     lines = [
         "# Conditioning by parameters",
         "",

@@ -100,7 +100,10 @@ def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 
 class PlainNetwork(nn.Module):
-    """Encoder and head. Consecutive crops of the same size share a forward pass."""
+    """An encoder with a projection head.
+
+    Consecutive crops of the same size share a forward pass.
+    """
 
     def __init__(self, network: DinoNetwork, *, fused_attention: bool) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class Setting:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long `work` takes, as wall time on a GPU and as processor time on a CPU."""
+    """Measure `work` in milliseconds: wall time on a GPU, and processor time on a CPU."""
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     synchronize(device)
     start = clock()
@@ -118,7 +118,7 @@ class Candidate:
         return milliseconds(work, self.device) / steps
 
     def peak(self) -> float:
-        """Return the peak memory of a step in MiB, including the weights and optimizer state."""
+        """Return the peak memory of a step in MiB, including weights and optimizer state."""
         state = [t for t in tree_leaves([*self.optimizer.state.values()]) if isinstance(t, Tensor)]
         weights = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
         storages = [t.untyped_storage() for t in (*weights, *state)]

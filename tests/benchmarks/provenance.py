@@ -26,7 +26,7 @@ def provenance() -> str:
 
 
 def hardware() -> str:
-    """Return a text such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    """Describe the hardware, for example as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"

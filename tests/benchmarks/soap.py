@@ -31,7 +31,7 @@ BUILDERS: dict[str, Build] = {
 
 
 class OpCounter(TorchDispatchMode):
-    """Count tensor operations other than views."""
+    """A mode that counts tensor operations, except for those that return views."""
 
     total = 0
 
@@ -59,7 +59,7 @@ class Candidate:
         self.milliseconds += [1e3 * self._time_step() for _ in range(PERIOD)]
 
     def count_operations(self) -> float:
-        """Return the number of operations per step, averaged over a refresh period."""
+        """Return the mean number of tensor operations per step over a period of basis refreshes."""
         with OpCounter() as counter:
             for _ in range(PERIOD):
                 self.optimizer.step()

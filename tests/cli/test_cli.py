@@ -22,7 +22,7 @@ SMALL = ["probe.image_size=40", "probe.panels=1"]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """Return a folder with two checkpoints in runs/ and three photographs."""
+    """Create two checkpoints in runs/ and three photographs. Return their folder."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["older", "newer"]):
         weights = tmp_path / "runs" / name / "last.safetensors"

@@ -23,14 +23,14 @@ from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
 def make_archive(root: Path, kind: str = "tar") -> bytes:
-    """Return an archive of VOC2012 with four training images and three others."""
+    """Return the bytes of an archive of VOC2012 with four training and three validation images."""
     voc(root)
     return Path(shutil.make_archive(str(root), kind, root)).read_bytes()
 
 
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
-    """Return a function that publishes bytes as voc2012 on a local web server."""
+    """Return a function that serves an archive from a local web server as the file of voc2012."""
 
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")

@@ -13,7 +13,7 @@ from tests.support.fuzzing import KINDS
 
 
 def run_program(file: Path, program: Callable[[], int]) -> str:
-    """Return the output of a fuzzing program, which must end with exit code 0.
+    """Run a fuzzing program, which must end with exit code 0. Return its output.
 
     It runs in a forked process, because it limits the memory of its process. Type checks are
     disabled, because they refuse arguments that an installed ssl-bench accepts.

@@ -188,7 +188,10 @@ def can_be_typed(words: Sequence[str]) -> bool:
 
 
 def is_accepted(words: Sequence[str]) -> bool:
-    """Return whether the parser accepts a command and some configuration accepts its settings."""
+    """Return whether a command is valid.
+
+    The parser must accept it, and at least one configuration must accept its settings.
+    """
     try:
         options, settings = build_parser().parse_known_args(list(words))
     except SystemExit as ended:

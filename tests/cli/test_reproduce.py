@@ -284,11 +284,12 @@ def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
 
     Args:
         plan: The plan.
-        endings: The error that a training run raises, by its name, or None for a run that ends
-            without an error before its last step. All other runs finish.
+        endings: The error that each training run raises, by the name of the run. None stands for a
+            run that ends without an error before its last step. All runs that are not listed
+            finish.
 
     Returns:
-        The state and the exit code of each step by its title.
+        The state and the exit code of each step, by its title.
     """
 
     def execute(line) -> int:

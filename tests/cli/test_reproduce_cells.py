@@ -157,7 +157,10 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a table with the stand-in. Return the cells that it prints."""
+    """Run `reproduce --run` on a table, with a stand-in that executes its commands.
+
+    Return the cells that it prints.
+    """
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
     monkeypatch.setattr(reproduce_command, "default_format", lambda: "json")

@@ -75,7 +75,7 @@ def test_an_interrupted_pass_restores_modes_and_hooks():
 
 
 def test_no_forward_pass_is_in_training_mode(tmp_path):
-    """This includes encoders that were created before `train` was called, and copies of them."""
+    """This also holds for encoders that were created before `train` was called, and for copies."""
     module = own_module.own()
     encoder, observed = ssl_bench.Encoder.from_module(module), set[bool]()
     module.train()

@@ -30,7 +30,10 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate a machine with two GPUs. Return a list of the indices that are made current."""
+    """Simulate a machine with two GPUs.
+
+    Return a list to which the index of a GPU is added when it becomes the current one.
+    """
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -142,7 +145,7 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
 
 
 class ProductDtypes(TorchDispatchMode):
-    """A mode that collects the dtypes in which matrices are multiplied."""
+    """A mode that collects the dtypes in which matrix products are computed."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the site and return its folder. A broken link or anchor is an error."""
+    """Build the documentation and return its folder. A broken link or anchor is an error."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -132,7 +132,10 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 
 
 def mean_difference(*files: Path) -> float:
-    """Return the mean pixel difference of two images. Fonts differ slightly between machines."""
+    """Return the mean absolute difference of the pixels of two images.
+
+    It is not always 0, because fonts differ slightly between machines.
+    """
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
     assert new.shape == kept.shape
     return np.abs(new - kept).mean()

@@ -42,7 +42,7 @@ OUT_OF_RANGE = (
 
 @cache
 def configured_classes() -> frozenset[type]:
-    """Return every class in a file of `configs/`, including nested ones."""
+    """Return every class that a file in `configs/` names, including nested ones."""
     found = set[type]()
     for group in GROUPS:
         for name in choices(group):
@@ -54,7 +54,7 @@ def configured_classes() -> frozenset[type]:
 
 
 def has_unbounded_number(kind: Any) -> bool:
-    """Return whether a type contains an `int` or `float` without bounds."""
+    """Return whether a field's type contains an `int` or `float` without bounds."""
     if get_origin(kind) is Annotated:
         base, legal = get_args(kind)[:2]
         return not isinstance(legal, Bounds) and has_unbounded_number(base)
@@ -105,14 +105,14 @@ def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, w
 
 @dataclass
 class Inner:
-    """A component that does not check its values."""
+    """A component whose number has no range of legal values."""
 
     rate: float = 0.5
 
 
 @dataclass(frozen=True)
 class Outer:
-    """A component with all kinds of fields for numbers."""
+    """A component with all kinds of fields that can hold numbers."""
 
     one: float = 0.5
     ranged: Positive = 0.5

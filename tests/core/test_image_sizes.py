@@ -27,7 +27,10 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Return a folder with an encoder whose patch fits no preset."""
+    """Create an encoder with patches of 72 pixels, which divide none of the presets' image sizes.
+
+    Return the folder of the encoder.
+    """
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))
     return tmp_path

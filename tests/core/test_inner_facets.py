@@ -42,7 +42,7 @@ def extract(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tens
 
 
 def block_input(encoder: Encoder, layer: int) -> Tensor:
-    """Return the input tokens of a block."""
+    """Return the tokens that enter a block of an encoder."""
     seen: list[Tensor] = []
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     with block.register_forward_pre_hook(lambda _, given: seen.append(given[0])), torch.no_grad():
@@ -132,7 +132,7 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A wrapped block that changes its output tokens in place after the call."""
+    """A wrapped block that changes its output tokens in place after calling the other module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

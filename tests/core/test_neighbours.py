@@ -70,7 +70,7 @@ def test_a_vector_that_faiss_omits_within_rounding_is_found(monkeypatch, below):
     last = similarities[:, 20:21] - below
 
     def omit_the_nearest(*_):
-        """Imitate a faiss whose rounding puts the nearest vector last."""
+        """Imitate faiss with rounding errors that make it miss the nearest vector."""
         return last.expand(-1, 52), index[:, 1:]
 
     monkeypatch.setattr(neighbours, "faiss_nearest", omit_the_nearest)
@@ -121,5 +121,5 @@ def test_faiss_on_a_gpu_agrees_with_the_product():
 
 
 def meta_tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and memory on the meta device, without data."""
+    """Return queries and memory as tensors on the meta device, which have no values."""
     return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")

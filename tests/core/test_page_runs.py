@@ -107,7 +107,7 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a command. Return its error messages, or "" on success."""
+    """Run a command of a page. Return its error messages, or "" if it succeeds."""
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.

@@ -18,7 +18,7 @@ from tests.support.places import one_of
 
 
 def run_on_a_terminal(work: Callable[[], object]) -> str:
-    """Return what a function prints when stderr is a terminal."""
+    """Run a function whose stderr is a terminal. Return what it prints there."""
     child, terminal = pty.fork()
     if not child:
         code = 70
@@ -99,7 +99,10 @@ def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
 
 
 def exit_code_of_say(seconds: int) -> int:
-    """Return the exit code of a process that prints a message and is killed after some seconds."""
+    """Start a process that prints a message and is killed after some seconds.
+
+    Return its exit code.
+    """
 
     def work() -> None:
         signal.alarm(seconds)

@@ -255,7 +255,7 @@ class _Reordered(own_module.Own):
 
 
 def _by_columns(tokens: Tensor) -> Tensor:
-    """Reorder the patches column by column."""
+    """Return the tokens with the patches in column-major order."""
     grid = tokens[:, 1:].unflatten(1, (4, 4)).transpose(1, 2)
     return torch.cat([tokens[:, :1], grid.flatten(1, 2)], 1)
 
@@ -307,7 +307,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
 
 
 class Renamed(own_module.Own):
-    """A module whose final norm has an unusual name. Its `forward` uses the usual name."""
+    """A module whose final norm is stored under an unusual name. `forward` uses the usual name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def pack_records(folder: Path) -> ResultStore:
 
 
 def contents(store: ResultStore) -> list:
-    """Return the records, their per-image values and the names of the images."""
+    """Return all that a store contains: records, their per-image values and the names of images."""
     records = store.records()
     images = [store.per_image(record) for record in records]
     assert store.damaged == []
@@ -291,7 +291,7 @@ def test_reordered_per_image_values_are_damaged(tmp_path):
 
 
 def encoder_records(count: int) -> list[Record]:
-    """Return two records for each of `count` encoders."""
+    """Return records of two blocks for each of `count` encoders."""
     models = [f"encoder {number}" for number in range(count)]
     return [
         replace(RECORD, model=model, checkpoint_sha256=f"{number}" * 64, layer=layer, details={})

@@ -23,7 +23,7 @@ print(config_folder())
 
 
 def build_wheel(source: Path, folder: Path, *options: str) -> Path:
-    """Build and unpack a wheel. Return its folder."""
+    """Build a wheel from the source folder and unpack it. Return the folder of its content."""
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")

@@ -185,7 +185,7 @@ def test_wrong_files_and_lines_of_nyu_are_named(tmp_path):
 
 @pytest.mark.data
 def test_real_frames_are_read_in_metres(shared_data):
-    """The depth of these frames was stored in 8 bits, so it has steps of 39 mm."""
+    """The depth of these frames was once stored in 8 bits, so it has steps of 39 mm."""
     place = shared_data / "real/nyu_v2"
     if not place.is_dir():
         pytest.skip(f"no {place}")

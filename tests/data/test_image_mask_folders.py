@@ -48,7 +48,7 @@ def build_dataset(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create images/ and masks/ with two training images and one validation image."""
+    """Create two training images and one validation image in images/, and their masks in masks/."""
     for split, names in (("train", "ab"), ("val", "c")):
         for name in names:
             save_images(tmp_path, f"images/{split}/{name}.jpg")

@@ -72,7 +72,7 @@ def test_a_large_jpeg_is_refused_before_it_is_decoded(monkeypatch):
 
 
 def with_sampling(content: bytes, *factors: int) -> bytes:
-    """Replace the sampling factors of the three components of a baseline JPEG."""
+    """Replace the chroma sampling factors of the three components in a baseline JPEG."""
     changed = bytearray(content)
     start = content.index(b"\xff\xc0") + 11
     changed[start : start + 9 : 3] = bytes(factors)

@@ -67,7 +67,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class BrokenItems(Items):
-    """Items whose second image cannot be read."""
+    """A dataset whose second image cannot be read."""
 
     def __getitem__(self, index):
         if index == 1:

@@ -39,7 +39,10 @@ def mask_of(sample: Sample) -> np.ndarray:
 
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
-    """Create VOC2012 with images a (train), b (val) and c (only in trainaug) of 4 x 4 pixels."""
+    """Create VOC2012 with three images of 4 x 4 pixels.
+
+    Image a is in the list train, b in val, and c only in trainaug.
+    """
     voc = tmp_path / "VOCdevkit/VOC2012"
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}
     for folder in ("JPEGImages", "Annotations", "ImageSets/Segmentation", "ImageSets/Main"):

@@ -101,7 +101,7 @@ def scores(
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the arguments of a run of three small training steps."""
+    """Return the arguments of a pretraining run of three small steps."""
     plan, options = small_run(objective)
     if model is not None:
         options = reduced_options(f"objective={objective}", f"model={model}")

@@ -88,7 +88,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context of a probe run. `facts` replaces some of its defaults."""
+    """Return the context in which a probe runs. `facts` replaces some of its default values."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}

@@ -1,7 +1,8 @@
 """A table of faults: broken files and wrong arguments, and how the command reports each of them.
 
-A row holds the name of the fault, the function that creates it, the command, the exit code, parts
-of the error and the recommended command or setting. `check_fault` describes what is checked.
+A row holds the name of the fault, the function that creates it and the command. It also holds the
+exit code, parts of the error, and the command or setting that the error recommends. `check_fault`
+describes what is checked.
 """
 
 import os
@@ -188,7 +189,7 @@ def spoilt_photo(how: str) -> Prepare:
 
 
 def end_photo_early(folder: Path) -> None:
-    """Replace the second half of a photograph by the marker that ends a JPEG file."""
+    """Cut off the second half of a photograph, and append the marker that ends a JPEG file."""
     path = folder / "photos/1.jpg"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2] + b"\xff\xd9")
@@ -200,7 +201,7 @@ def link_to_nothing(folder: Path) -> None:
 
 
 def changed_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates VOC2012 and applies `change` to its folder."""
+    """Return a function that creates VOC2012 and then calls `change` with its folder."""
     return lambda folder: change(voc(folder))
 
 
@@ -529,7 +530,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that creates the file `mark` when it is loaded."""
+    """Write a pickle that creates the file `mark` if its code is run during loading."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 

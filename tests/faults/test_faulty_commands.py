@@ -265,7 +265,7 @@ def test_stdout_may_be_full_ascii_or_closed(workdir):
 
 
 def run_in_little_memory(words: list[str]) -> int:
-    """Run a command that may use 200 MiB of address space in addition to what is in use now."""
+    """Run a command that may use only 200 MiB of address space more than this process uses now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + 200 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -198,7 +198,7 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file whose header states a false size of its only member."""
+    """Write a zip file with one member, whose size is stated wrongly in the header."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -208,7 +208,10 @@ def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Return the peak memory of a function in MiB, in a process that may use at most 1 GiB more."""
+    """Run a function in a process that may use at most 1 GiB more.
+
+    Return its peak memory in MiB.
+    """
 
     def limited() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

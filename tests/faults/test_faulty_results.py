@@ -491,7 +491,7 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Return a folder of results with one figure. A file next to this folder contains a secret."""
+    """Return a folder of results with one figure. A file next to the folder contains a secret."""
     store = ResultStore(tmp_path / "results")
     store.save(cell())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")

@@ -332,7 +332,10 @@ def test_old_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(t
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the last entry of a journal that another process writes, or {} if there is none."""
+    """Read a journal while another process writes it.
+
+    Return its last entry, or {} without entries.
+    """
     try:
         entries = Journal(path.parent, "heads", {}, say=print).read(path)
     except OSError:

@@ -25,7 +25,7 @@ TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size
 
 
 def random_mixer(config=TINY, seed=0) -> ConvMixer:
-    """Return a ConvMixer in evaluation mode whose norms have random statistics and weights."""
+    """Return a ConvMixer in evaluation mode. The statistics and weights of its norms are random."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)

@@ -105,7 +105,10 @@ def load_or_error(uri: str) -> Encoder | CheckpointError:
 
 
 def encoder_of(uri: str) -> Encoder:
-    """Load an encoder. Skip the test if it needs the network or a missing file."""
+    """Load an encoder from its address.
+
+    If this needs the network or a missing file, skip the test.
+    """
     encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):
         if re.match(WITHOUT_NETWORK, uri):

@@ -335,7 +335,10 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return the edges of the rectangle that timm erases, or zeros if it erases nothing."""
+    """Return the edges of the rectangle that timm's random erasing fills.
+
+    If nothing is erased, all edges are 0.
+    """
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
         return [0, 0, 0, 0]

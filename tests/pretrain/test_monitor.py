@@ -164,7 +164,7 @@ def test_an_impossible_monitor_is_refused_before_training(root, tmp_path, monito
 def test_other_validation_classes_are_refused(root, tmp_path, num_classes, noun):
     other = save_classes(tmp_path / "other", 3, 3, num_classes=num_classes, noun=noun)
     monitor = Monitor(accuracy_epochs=1, root=str(other))
-    with pytest.raises(ConfigurationError, match=r"the 3 classes of the run in monitor\.root"):
+    with pytest.raises(ConfigurationError, match=r"training images \(3 classes\)"):
         monitored_plan(root, SUPERVISED, monitor).run(tmp_path / "out", device="cpu")
 
 

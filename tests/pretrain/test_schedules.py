@@ -19,7 +19,7 @@ LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)
 
 
 def official_cosine(start, end, num_steps, warmup_steps):
-    """Return the published schedule of DINO: a linear warm-up, then a cosine."""
+    """Return the values of the official DINO schedule: a linear warm-up, then a cosine."""
     steps = np.arange(num_steps - warmup_steps)
     cosine = end + 0.5 * (start - end) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate([np.linspace(0, start, warmup_steps), cosine])

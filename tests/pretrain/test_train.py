@@ -25,6 +25,7 @@ from pretrain.optimizers.recipes import Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
 from pretrain.step import Trainer
+from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import load_encoder
@@ -88,6 +89,18 @@ def test_a_run_saves_its_teacher_and_logs_each_step(root, tmp_path, capsys, monk
     assert decayed["lr"] == exempt["lr"] == rows[-1]["lr"] > 0
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (rows[-1]["weight_decay"], 0)
     assert rows[-1]["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
+
+
+@pytest.mark.parametrize("feature", ["avx512_bf16", "amx_bf16", "avx512_f"])
+def test_a_new_run_recommends_bfloat16_on_cpus_with_instructions(
+    workdir, capsys, monkeypatch, feature
+):
+    run = pretraining(workdir / "photos", "run", "train.max_minutes=0.0")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True}, raising=False)
+    for words, recommends in ((run, True), ([*run, "--resume"], False)):
+        assert main(words) == 0
+        has_hint = "`train.precision=bfloat16`" in capsys.readouterr().err
+        assert has_hint == (recommends and feature != "avx512_f")
 
 
 def test_the_log_has_the_speed_and_the_share_of_waiting(root, tmp_path, monkeypatch):

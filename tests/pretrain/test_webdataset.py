@@ -22,7 +22,7 @@ from tests.support.shards import tars_of, write_tar
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Return a folder with the same 13 images in `album` and, as tar files, in `shards`."""
+    """Return a folder with 13 images in `album`, and the same images as tar files in `shards`."""
     root = tmp_path_factory.mktemp("data")
     tars_of(album(root / "album"), root / "shards")
     return root

@@ -88,7 +88,7 @@ def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndar
 
 
 def resize_nearest(numbers: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize with Pillow, as the official code does. Other libraries round differently."""
+    """Resize a mask with Pillow, as the official code does. Other libraries round differently."""
     return np.array(Image.fromarray(numbers).resize(size[::-1], Image.Resampling.NEAREST))
 
 
@@ -189,7 +189,7 @@ def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, con
 
 
 def plain_contour_accuracy(found: np.ndarray, true: np.ndarray) -> float:
-    """Return the F-measure of the contours, computed from all pairs of contour pixels."""
+    """Compute the F-measure of two contours from the distances of all pairs of their pixels."""
 
     def contour(mask: np.ndarray) -> np.ndarray:
         # A pixel is on the contour if it differs from a pixel to its right, below, or both.

@@ -39,7 +39,7 @@ from tests.support.report_cells import (
 
 
 def write_report(root: Path, *records: Record) -> Path:
-    """Save records and write their report. Return its folder."""
+    """Save records, and write the report about them. Return the folder of the report."""
     for record in records:
         ResultStore(root).save(record)
     assert main(["report", "--out", str(root)]) == 0

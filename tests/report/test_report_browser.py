@@ -161,7 +161,7 @@ def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """Return the source code of axe-core."""
+    """Return the source code of axe-core, which checks the accessibility of a page."""
     found = importlib.util.find_spec("axe_playwright_python")
     if found is None or not found.submodule_search_locations:
         pytest.skip("axe-playwright-python, which carries axe-core, is not installed")

@@ -42,7 +42,7 @@ def draw_logs(folder: Path) -> TrainingCurves:
 
 @pytest.fixture(scope="module")
 def report(pretrained_runs, tmp_path_factory) -> Path:
-    """Write a report of runs without any record."""
+    """Write a report about training runs for which there are no records."""
     root = tmp_path_factory.mktemp("runs")
     words = ["--out", str(root / "results"), "--into", str(root / "report")]
     assert main(["report", "--runs", str(pretrained_runs), *words]) == 0

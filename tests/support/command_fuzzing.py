@@ -178,7 +178,7 @@ class Draw:
         return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """Return overrides that make a run small, and up to three strange ones."""
+        """Return overrides that make a run small, followed by up to three strange overrides."""
         chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":
@@ -221,11 +221,10 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command.
+    """Run a command. Return how it ended, and a description of its wrong behaviour.
 
-    Returns:
-        How the command ended, which is an exit code or a word such as "slow", and a description of
-        the problem, or "" if the command behaved correctly.
+    The first text is an exit code or a word such as "slow". The second text is "" if the command
+    behaved correctly.
     """
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)

@@ -62,7 +62,10 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return noise with a bright square, the object of masks and boxes, at pixels 8 to 23."""
+    """Return a noise image with a bright square, which is the object of masks and boxes.
+
+    The square covers the pixels 8 to 23 of each axis.
+    """
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
     return Image.fromarray(noise)
@@ -125,7 +128,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k with images of these numbers. Return the path of the annotation file."""
+    """Create COCO20k with images of these numbers. Return the path of its annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -149,7 +152,10 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
-    """Return a mask whose only object, of class 8, is the square of `picture`. Row 7 is ignored."""
+    """Return the mask of `picture`, in which the square has class 8.
+
+    The pixels of row 7 are ignored.
+    """
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
     indices[7] = 255
@@ -200,7 +206,10 @@ def records(out: str = "results") -> list[Record]:
 
 
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail. Return its error, which is one line without a traceback."""
+    """Run a command that must fail with this exit code. Return the line of its error.
+
+    The command must not print a traceback.
+    """
     capsys.readouterr()
     actual = main(list(arguments))
     out, err = capsys.readouterr()
@@ -238,7 +247,10 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault in one line, keeps all files and writes no result."""
+    """Check that a command reports a fault in one line, and that it recommends how to repair it.
+
+    It must keep all files and must not write a result.
+    """
     fault.prepare(folder)
     before = file_contents(folder)
 
@@ -285,7 +297,10 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Let writes fail beyond a file size of `limit` bytes, as on a full disk."""
+    """Inside a `with` block, let writes fail that make a file larger than `limit` bytes.
+
+    The error is that of a full disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -313,7 +328,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function in a forked process, which shares all imports. Return its id."""
+    """Run a function in a forked process, which need not import anything again. Return its id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -332,12 +347,12 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a process and return its exit code, negative if a signal ended it."""
+    """Wait for a process. Return its exit code, which is negative if a signal ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return a PNG file with these chunks, valid or not."""
+    """Return the bytes of a PNG file with these chunks, which need not be valid."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 

@@ -44,7 +44,7 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Load the encoder at `path`. Check that its features equal those of `model` to within 1e-5."""
+    """Check that the encoder at `path` has the same features as `model`, to within 1e-5."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
@@ -96,7 +96,7 @@ def saved(path: Path, content: Mapping[str, Any]) -> Path:
 def folder_of(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Write a model folder in the format of Hugging Face libraries. Return its URI."""
+    """Write a model folder in the format of Hugging Face libraries. Return the folder's URI."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: valid contents to mutate, the file name, and the function that reads it."""
+    """A kind of file that is tested: valid contents to mutate, a file name and a reader."""
 
     seeds: list[bytes]
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Return content with up to eight mutations, such as flipped bits."""
+    """Apply up to eight mutations to the content of a file, such as flipped bits."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)

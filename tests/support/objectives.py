@@ -22,7 +22,11 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Return overrides that choose components, followed by overrides that make them small."""
+    """Return overrides that make a run small.
+
+    The first ones are `choices`, which select components. The others set small values for keys of
+    these components.
+    """
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
     values |= {f"model.{key}": value for key, value in SMALL_MODEL.items()}
@@ -31,7 +35,7 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return the plan of a small run of an objective, and its overrides.
+    """Return the plan of a small run of an objective, and the overrides that describe it.
 
     The model is the first one that the objective can train.
     """

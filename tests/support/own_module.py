@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """An encoder of 32 x 32 images only, because its position embeddings are not resized."""
+    """An encoder that accepts only 32 x 32 images, because its position embeddings are fixed."""
 
     def __init__(self, dim: int = 16, depth: int = 3) -> None:
         super().__init__()

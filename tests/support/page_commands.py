@@ -35,13 +35,13 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether a sentence only mentions the name of a command."""
+        """Return whether running text mentions just the name of a command."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """Return the arguments of `ssl-bench`, or none for another program."""
+        """Return the arguments of `ssl-bench`. They are empty if the command is another program."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:

@@ -14,7 +14,10 @@ def settle() -> None:
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
-    """Change bytes of a file, by default the last 16, but not its size or modification time."""
+    """Change some bytes of a file without changing its size or modification time.
+
+    By default, the last 16 bytes are changed.
+    """
     settle()
     status, content = path.stat(), path.read_bytes()
     if old is None:

@@ -53,7 +53,7 @@ def known_as(letter: str) -> str:
 
 
 def folder_of(record: Record) -> str:
-    """Return the name of the folder that contains the figures of a record."""
+    """Return the name of the folder that holds the figures of a record."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -116,7 +116,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare two checkpoints whose records form one panel, a group of comparable scores."""
+    """Compare the two checkpoints of these records, all of which must be comparable (one panel)."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))

@@ -23,7 +23,7 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a run's log, without measured times unless `timed`."""
+    """Return the rows of a run's log. Measured times are left out unless `timed` is true."""
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
@@ -103,7 +103,10 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Train a DINO run (3 steps per epoch) and a supervised run (2 steps). Return their folder."""
+    """Train a DINO run (3 steps per epoch) and a supervised run (2 steps per epoch).
+
+    Return the folder of both.
+    """
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
     with unchecked_types():

@@ -24,7 +24,7 @@ from tests.support.simulated_cuda.simulation import (
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """Simulate an MPS device, in this thread and in new threads."""
+    """Inside a `with` block, simulate an MPS device in this thread and in new threads."""
     group = "_group_tensors_by_device_and_dtype"
     patches = [
         (torch.backends.mps, "is_available", lambda: True),

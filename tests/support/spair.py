@@ -14,7 +14,7 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images. `points` are keypoints (x, y) of the source, in pixels."""
+    """A pair of images to write. `points` are keypoints (x, y) in pixels of the source image."""
 
     number: int
     source: str
@@ -27,7 +27,7 @@ class WrittenPair:
         return f"{self.number:06d}-{self.source}-{self.target}:{self.category}"
 
     def annotation(self, **changed: Any) -> dict[str, Any]:
-        """Return an annotation with all published fields."""
+        """Return the annotation of the pair, with all fields that SPair-71k publishes."""
         scale = np.divide(TARGET_SIZE, SOURCE_SIZE)
         target = np.rint(np.array(self.points) * scale).astype(int).tolist()
         return {
@@ -60,7 +60,7 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write images, annotations and the list of the split `test`. Return the folder."""
+    """Write images, annotations and the list of pairs in the split `test`. Return the folder."""
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)
@@ -81,6 +81,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image that is resized to become each image of a category."""
+    """Return the image of a category, which is resized to each of its source and target images."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

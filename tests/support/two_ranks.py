@@ -201,7 +201,7 @@ def run_arguments(photos: Path, out: Path) -> list[str]:
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork both processes, and return their process ids."""
+    """Fork both processes of a run. Return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -217,14 +217,17 @@ def start(fault: str, photos: Path, out: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
-    """Return the exit codes and the stderr of both processes."""
+    """Wait for both processes. Return their exit codes and what they wrote to stderr."""
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
     return {"codes": codes, "stderr": [Path(f"{out}.{n}").read_text() for n in range(2)]}
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Return the exit code of a child, or None if it was killed at time `end`."""
+    """Wait for a child process.
+
+    Return its exit code, or None if it had to be killed at time `end`.
+    """
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

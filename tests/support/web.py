@@ -11,17 +11,17 @@ from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serve one file at every address.
+    """A web server that serves the same file at every address.
 
     Attributes:
         ranges: The Range header of each request so far, or "" if it has none.
-        cut_after: Bytes after which the next response breaks off.
-        delay: Seconds before each response.
+        cut_after: Number of bytes after which the next response breaks off.
+        delay: Seconds that pass before each response.
         knows_ranges: Whether Range headers are respected.
-        gone: Whether every request gets a 404.
+        gone: Whether every request is answered with status 404.
         headers: Headers that replace or extend the correct ones. None removes a header.
         chunked: Whether responses are chunked, without a Content-Length.
-        pause: Seconds before each thousand bytes.
+        pause: Seconds that pass before each thousand bytes.
     """
 
     daemon_threads = True

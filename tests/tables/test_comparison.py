@@ -28,7 +28,7 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a record for each block, with its per-image values unless they are None."""
+    """Save a record for each block. `layers` maps a block to its per-image values, or to None."""
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
@@ -285,7 +285,7 @@ def test_one_warning_says_that_results_come_from_different_code(store, cli, case
 
 
 def rejected_by_holm(ps: list[float]) -> set[int]:
-    """Return the indices of the p-values that Holm's step-down procedure rejects at level 0.05."""
+    """Return the indices of the p-values that Holm's procedure rejects at the level 0.05."""
     rejected = set[int]()
     while left := [n for n in range(len(ps)) if n not in rejected]:
         least = min(left, key=lambda n: ps[n])

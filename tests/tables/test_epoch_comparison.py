@@ -59,7 +59,7 @@ def test_an_epoch_is_compared_like_its_two_encoders(store):
 
 
 def test_holm_counts_only_the_printed_blocks(tmp_path):
-    """Unlike `compare`, the table of epochs has no row for the last blocks of both encoders."""
+    """The table of epochs compares only block 0. `compare` would also compare the last blocks."""
     store = ResultStore(tmp_path)
     for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
         for layer, number in hits.items():

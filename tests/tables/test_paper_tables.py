@@ -16,7 +16,10 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table with the scores of the given encoders in `rows`."""
+    """Return a published table that also shows our scores.
+
+    `shas` are the encoders to show, and `rows` maps each encoder to its row.
+    """
     encoders = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)
     return paper_table(published, store.records(), store, encoders=encoders, choice=choice)

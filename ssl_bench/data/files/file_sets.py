@@ -378,10 +378,10 @@ class FileImageSet(FileSet, IdentifiedImages):
 
         def parts() -> Iterator[FilePart]:
             for index in range(len(self)):
-                yield from map(FilePart, self.files(index))
+                image, *labels = self.files(index)
+                yield from map(FilePart, (image, *labels))
                 if reads_orientation:
-                    path = self.path(index)
-                    yield FilePart(path, "orientation", partial(file_orientation, path))
+                    yield FilePart(image, "orientation", partial(file_orientation, image))
 
         def rows(identities: Iterator[str]) -> Iterator[tuple[str, ...]]:
             for image_id in self.ids:

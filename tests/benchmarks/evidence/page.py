@@ -50,7 +50,7 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 
 def page(runs: Runs) -> str:
-    """Return the page about the claims as Markdown."""
+    """Return the page about the claims and their verdicts as Markdown."""
     lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
@@ -96,7 +96,7 @@ _CURVES = {
 
 
 def runs_page(runs: Runs) -> str:
-    """Return the page about the runs as Markdown."""
+    """Return the page that describes the runs as Markdown."""
     text = _RUNS_BEGINNING + "\n## Over the epochs\n"
     for row in figures(runs):
         lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
@@ -150,7 +150,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(row: str, runs: Runs) -> str:
-    """Return a table of the percentage of nearly equal patches in each block."""
+    """Return a table with the percentage of nearly equal patches in each block of an encoder."""
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
         first = first_run(row, arm, runs)

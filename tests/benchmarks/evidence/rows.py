@@ -89,7 +89,7 @@ def rate_run(row: str, arm: str, rate: float) -> str:
 
 
 def rate_runs(row: str, arm: str) -> list[str]:
-    """Return the names of the runs that choose a variant's learning rate.
+    """Return the names of the runs among which a variant's learning rate is chosen.
 
     The list is empty if the variant uses the paper's learning rate.
     """
@@ -97,7 +97,7 @@ def rate_runs(row: str, arm: str) -> list[str]:
 
 
 def seed_run(row: str, arm: str, seed: int) -> str:
-    """Return the name of a reported run."""
+    """Return the name of the reported run of a variant with one seed."""
     return f"{row}-{arm}-seed{seed}"
 
 
@@ -126,7 +126,10 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the reported runs, without the runs that only choose a rate."""
+    """Return the names of the reported runs of some variants.
+
+    Runs that only serve to choose a learning rate are left out.
+    """
     trained = ROWS[row].whole
     named = [arm for arm in arms if trained is None or arm in trained]
     return [seed_run(row, arm, seed) for arm in named for seed in ROWS[row].seeds]

@@ -44,11 +44,11 @@ Judgement = tuple[list[Measurement], Word]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, and the numbers behind it.
+    """The verdict on a claim, and the numbers on which it is based.
 
     Attributes:
-        ours: Mean score over seeds of each variant, by its name.
-        hours: Core hours of all runs of these variants.
+        ours: Mean score over seeds of each variant, by the name of the variant.
+        hours: Core hours that all runs of these variants took together.
     """
 
     word: Word
@@ -202,7 +202,7 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class Small:
-    """Supported if the file of every demonstration encoder has fewer bytes than `limit`."""
+    """The rule that every demonstration encoder must have a file of fewer than `limit` bytes."""
 
     limit: int
 
@@ -283,7 +283,7 @@ class Claim:
         )
 
     def arms(self) -> list[str]:
-        """Return the variants of the claim in the order of its row."""
+        """Return the variants that the claim shows, in the order of its row."""
         arms = list(ROWS[self.row].arms)
         if not isinstance(self.rule, Above):
             return arms
@@ -357,7 +357,7 @@ def best_of_rates(row: str, arm: str, runs: Runs) -> float:
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the only run that chose the learning rate of a variant."""
+    """Return the run with the learning rate of a variant for which only one rate was tried."""
     (name,) = rate_runs(row, arm)
     return runs[name]
 

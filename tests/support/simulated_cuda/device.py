@@ -84,7 +84,7 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def names_device(device: Any) -> bool:
-    """Return whether a device argument of torch means the simulated device."""
+    """Return whether the `device` argument of a torch function means the simulated device."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -95,7 +95,7 @@ def place_for(device: Any) -> Place:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in nested arguments or results."""
+    """Return all tensors in arguments or results, which may be nested."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -151,7 +151,7 @@ class Ledger:
         self.pending_copies.clear()
 
     def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device."""
+        """Count a copy to the device as a pinned upload or as another upload."""
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 
@@ -166,7 +166,7 @@ class Ledger:
 
 
 def _corrupt(values: Tensor) -> Tensor:
-    """Return a tensor in which every value is wrong."""
+    """Return a tensor of the same shape whose values are all wrong."""
     if values.dtype == torch.bool:
         return ~values
     return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
@@ -254,10 +254,11 @@ def has_kernel(function: Any) -> bool:
 
 
 def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
-    """Count a copy.
+    """Count a copy between the host and the device.
 
     Raises:
-        SimulatedDeviceError: The host could read memory before it is written.
+        SimulatedDeviceError: The copy is non-blocking and its target is not pinned. The host could
+            then read the memory before it is written.
     """
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
@@ -273,7 +274,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
 
 
 def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
-    """Refuse float64 on an MPS device, because Metal lacks it.
+    """Check that no float64 tensor is put on a simulated MPS device, because Metal has no float64.
 
     Raises:
         TypeError: The tensor would be float64.
@@ -295,7 +296,7 @@ def move(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Move a tensor as `Tensor.to` does, without a copy if it is there already."""
+    """Move a tensor as `Tensor.to` does. If it is already there, nothing is copied."""
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
     before = place_of(tensor)
     after = before if device is None else place_for(device)
@@ -340,7 +341,7 @@ def create_on(place: Place) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """A mode that checks every operator of forward and backward passes."""
+    """A mode that checks every operator of the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -489,7 +490,7 @@ _CARRY_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class TorchFunctions(TorchFunctionMode):
-    """A mode that intercepts functions of torch, and methods and attributes of tensors."""
+    """A mode that intercepts functions of torch, and the methods and attributes of tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None
@@ -629,7 +630,7 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass with this mode enabled for the Python code in it."""
+    """Run the backward pass with this mode enabled, so that Python code in it is intercepted."""
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options

@@ -134,7 +134,7 @@ TESTED_TORCH = "2.15"
 
 
 def reason_to_skip() -> str | None:
-    """Return why this process cannot simulate the device, or None if it can."""
+    """Return the reason why this process cannot simulate the device, or None if it can."""
     if torch.__version__.split(".")[:2] != TESTED_TORCH.split("."):
         return f"the simulated device is made for torch {TESTED_TORCH}, this is {torch.__version__}"
     if torch.version.cuda is None:
@@ -148,7 +148,7 @@ def is_simulated() -> bool:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """Simulate a CUDA device, in this thread and in new threads."""
+    """Inside a `with` block, simulate a CUDA device in this thread and in new threads."""
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(patch.object(owner, name, value, create=True))
