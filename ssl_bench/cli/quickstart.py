@@ -39,7 +39,7 @@ PRETRAINING = (
     "train.max_steps=20",
 )
 PROBES = (
-    ("--task", "all", "--limit", "16", "probe.protocol=fast", "probe.training.epochs=6",
+    ("--task", "all", "--limit", "12", "probe.protocol=fast", "probe.training.epochs=6",
      "probe.memory_patches=5000", "probe.image_size=128", "probe.view_images=6",
      "probe.num_images=4"),
     ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",

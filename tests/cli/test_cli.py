@@ -1,4 +1,4 @@
-"""`ssl-bench probe` in a folder of the user: imports, results, skipped work and output."""
+"""Test that `ssl-bench probe` imports only what it needs, skips finished work and prints JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The completions that a shell offers."""
+"""Test that the shell completions offer commands, flags, names and files."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""`ssl-bench data`: list, download from a local web server, and check datasets."""
+"""Test that `ssl-bench data` lists, downloads and checks datasets.
+
+The downloads come from a local web server.
+"""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`ssl-bench doctor` on this machine, and on machines with a broken package."""
+"""Test that `ssl-bench doctor` reports versions, caches, datasets and broken packages."""
 
 import json
 import sys

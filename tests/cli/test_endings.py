@@ -1,4 +1,4 @@
-"""The messages at the end of a command."""
+"""Test that a command ends with a message about images, tasks or metrics that it left out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The first commands of a beginner: layers, flags, `--print-config`, `--dry-run` and hints.
+"""Test that `--layers`, `--print-config`, `--dry-run` and other basic options work.
 
 test_reference.py checks that every flag sets its key.
 """

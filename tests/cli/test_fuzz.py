@@ -1,4 +1,7 @@
-"""Random commands and damaged inputs give a result or an error of this suite, in limited time."""
+"""Test that random commands and damaged inputs succeed or raise one of this suite's errors.
+
+Each of them must end within a time limit.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every argument that the hint of an error recommends is accepted.
+"""Test that the commands accept every argument that the hint of an error recommends.
 
 The hints are read from the source code, where they are tuples of arguments such as ("--out",
 "{folder}"). Placeholders are replaced by example values. Then the arguments are parsed, and their

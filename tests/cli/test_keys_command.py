@@ -1,4 +1,4 @@
-"""`ssl-bench keys`: the legal values and the meaning of every KEY=VALUE option."""
+"""Test that `ssl-bench keys` lists the legal values and the meaning of every KEY=VALUE option."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mistakes on the command line give a one-line error with advice, and write nothing."""
+"""Test that mistakes on the command line give a one-line error with advice, and write nothing."""
 
 import argparse
 import re

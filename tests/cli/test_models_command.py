@@ -1,4 +1,4 @@
-"""`ssl-bench models`: list the supported checkpoints, and describe a file."""
+"""Test that `ssl-bench models` lists the supported checkpoints and describes a file."""
 
 import json
 import re

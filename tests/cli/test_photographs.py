@@ -1,4 +1,4 @@
-"""A user's own photographs: formats, EXIF orientation, fingerprints, and figures."""
+"""Test that a user's own photographs are found, rotated, fingerprinted and drawn correctly."""
 
 import json
 import os

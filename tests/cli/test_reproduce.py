@@ -1,4 +1,4 @@
-"""`ssl-bench reproduce`: the runs and probes of a published table, their state and execution."""
+"""Test that `ssl-bench reproduce` plans, runs and resumes the experiments of published tables."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""After `reproduce --run`, every cell of a row with a finished run has a value, in all tables.
+"""Test that `reproduce --run` fills every cell of a table row whose run is finished.
 
 Training and probing all tables would take GPU-years. A stand-in executes the commands of each plan
 without computing anything. It writes the same files as the real commands: run folders with encoders

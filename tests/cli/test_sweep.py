@@ -1,4 +1,7 @@
-"""Plans of many probes, run here, in several processes, or as a simulated SLURM array."""
+"""Test that a sweep plans many probes and runs them here, in parallel or as a SLURM array.
+
+SLURM is simulated.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Parallel jobs of a sweep: each has a device, and a job without memory is retried alone."""
+"""Test that the parallel jobs of a sweep are distributed evenly over the devices.
+
+A job that runs out of memory must be retried alone.
+"""
 
 import sys
 import textwrap

@@ -1,4 +1,4 @@
-"""A probe leaves the caller's module, training mode and torch settings unchanged."""
+"""Test that a probe leaves the caller's module, training mode and torch settings unchanged."""
 
 import random
 from collections.abc import Callable, Iterator

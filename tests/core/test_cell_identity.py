@@ -1,4 +1,4 @@
-"""A result belongs to one encoder, its evaluated images and its training images."""
+"""Test that a result is identified by its encoder, its scored images and its training images."""
 
 import json
 import shutil

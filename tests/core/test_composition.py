@@ -1,4 +1,4 @@
-"""Configurations: overrides, defaults and the classes that they build."""
+"""Test that configurations are composed from defaults and overrides, and build their classes."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Parallel and killed processes lose no result and write no result twice."""
+"""Test that parallel and killed processes lose no result and write no result twice."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Pixel counts and the scores computed from them, compared with hand counts and libraries."""
+"""Test that pixel counts and the scores computed from them equal hand counts and libraries."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The choice of a device, and bfloat16 products with their emulation on older CPUs."""
+"""Test that the requested device is used, and that bfloat16 is emulated on older CPUs."""
 
 import os
 import subprocess

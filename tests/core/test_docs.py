@@ -1,4 +1,4 @@
-"""The documentation builds without broken links, and its generated pages are up to date.
+"""Test that the documentation has no broken links and that its generated pages are up to date.
 
 Its commands are tested in test_page_commands.py and test_page_runs.py.
 """

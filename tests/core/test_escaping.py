@@ -1,4 +1,4 @@
-"""Escape texts for terminals, LaTeX, Markdown, CSV, JSON, figures, file names and shells."""
+"""Test that texts are escaped for terminals, LaTeX, Markdown, CSV, JSON, file names and shells."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The recipes and runs of papers: they can be built and differ in what their names state.
+"""Test that every run of a paper can be built, and that its name describes its settings.
 
 The page docs/recipes.md states the hyperparameters that they use.
 """

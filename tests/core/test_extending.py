@@ -1,4 +1,4 @@
-"""The files in docs/extending.md pass the linter and run in a copy of the suite."""
+"""Test that the files in docs/extending.md pass the linter and run in a copy of the suite."""
 
 import json
 import re

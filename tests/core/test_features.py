@@ -1,4 +1,4 @@
-"""Features of blocks compared with timm, hooks of torch and a padded image."""
+"""Test that the features of a block equal those of timm, and that extraction leaves no hooks."""
 
 import re
 from typing import Any

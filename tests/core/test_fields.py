@@ -1,4 +1,4 @@
-"""Every number of every configured component has a range of legal values."""
+"""Test that every number of every configured component has a range of legal values."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Files are written completely, orphans are removed, and only regular files are read."""
+"""Test that files are written completely, and that only regular files are read.
+
+Temporary files of killed processes must be removed.
+"""
 
 import errno
 import fcntl

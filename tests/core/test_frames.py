@@ -1,4 +1,4 @@
-"""Records and tables for other programs: pandas, Parquet, and a folder packed into one file."""
+"""Test that records can be exported to pandas and Parquet, and packed into one file."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Image sizes from any source are checked against the encoder before anything runs."""
+"""Test that every image size is checked against the encoder before anything runs."""
 
 from pathlib import Path
 

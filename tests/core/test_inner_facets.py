@@ -1,4 +1,4 @@
-"""Facets inside blocks: named facets, and submodules by their dotted names."""
+"""Test that steps and submodules inside a block can be probed as facets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

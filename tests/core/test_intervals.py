@@ -1,4 +1,4 @@
-"""Confidence intervals: hand counts, an independent numpy loop, and their coverage."""
+"""Test that confidence intervals equal plain computations and have the stated coverage."""
 
 import numpy as np
 import pytest

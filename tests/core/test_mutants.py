@@ -1,4 +1,4 @@
-"""Planted faults: the list matches the code, and the program recognises caught faults."""
+"""Test that the list of planted faults matches the code, and that caught faults are recognised."""
 
 import subprocess
 import sys

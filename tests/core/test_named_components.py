@@ -1,4 +1,4 @@
-"""Protocols and parts of a probe that are chosen by name, such as `probe.loss=histogram`."""
+"""Test that protocols and parts of a probe can be chosen by name, as in `probe.loss=histogram`."""
 
 import json
 import re

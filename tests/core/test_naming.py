@@ -1,4 +1,4 @@
-"""File names of models, datasets and images whose names may be very long."""
+"""Test that very long names of models, datasets and images give valid, distinct file names."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""Nearest neighbours are bitwise identical to those of the full matrix product.
+"""Test that nearest neighbours are bitwise identical to those of the full matrix product.
 
 This also holds if faiss proposes candidates, among which the exact neighbours are then found.
 """

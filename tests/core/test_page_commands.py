@@ -1,4 +1,4 @@
-"""The parsers and configurations of the suite accept every command in the documentation."""
+"""Test that the suite accepts every command in the documentation, without running it."""
 
 import argparse
 import re

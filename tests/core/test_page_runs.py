@@ -1,4 +1,7 @@
-"""Every command in the documentation succeeds, with small images and encoders."""
+"""Test that every command in the documentation succeeds.
+
+To save time, the images and encoders are small.
+"""
 
 import itertools
 import json

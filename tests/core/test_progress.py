@@ -1,4 +1,7 @@
-"""Progress bars on a terminal, lines in a log, and the time left."""
+"""Test that progress is shown as a bar on a terminal and as lines in a log.
+
+Both must show the remaining time.
+"""
 
 import os
 import pty

@@ -1,4 +1,7 @@
-"""Published values: they occur in the papers, and are compared with records of the same metric."""
+"""Test that the stored published values occur in the papers.
+
+They must be compared only with records of the same metric and dataset.
+"""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The Python API, and a user's own module from Python and from the command line."""
+"""Test that Python and the command line give the same results, also for a user's own module."""
 
 import json
 import os

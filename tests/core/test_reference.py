@@ -1,4 +1,4 @@
-"""The reference lists the same flags, keys, columns, exit codes and variables as the code."""
+"""Test that the reference lists the flags, keys, columns, exit codes and variables of the code."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Records: their digests, files, packed files and damage."""
+"""Test that records are saved, found and packed, and that damaged records are detected."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Memory and the number of open files stay constant in a process that works for long."""
+"""Test that memory use and the number of open files stay constant in a long-running process."""
 
 import gc
 from collections.abc import Callable

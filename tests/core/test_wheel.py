@@ -1,4 +1,4 @@
-"""Wheels contain configurations, demo encoders and the commit of their source."""
+"""Test that a wheel contains the configurations, the demo encoders and the commit of its source."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""ADE20K: 150 classes, whose numbers in the files begin at 1."""
+"""Test that ADE20K's class numbers, which begin at 1 in the files, are shifted exactly once."""
 
 from pathlib import Path
 

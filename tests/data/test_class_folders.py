@@ -1,4 +1,4 @@
-"""Folders of images, with or without class folders: found files, labels and errors."""
+"""Test that images are found in folders with or without class folders, and get their labels."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""COCO20k and COCO-Stuff: the published list, boxes without crowds, and contiguous classes."""
+"""Test that COCO20k has the published images and boxes, and COCO-Stuff contiguous classes."""
 
 import hashlib
 from collections import Counter

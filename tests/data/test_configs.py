@@ -1,4 +1,4 @@
-"""The contract that every dataset in `configs/dataset` must fulfil.
+"""Test that every dataset in `configs/dataset` fulfils the contract of datasets.
 
 A new dataset needs no entry here.
 """

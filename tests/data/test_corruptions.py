@@ -1,4 +1,4 @@
-"""Corruptions of images: reproducible pixels, and random draws that leave no state."""
+"""Test that corruptions of images are reproducible and do not change the global random state."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor

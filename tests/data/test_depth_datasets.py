@@ -1,4 +1,7 @@
-"""Depth maps: your own folders, NYU Depth v2 in the layout of BTS, and generated rooms."""
+"""Test that depth maps are read in metres.
+
+They come from your own folders, from NYU Depth v2 in the layout of BTS, and from generated rooms.
+"""
 
 from pathlib import Path
 from typing import Any

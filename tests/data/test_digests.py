@@ -1,4 +1,4 @@
-"""The file with the digest of a checkpoint: which of its lines belongs to the checkpoint."""
+"""Test that the digest of a checkpoint is found among the lines of its digest file."""
 
 from unittest.mock import Mock
 

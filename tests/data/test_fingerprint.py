@@ -1,4 +1,4 @@
-"""Fingerprints depend on the contents of files, which are read once, and on the meaning of labels.
+"""Test that fingerprints depend on the contents of files and on the meaning of labels.
 
 With data.fingerprint=stat they depend on sizes and modification times, and a message says so.
 """

@@ -1,4 +1,7 @@
-"""Folders of images and masks in the layouts of Cityscapes, CamVid and other datasets."""
+"""Test that images and masks are read from folders in several layouts.
+
+These include the layouts of Cityscapes and CamVid.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""SPair-71k and PF-WILLOW: their pairs and keypoints, and invalid files."""
+"""Test that the pairs and keypoints of SPair-71k and PF-WILLOW are read.
+
+Invalid files must be refused.
+"""
 
 import csv
 from pathlib import Path

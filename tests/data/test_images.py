@@ -1,4 +1,7 @@
-"""Every file becomes an RGB image or a `DataError` that names it. Cut JPEG files are errors."""
+"""Test that every file becomes an RGB image or raises a `DataError` that names the file.
+
+A truncated JPEG file must raise an error.
+"""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""PyTorch and Hugging Face datasets, and which items they may have.
+"""Test that PyTorch and Hugging Face datasets can be probed, and that invalid items are refused.
 
 The same images must get the same scores in every form.
 """

@@ -1,4 +1,7 @@
-"""Holidays, revisited Oxford and Paris, Copydays: queries, matches, and invalid files."""
+"""Test that datasets for instance retrieval have the right queries and matches.
+
+The datasets are Holidays, revisited Oxford and Paris, and Copydays.
+"""
 
 import os
 import pickle

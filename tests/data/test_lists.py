@@ -1,4 +1,7 @@
-"""Image lists: the image that a line refers to, and lists that are refused."""
+"""Test that each line of an image list selects the right image.
+
+Invalid lists must be refused.
+"""
 
 from pathlib import Path
 from unicodedata import normalize

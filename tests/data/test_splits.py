@@ -1,4 +1,7 @@
-"""Splits, shares and limits: the images that they select, and the names of these images."""
+"""Test that splits, shares and limits select the right images.
+
+The selected images must have a name of their own.
+"""
 
 from dataclasses import replace
 from itertools import pairwise

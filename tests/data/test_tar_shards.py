@@ -1,4 +1,7 @@
-"""Images in tar files: patterns, the index, invalid files, fingerprints and splits."""
+"""Test that images in tar files are read like images in folders.
+
+Damaged tar files must be refused.
+"""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""Toy scenes: they are reproducible, have exact masks and boxes, and are written once."""
+"""Test that toy scenes are reproducible, have exact masks and boxes, and are written once."""
 
 import os
 import re

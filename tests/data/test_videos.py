@@ -1,4 +1,7 @@
-"""DAVIS, your own videos, and generated videos: their frames and masks, and invalid files."""
+"""Test that the frames and masks of DAVIS, of generated and of your own videos are read.
+
+Invalid files must be refused.
+"""
 
 import itertools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""PASCAL VOC: palette masks, XML boxes and lists of ids."""
+"""Test that the palette masks, XML boxes and image lists of PASCAL VOC are read."""
 
 from pathlib import Path
 

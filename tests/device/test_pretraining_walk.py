@@ -1,4 +1,7 @@
-"""Pretraining on a device with every objective and architecture, and resuming there."""
+"""Test that every objective and architecture can be pretrained on a device.
+
+A stopped run must continue on the device.
+"""
 
 import shutil
 

@@ -1,4 +1,7 @@
-"""Every probe with every protocol on a device: the scores of the CPU, and non-finite features."""
+"""Test that every probe gives the same scores on a device as on the CPU.
+
+Non-finite features must be reported.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The simulated CUDA device refuses the same mistakes and counts the same waits as a real one."""
+"""Test that the simulated CUDA device refuses the same mistakes as a real one.
+
+It must also count how often the host waits for the device.
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

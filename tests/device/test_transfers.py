@@ -1,4 +1,4 @@
-"""Copies to the device and back, which should not make the host wait."""
+"""Test that copies to the device and back are correct and do not make the host wait needlessly."""
 
 import pytest
 import torch

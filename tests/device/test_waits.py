@@ -1,4 +1,4 @@
-"""Limits on how often the host waits for the device, and on the operators that a step launches.
+"""Test that the host seldom waits for the device, and that a step launches few operators.
 
 Two commands that differ only in the amount of work are compared. The additional waits of the longer
 one are counted by file and line. On a real device, the commands run but nothing is counted.

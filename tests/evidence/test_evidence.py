@@ -1,4 +1,4 @@
-"""Verdicts on the claims of papers, compared with hand counts."""
+"""Test that the verdicts on claims of papers equal verdicts that are computed by hand."""
 
 import base64
 from itertools import cycle

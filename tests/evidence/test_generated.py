@@ -1,4 +1,4 @@
-"""Generated pages and figures agree with the committed records."""
+"""Test that generated pages and figures agree with the committed records."""
 
 import subprocess
 

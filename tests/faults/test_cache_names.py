@@ -1,4 +1,4 @@
-"""Cached files, logs and records are reused only for exactly the same settings and data.
+"""Test that cached files and records are reused only for the same settings and data.
 
 The functions below return the name of a file or entry. It must depend on `facts`, which are
 settings of a probe and properties of its data.

@@ -1,4 +1,4 @@
-"""A table of faults: broken files and wrong arguments, and how the command reports each of them.
+"""Test that commands report each broken file and wrong argument in a table of faults.
 
 A row holds the name of the fault, the function that creates it and the command. It also holds the
 exit code, parts of the error, and the command or setting that the error recommends. `check_fault`

@@ -1,4 +1,7 @@
-"""Checkpoints that run no code, and features that are not finite or constant."""
+"""Test that loading a checkpoint runs no code.
+
+Features that are constant or not finite must be reported.
+"""
 
 import argparse
 import importlib

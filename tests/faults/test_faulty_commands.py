@@ -1,4 +1,4 @@
-"""Faulty Python files, networks, streams, memory and launchers.
+"""Test that faults in Python files, streams, memory and launchers are reported.
 
 Faulty arguments are in `test_fault_table`.
 """

@@ -1,4 +1,4 @@
-"""Images that a command leaves out, must not use, or reads in an unusual form."""
+"""Test that commands leave out or refuse faulty images, and read images in unusual forms."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Downloads that are cut, wrong or refused, faulty archives, and files with a false size."""
+"""Test that failed downloads, faulty archives and files with a false size are reported."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Faulty results: commands name the file, compute its result again, and show the other results."""
+"""Test that commands name a faulty result, compute it again and show the other results."""
 
 import csv
 import json

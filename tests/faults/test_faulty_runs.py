@@ -1,4 +1,4 @@
-"""Pretraining runs that diverge, are stopped or killed, or lose files, and then continue."""
+"""Test that a pretraining run can continue after it diverges, is killed or loses files."""
 
 import os
 import pty

@@ -1,4 +1,7 @@
-"""Features on disk: damaged or outdated files are computed again, and errors report a full disk."""
+"""Test that damaged or outdated feature files are computed again.
+
+A full disk must be reported.
+"""
 
 import json
 import os

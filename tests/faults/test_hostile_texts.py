@@ -1,4 +1,4 @@
-"""Texts that contain terminal, TeX, spreadsheet or browser commands are never executed."""
+"""Test that texts with terminal, TeX, spreadsheet or browser commands are never executed."""
 
 import json
 import re

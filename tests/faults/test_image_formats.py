@@ -1,4 +1,7 @@
-"""Formats of images and masks: bit depths, bands, pages, colour modes, palettes, compression."""
+"""Test that images and masks of every format are read correctly or refused.
+
+Bit depths, bands, pages, colour modes, palettes and compression differ between the formats.
+"""
 
 import io
 import itertools

@@ -1,4 +1,7 @@
-"""Missing figures and per-image values are made again, and every figure shows the right image."""
+"""Test that missing figures are drawn again and that every figure shows the right image.
+
+Missing per-image values must be computed again, too.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,7 @@
-"""Addresses of baselines, of normalisations, of demo encoders, and of files on the network."""
+"""Test that an address selects a baseline, a demo encoder or a downloaded file.
+
+An address can also state the mean with which images are normalised.
+"""
 
 import hashlib
 import json

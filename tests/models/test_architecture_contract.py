@@ -1,4 +1,6 @@
-"""The contract of every encoder, attention and graying, including those of other packages.
+"""Test that every encoder, attention and graying class fulfils its contract.
+
+Classes of other packages are tested, too.
 
 A new kind needs no entry here. To keep the tests fast, its configuration is made small with the
 values in `REDUCED` for those fields that it has.

@@ -1,4 +1,7 @@
-"""ConvMixer: its output, and the initial filters compared with equations 3.5 to 3.11."""
+"""Test that the output and the initial filters of ConvMixer follow their equations.
+
+Equations 3.5 to 3.11 are those of Trockman's thesis.
+"""
 
 import math
 from dataclasses import replace

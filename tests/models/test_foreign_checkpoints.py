@@ -1,4 +1,4 @@
-"""Checkpoints of other projects give the same features as the model that wrote them.
+"""Test that a checkpoint of another project gives the features of the model that wrote it.
 
 No public weights are used. The names of tensors follow the published repository of each project.
 The tensors are random, and the reference model is timm's or ours.

@@ -1,4 +1,7 @@
-"""Token graying: its definition, singular matrices, gradients, and encoders that use it."""
+"""Test that token graying follows its definition and has correct gradients.
+
+It must also handle singular matrices.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Hugging Face folders and repositories, in the formats of timm and transformers.
+"""Test that encoders are loaded from Hugging Face folders and repositories.
+
+Their formats are those of timm and transformers.
 
 The names of tensors follow the source code of transformers. The tensors are random.
 """

@@ -1,4 +1,4 @@
-"""Initialisers of attention and MLPs, compared with the formulas of their papers."""
+"""Test that the initial weights of attention and MLPs follow the formulas of their papers."""
 
 from dataclasses import replace
 from typing import Any

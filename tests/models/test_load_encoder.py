@@ -1,4 +1,4 @@
-"""Checkpoints of the suite and of timm, and errors for files that are not checkpoints."""
+"""Test that checkpoints of this suite and of timm are loaded, and that other files are refused."""
 
 import runpy
 import sys

@@ -1,4 +1,6 @@
-"""The contract of every encoder loader, including the example in docs/extending.md.
+"""Test that every encoder loader fulfils its contract.
+
+The loader in docs/extending.md is tested, too.
 
 A new scheme needs no entry here, because its example address is loaded. Examples that need the
 network or a missing file must fail in one line. A loader without an example is skipped.

@@ -1,4 +1,7 @@
-"""ONNX exports of ViT and DINOv2 models with the tensor names of transformers."""
+"""Test that ONNX exports of ViT and DINOv2 give the features of the exported models.
+
+The tensors have the names that transformers gives them.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Orthogonal self-attention: the formulas of its paper, its initialisation, and its encoders."""
+"""Test that orthogonal self-attention and its initialisation follow the formulas of the paper."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Equations 8 and 9 of "Cutting the Skip" for each block, compared with the full Jacobian."""
+"""Test that equations 8 and 9 of "Cutting the Skip" give the full Jacobian of each block."""
 
 import pytest
 import torch

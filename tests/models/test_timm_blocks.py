@@ -1,4 +1,4 @@
-"""Small timm models, whose features are compared with timm's own features of every block."""
+"""Test that our features of small timm models equal timm's own features of every block."""
 
 from copy import deepcopy
 from typing import Any

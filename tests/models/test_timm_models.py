@@ -1,4 +1,4 @@
-"""Encoders built from the layers of timm: sizes, weights, checkpoints, features and graying."""
+"""Test that encoders built from the layers of timm have the right sizes, weights and features."""
 
 import json
 from dataclasses import replace

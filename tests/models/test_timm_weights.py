@@ -1,4 +1,7 @@
-"""Weights files for timm architectures: sizes come from the tensors, and nothing is resized."""
+"""Test that a weights file determines the sizes of a timm architecture.
+
+No tensor may be resized.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The Vision Transformer: blocks, options, positions, registers, and its agreement with timm."""
+"""Test that the Vision Transformer implements its options, and that it agrees with timm."""
 
 from dataclasses import replace
 

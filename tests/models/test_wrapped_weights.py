@@ -1,4 +1,4 @@
-"""Training checkpoints: the weights of the encoder are found among everything else.
+"""Test that the weights of the encoder are found in a training checkpoint.
 
 The formats follow the source code of the training tools: Lightning's ModelCheckpoint,
 WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,

@@ -1,4 +1,4 @@
-"""The images of each step, and data workers that send crops through limited shared memory."""
+"""Test that each step gets the right crops, also from workers with limited shared memory."""
 
 import os
 import time

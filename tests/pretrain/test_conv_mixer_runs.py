@@ -1,4 +1,4 @@
-"""Training runs of ConvMixer: weight decay, frozen filters and batch statistics."""
+"""Test that training a ConvMixer respects weight decay, frozen filters and batch statistics."""
 
 from dataclasses import replace
 from pathlib import Path

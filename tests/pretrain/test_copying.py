@@ -1,4 +1,4 @@
-"""The copying task: its strings, loss and accuracies, and training runs."""
+"""Test that the copying task has correct strings, losses and accuracies, and can be trained."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Crops and augmentation: operations, their order, and the distributions of their parameters.
+"""Test that crops and augmentations have correct pixels and distributions of parameters.
 
 Augmentations of a batch are compared with torchvision. RandAugment, erasing and mixing are compared
 with timm.

@@ -1,4 +1,4 @@
-"""The DINO objective, compared with a plain computation over single views and tensors."""
+"""Test that the DINO objective equals a plain computation over single views and tensors."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Runs that start from the weights of another run, and layer-wise learning-rate decay."""
+"""Test that a run can start with the weights of another run.
+
+Layer-wise learning-rate decay is tested, too.
+"""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`data.mean` and `data.std`, the normalisation of the images of a run."""
+"""Test that a run normalises its images with `data.mean` and `data.std`."""
 
 from dataclasses import replace
 from pathlib import Path

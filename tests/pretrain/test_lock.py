@@ -1,4 +1,4 @@
-"""Locks of run folders: only one process writes, and the lock of a killed process is released."""
+"""Test that only one process writes to a run folder, and that a killed process frees its lock."""
 
 import errno
 import fcntl

@@ -1,4 +1,7 @@
-"""The log of a run, progress lines, and trackers (TensorBoard and W&B)."""
+"""Test that the log, the progress lines and the trackers of a run receive correct values.
+
+The trackers are TensorBoard and W&B.
+"""
 
 import itertools
 import math

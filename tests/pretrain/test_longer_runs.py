@@ -1,4 +1,7 @@
-"""Encoders that are kept during a run, extended runs, and runs of older versions."""
+"""Test that a run keeps the encoders of chosen epochs, and that it can be extended.
+
+Runs that older versions started must be resumable.
+"""
 
 import json
 import re

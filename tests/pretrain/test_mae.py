@@ -1,4 +1,4 @@
-"""The MAE objective: visible and hidden patches, the decoder, and the loss."""
+"""Test that the MAE objective hides patches, decodes them and computes the loss correctly."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Scores that a run measures after some epochs, and the record of its accuracy."""
+"""Test that a run measures scores after chosen epochs and saves a record of its accuracy."""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The contract that every objective must fulfil, including the example in docs/extending.md.
+"""Test that every objective fulfils its contract.
+
+The objective in docs/extending.md is tested, too.
 
 A new objective needs no entry here. To keep the tests fast, its configuration is made small with
 the values in `tests/support/objectives.py` for those keys that it has. The objective must either

@@ -1,4 +1,7 @@
-"""Weight-decay groups, gradient clipping, SOAP against a NumPy version, and skipped steps."""
+"""Test that optimizers decay, clip and update weights correctly, and can skip a step.
+
+SOAP is compared with a NumPy version.
+"""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""The FLOPs of a step, the default batch size, and the advice after memory ran out."""
+"""Test that FLOPs, default batch sizes and the advice after running out of memory are correct."""
 
 import copy
 import errno

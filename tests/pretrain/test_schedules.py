@@ -1,4 +1,7 @@
-"""Schedules, compared with their closed forms at every step, and the lengths of warm-ups."""
+"""Test that schedules equal their closed forms at every step.
+
+Warm-ups must have the right length.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The supervised objective: its accuracy, its head, its classes, and its runs."""
+"""Test that the supervised objective learns, and that its head and its accuracy are correct."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Runs of a tiny encoder: their files and options, and how they stop and continue."""
+"""Test that a run writes its files, refuses invalid options, and can be stopped and resumed."""
 
 import json
 import math

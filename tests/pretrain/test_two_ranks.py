@@ -1,4 +1,7 @@
-"""Training in two processes. If one of them fails, both save the run and print one message."""
+"""Test that two processes train like one process.
+
+If one of them fails, both must save the run and print only one message.
+"""
 
 import json
 import subprocess

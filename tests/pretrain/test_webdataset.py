@@ -1,4 +1,4 @@
-"""Pretraining from tar files, which must equal pretraining from folders."""
+"""Test that pretraining from tar files equals pretraining from folders."""
 
 import os
 import signal

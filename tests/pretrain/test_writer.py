@@ -1,4 +1,7 @@
-"""Checkpoints that are written while training continues: their content, and errors."""
+"""Test that checkpoints are written correctly while training continues.
+
+If writing fails, the previous state must remain usable.
+"""
 
 import os
 import signal

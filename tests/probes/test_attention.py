@@ -1,4 +1,4 @@
-"""Attention of the [CLS] token: weights of each block, masks of its heads, and their scores."""
+"""Test that attention maps of the [CLS] token, their masks and their scores are correct."""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""Heads that pool patches with learned queries, alone and in the classification probe."""
+"""Test that heads which pool patches with learned queries equal the published module.
+
+Such heads are also tested in the classification probe.
+"""
 
 import math
 from dataclasses import fields

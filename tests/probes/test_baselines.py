@@ -1,4 +1,4 @@
-"""Image-independent baselines: their values, and how records, tables and reports state them."""
+"""Test that image-independent baselines are correct and appear in records, tables and reports."""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""Linear classification: the heads, their selection, and the scores of every block."""
+"""Test that linear classification trains and selects its heads correctly.
+
+It must score every facet of every block.
+"""
 
 import math
 from dataclasses import replace

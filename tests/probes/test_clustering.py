@@ -1,4 +1,4 @@
-"""Agreement of clusters and classes: hand counts, comparisons with scikit-learn, and probe runs."""
+"""Test that the agreement of clusters and classes equals hand counts and scikit-learn."""
 
 import math
 from dataclasses import replace

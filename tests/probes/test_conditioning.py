@@ -1,4 +1,4 @@
-"""The conditioning probe: the parts of a block, and scores computed again from the encoder."""
+"""Test that the scores of the conditioning probe equal scores computed from the encoder."""
 
 import copy
 import itertools

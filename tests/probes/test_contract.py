@@ -1,4 +1,6 @@
-"""The contract that every probe must fulfil, including the examples in docs/extending.md.
+"""Test that every probe fulfils its contract.
+
+The probes in docs/extending.md are tested, too.
 
 A new probe needs no entry here. The test chooses a small dataset with the annotations that the
 probe requires. To keep the tests fast, the probe gets the values in `REDUCED` for those keys that

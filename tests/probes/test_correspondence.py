@@ -1,4 +1,7 @@
-"""Correspondence: warped images and annotated pairs, matching, records, settings and figures."""
+"""Test that the correspondence probe matches patches and scores pairs of images correctly.
+
+A pair is an image and its warped copy, or two images with annotated keypoints.
+"""
 
 import math
 from collections.abc import Sequence

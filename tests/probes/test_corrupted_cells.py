@@ -1,4 +1,4 @@
-"""Results on corrupted images: identity, features on disk, plans, tables and refusals."""
+"""Test that each corruption has its own results, and that training images stay clean."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""TokenCut, MaskCut and LOST, compared with hand counts and with the official code."""
+"""Test that TokenCut, MaskCut and LOST equal hand counts and the official code."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Linear depth: bins, loss and metrics compared with numpy, training, and the records of a run."""
+"""Test that linear depth heads, their loss and their metrics equal plain computations.
+
+The records of a run are tested, too.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Average precision and recall of boxes, compared with hand counts and with pycocotools."""
+"""Test that average precision and recall of boxes equal hand counts and pycocotools."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout

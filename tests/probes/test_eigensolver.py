@@ -1,4 +1,4 @@
-"""The second eigenvector of a graph of tokens, compared with the dense solution of LAPACK."""
+"""Test that the second eigenvector of a token graph equals the dense solution of LAPACK."""
 
 import itertools
 from collections import Counter

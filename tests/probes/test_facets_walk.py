@@ -1,4 +1,4 @@
-"""Every probe with a submodule of a block as its facet, from the command line."""
+"""Test that every probe accepts a submodule of a block as its facet on the command line."""
 
 from pathlib import Path
 

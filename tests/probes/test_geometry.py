@@ -1,4 +1,7 @@
-"""The geometry probe: scores of every block, few images, and encoders without some tokens."""
+"""Test that the geometry probe scores every block.
+
+If images or tokens are missing, it must state why a score is undefined.
+"""
 
 import math
 from typing import Any

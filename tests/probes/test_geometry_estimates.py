@@ -1,4 +1,4 @@
-"""Estimates of the geometry probe, compared with hand counts and with published code."""
+"""Test that the estimates of the geometry probe equal hand counts and published code."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Instance retrieval: rankings, average precision, protocols, descriptors and figures."""
+"""Test that instance retrieval ranks images and computes average precision correctly."""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Jacobians of blocks: exact Jacobians, their terms B and E, and bounds of singular values."""
+"""Test that the Jacobians of blocks and the bounds of their singular values are correct.
+
+A Jacobian is the sum of the terms B and E in equation 10 of "Cutting the Skip".
+"""
 
 import math
 from dataclasses import replace

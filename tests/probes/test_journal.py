@@ -1,4 +1,7 @@
-"""The journal of a long computation: the entries that a later run finds or ignores."""
+"""Test that a later run finds the valid entries of a journal and ignores all others.
+
+A journal stores the intermediate results of a long computation.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""k-NN classification: the vote, features, scores of every block, and refusals."""
+"""Test that k-NN classification votes correctly and scores every block.
+
+Impossible settings must be refused.
+"""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Gradient descent on a bank of linear heads, which must equal separate training of each head."""
+"""Test that gradient descent on a bank of linear heads equals separate training of each head."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parallel logistic regressions, compared with those of scikit-learn."""
+"""Test that parallel logistic regressions equal those of scikit-learn."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Losses of pixels, compared with the cross-entropy of upsampled logits."""
+"""Test that the losses of pixels equal the cross-entropy of upsampled logits."""
 
 import math
 

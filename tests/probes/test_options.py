@@ -1,4 +1,4 @@
-"""Settings that a probe refuses when it is built, with an error that names the key.
+"""Test that a probe refuses impossible settings when it is built, and names the key.
 
 tests/core/test_fields.py checks that every number has a legal range. This file tests what
 individual probes check, and their ranges.

@@ -1,4 +1,7 @@
-"""The adaptive protocol of TokenCut, in which Otsu's method computes a threshold for each image."""
+"""Test that the adaptive protocol of TokenCut finds a threshold for each image.
+
+The threshold is computed with Otsu's method.
+"""
 
 import json
 

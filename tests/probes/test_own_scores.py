@@ -1,4 +1,7 @@
-"""Scores of user-defined probes: per-image percentages, numbers, hits and wrong intervals."""
+"""Test that a user-defined probe can store percentages, numbers and hits of images.
+
+An interval that excludes its value must be dropped.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

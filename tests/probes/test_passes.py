@@ -1,4 +1,4 @@
-"""How often a command encodes each image if it runs several probes."""
+"""Test that a command that runs several probes does not encode an image needlessly often."""
 
 import collections
 from dataclasses import replace

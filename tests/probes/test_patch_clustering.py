@@ -1,4 +1,4 @@
-"""Clusters of patches and masks: hand counts, a computation with scikit-learn, and probe runs."""
+"""Test that the scores of clustered patches equal those computed with scikit-learn."""
 
 import itertools
 import json

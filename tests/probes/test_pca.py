@@ -1,4 +1,7 @@
-"""PCA maps: components, alignment, colours and foreground, and the figures of every protocol."""
+"""Test that PCA maps have correct components, alignment, colours and foreground.
+
+Every protocol must draw its figures.
+"""
 
 import re
 import xml.etree.ElementTree as ElementTree

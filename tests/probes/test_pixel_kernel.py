@@ -1,4 +1,7 @@
-"""The GPU kernel of the pixel loss, which Triton's interpreter runs on the CPU."""
+"""Test that the GPU kernel of the pixel loss equals the plain loss.
+
+Triton's interpreter runs the kernel on the CPU.
+"""
 
 import os
 import re

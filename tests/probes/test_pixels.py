@@ -1,4 +1,4 @@
-"""Labels of pixels from upsampled logits, compared with a computation of all logits."""
+"""Test that pixel labels predicted from upsampled logits equal a plain computation in numpy."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Records state the rule by which the position embeddings of an encoder were resampled."""
+"""Test that records state how the position embeddings of an encoder were resampled."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Dense nearest-neighbour retrieval: scores, restated scores, refusals and renamed classes."""
+"""Test that the scores of dense nearest-neighbour retrieval equal a float64 computation."""
 
 import json
 from typing import Any

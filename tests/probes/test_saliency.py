@@ -1,4 +1,7 @@
-"""Masks of single objects: scores compared with numpy, and data without masks."""
+"""Test that the scores of single-object masks equal a numpy computation.
+
+Data without the required masks must be refused.
+"""
 
 import json
 from collections import defaultdict

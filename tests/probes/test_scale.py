@@ -1,4 +1,4 @@
-"""Scores stay the same if an encoder multiplies its tokens by a power of two."""
+"""Test that scores stay the same if an encoder multiplies its tokens by a power of two."""
 
 from collections.abc import Callable
 from functools import cache

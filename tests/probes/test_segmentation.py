@@ -1,4 +1,7 @@
-"""Linear segmentation: training, selection of heads, scores, figures, protocols and refusals."""
+"""Test that linear segmentation trains, selects and scores its heads correctly.
+
+Its figures and protocols are tested, too.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Random subsets of the training images: a sample, or several draws of a few shots per class."""
+"""Test that probes can be trained on random subsets of the training images.
+
+A subset is one sample, or one of several draws of a few images per class.
+"""
 
 import math
 from functools import partial

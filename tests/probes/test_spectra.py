@@ -1,4 +1,4 @@
-"""Condition numbers, effective ranks and CKA, compared with hand counts and their definitions."""
+"""Test that condition numbers, effective ranks and CKA equal hand counts or their definitions."""
 
 import math
 

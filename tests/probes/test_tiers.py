@@ -1,4 +1,7 @@
-"""Features in memory, on disk or in a stream give equal results, and a killed run continues."""
+"""Test that features in memory, on disk or recomputed in each epoch give equal scores.
+
+A run that was killed must continue.
+"""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""TokenCut on images of different sizes: batches, logs, scores, errors and figures."""
+"""Test that TokenCut scores, logs and draws images of different sizes correctly.
+
+A stopped run must continue.
+"""
 
 import hashlib
 import json

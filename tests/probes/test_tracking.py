@@ -1,4 +1,4 @@
-"""Tracking: propagation of labels, the scores of DAVIS, their intervals, and figures."""
+"""Test that tracked labels equal a dense computation, and that scores equal the official code."""
 
 import math
 from collections.abc import Sequence

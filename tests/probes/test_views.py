@@ -1,4 +1,4 @@
-"""Views of training and scored images, their masks, and the labels of their pixels."""
+"""Test that views of images, their masks and their pixel labels show the same region."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,7 @@
-"""The content and security of a report with a few records, and of its folder."""
+"""Test that a report shows the records that it is about, and escapes their names.
+
+It must replace only older reports.
+"""
 
 import json
 import re

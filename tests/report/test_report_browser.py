@@ -1,4 +1,7 @@
-"""A report in a browser: opened from disk, sorted, filtered, used by keyboard and on a phone."""
+"""Test that a browser can sort, filter and enlarge a report that is opened from disk.
+
+The report must also work with a keyboard and on a phone.
+"""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Points, curves, axes and styles of the charts of a report."""
+"""Test that the charts of a report have correct points, curves, axes and styles."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""The overview, the leaderboard and the tables of blocks of a report."""
+"""Test that the overview, leaderboard and block tables of a report show the right scores."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Pages that compare two checkpoints: their pictures, images and differences."""
+"""Test that a page about two checkpoints shows their figures, images and differences."""
 
 import re
 from operator import attrgetter

@@ -1,4 +1,7 @@
-"""The page of training curves, for real runs and for logs whose curves are known."""
+"""Test that the page of training curves shows real runs and artificial logs correctly.
+
+The correct curves of the artificial logs are known.
+"""
 
 import re
 import shutil

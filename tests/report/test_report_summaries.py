@@ -1,4 +1,4 @@
-"""The sentences about the best block of each checkpoint, compared with hand counts."""
+"""Test that the sentences about the best block of each checkpoint agree with hand counts."""
 
 import re
 from dataclasses import replace

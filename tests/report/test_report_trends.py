@@ -1,4 +1,4 @@
-"""The pages about epochs and about corrupted images, compared with hand counts."""
+"""Test that the pages about epochs and about corrupted images agree with hand counts."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Paired differences between encoders, compared with hand counts or an independent loop."""
+"""Test that paired differences between encoders equal hand counts or an independent loop."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A block that is degenerate on most images is marked in every table and never called the best."""
+"""Test that a block that is degenerate on most images is marked and never called the best."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Two runs compared epoch by epoch, checked by hand and against the comparison of encoders."""
+"""Test that comparing two runs epoch by epoch equals comparing their encoders."""
 
 import csv
 import io

@@ -1,4 +1,7 @@
-"""Tables of our scores next to published values, with notes on the differences in protocol."""
+"""Test that tables show our scores next to published values.
+
+Notes must state the differences in protocol.
+"""
 
 import csv
 import io

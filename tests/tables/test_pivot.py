@@ -1,4 +1,7 @@
-"""Tables of encoders by datasets. The blocks that they choose are compared with hand counts."""
+"""Test that tables of encoders by datasets choose the right blocks.
+
+The choices are compared with hand counts.
+"""
 
 import csv
 import io

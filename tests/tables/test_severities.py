@@ -1,4 +1,7 @@
-"""Tables of scores by severity of a corruption, and of the drop relative to the clean score."""
+"""Test that tables show the scores at each severity of a corruption.
+
+They must also show the drop from the clean score.
+"""
 
 from dataclasses import replace
 from typing import Any

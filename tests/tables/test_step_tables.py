@@ -1,4 +1,7 @@
-"""Tables over training steps, from real logs and from logs whose means are known."""
+"""Test that tables over training steps show the values of a log.
+
+The logs come from real runs, or are artificial and have known means.
+"""
 
 import csv
 import io

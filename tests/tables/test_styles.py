@@ -1,4 +1,4 @@
-"""The colours and line styles of encoders, which are the same in all figures and reports."""
+"""Test that an encoder has the same colour and line style in all figures and reports."""
 
 from dataclasses import replace
 from itertools import pairwise

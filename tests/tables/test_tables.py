@@ -1,4 +1,4 @@
-"""Tables of blocks by encoders: their cells, footnotes and curves."""
+"""Test that tables of blocks by encoders have the right cells, footnotes and figures."""
 
 import csv
 import io
