@@ -37,7 +37,7 @@ from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
 from ssl_bench.results.store import summarise_problems
-from ssl_bench.system.device import describe_device, peak_memory, reset_peak_memory
+from ssl_bench.system.device import describe_device, peak_memory
 from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
 from ssl_bench.system.output import format_duration, say, show_progress
 from ssl_bench.system.process import provenance_fields
@@ -441,7 +441,6 @@ class Evaluation:
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
             start = time.monotonic()
-            reset_peak_memory(self.device)
             for score in chain.from_iterable(map(probe.run, context.stages())):
                 key = by_score[score.layer, score.facet, score.metric]
                 if key in plan.finished:
@@ -513,7 +512,7 @@ class Evaluation:
     def _describe_cost(self, images: ImageSet, num_images: int, seconds: float) -> str:
         """Describe the time and the memory of the probe, with the number of its images."""
         peak = peak_memory(self.device)
-        memory = f", peak memory {peak / 2**30:.2f} GiB" if peak is not None else ""
+        memory = f", peak memory so far {peak / 2**30:.2f} GiB" if peak is not None else ""
         return (
             f"{self._describe(images)}: {num_images:,} images in {format_duration(seconds)}, "
             f"{num_images / seconds:.3g} images/s{memory}"

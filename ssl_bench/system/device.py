@@ -105,17 +105,8 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` report the maximum from now on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError):
-        # With this number, Linux resets VmHWM, the largest resident memory of the process.
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak_memory(device: torch.device) -> int | None:
-    """Return the largest number of bytes in use since `reset_peak_memory`, or None if unknown.
+    """Return the largest number of bytes that this process has used so far, or None if unknown.
 
     On a GPU, this is the memory of tensors on the GPU. Otherwise, it is the resident memory of the
     process, which is only known on Linux.

@@ -1,6 +1,7 @@
 """Test that a command that runs several probes does not encode an image needlessly often."""
 
 import collections
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.colours import Counter
 from tests.support.faults import TINY, encoder_file
 
 TRAIN, VAL = 30, 12
+COST = r"(?P<images>\d+) images in .* s, .* images/s, peak memory so far (?P<gib>[\d.]+) GiB"
 
 
 @pytest.fixture
@@ -268,3 +270,12 @@ def test_protocols_with_different_pending_blocks_do_not_share_a_pass(workdir, mo
     run_tokencut("results")
 
     assert len(passes.times("tokencut")) == len(passes.times("tokencut, adaptive")) == 4
+
+
+def test_a_long_probe_reports_its_images_time_and_memory(root, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr("ssl_bench.evaluation._MIN_REPORTED_SECONDS", 0.0)
+    messages = list[str]()
+    evaluation(KNN(neighbours=[1]), encoder, root).run(ResultStore(tmp_path), say=messages.append)
+    (match,) = filter(None, (re.search(COST, message) for message in messages))
+    assert int(match["images"]) == TRAIN + VAL
+    assert 0.05 < float(match["gib"]) < 16
