@@ -90,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create `encoder.safetensors` and four images in `photos`. Return their folder."""
+    """Create `encoder.safetensors`, and four images in `photos`. Return the folder of both."""
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -107,7 +107,7 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use an empty cache of file digests, and return its folder.
 
-    Digests of files that have just been changed are cached, too.
+    The cache also stores digests of files that have just been changed.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
@@ -116,7 +116,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the name of a file is added whenever its content is read."""
+    """Return a list. Whenever the content of a file is read, its name is added to the list."""
     names: list[str] = []
     original = fingerprints._read
 

@@ -43,7 +43,10 @@ FEW = (
 
 
 def compute_values(folder: Path) -> dict[str, Any]:
-    """Run all commands in a folder. Return their numbers by the name of the step or record."""
+    """Run all commands in a folder.
+
+    Return a dictionary that maps the name of each training step or record to its numbers.
+    """
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
     for objective, options in OBJECTIVES.items():

@@ -70,7 +70,7 @@ def load_faults(path: Path) -> list[Fault]:
 
 @dataclass(eq=False)
 class FirstFailure:
-    """A pytest plugin that stores the name of the first test that fails."""
+    """A pytest plugin that stores the name of the first failed test."""
 
     test: str = ""
 
@@ -86,7 +86,7 @@ class FirstFailure:
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
     """Run tests in the current process, which must be a fork.
 
-    Send pytest's exit code, and the name of the first test that fails, through `connection`.
+    Send the exit code of pytest, and the name of the first failed test, through `connection`.
     """
     os.setsid()
     os.chdir(tree)
@@ -135,8 +135,8 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
     """Plant a fault in a copy of the checkout and run its tests. Return the outcome as text.
 
-    `passing` holds the tests that are known to pass without any fault. Newly verified tests are
-    added to it.
+    `passing` holds the tests that are known to pass without any fault. Tests that are newly found
+    to pass are added to it.
     """
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)

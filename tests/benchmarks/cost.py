@@ -78,9 +78,9 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Measure how long one thread takes to extract the tokens of all blocks, for several ViTs.
+    """Measure how long one thread takes to extract the tokens of all blocks of several ViTs.
 
-    The result has the seconds per image, by the name of the model and the image size.
+    Return the seconds per image, in a dictionary by model name and image size.
     """
     torch.set_num_threads(1)
     seconds = {}

@@ -33,7 +33,10 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a function that generates a page from the stored measurements of a benchmark."""
+    """Return a function that generates a page by passing stored measurements to a benchmark.
+
+    `function` names the function of the benchmark that formats the measurements.
+    """
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
     )
@@ -49,12 +52,12 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a page by calling a function of a Python file in docs/."""
+    """Return a function that generates a page by calling a function in a Python file in docs/."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a function that generates a page with all tables of a folder of records."""
+    """Return a function that generates a page containing all tables for a folder of records."""
 
     def generate_page(root: Path) -> str:
         records = ResultStore(root / "results" / folder).records()
@@ -117,7 +120,10 @@ NOT_GENERATED = {
 
 
 def evidence_figures(root: Path) -> dict[str, Generator]:
-    """Return the functions that draw the figures of finished experiments, by the figures' paths."""
+    """Return a dictionary of functions that draw the figures of finished experiments.
+
+    Its keys are the paths of the figures.
+    """
     from tests.benchmarks.evidence.page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
@@ -125,7 +131,10 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return the functions that generate the pages with probe costs, by the path of each page."""
+    """Return a dictionary of functions that generate the pages about the cost of probes.
+
+    Its keys are the paths of the pages.
+    """
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]
@@ -134,7 +143,7 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return the function that generates each checked file, by the path of the file."""
+    """Return a dictionary that maps the path of each checked file to its generating function."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 
@@ -146,7 +155,7 @@ def generate(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the names of checked files that are missing or differ from what is generated now."""
+    """Yield the name of each checked file that is missing or not equal to the generated one."""
     for name, content in generate(root):
         if not (root / name).is_file() or (root / name).read_bytes() != content:
             yield name

@@ -83,9 +83,9 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Profile `work`. Return [milliseconds, launches, name] of its kernels.
+    """Profile `work`. Return a list [milliseconds, launches, name] for each kernel.
 
-    The first row adds up all kernels. It is followed by the `count` slowest ones.
+    The first list adds up all kernels. It is followed by the `count` slowest kernels.
     """
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
@@ -302,7 +302,7 @@ def commands() -> None:
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
     """Run `python -m WORDS`. Return its exit code and its output.
 
-    If the command exceeds the time limit, a short text about this replaces the exit code.
+    If the command exceeds the time limit, a message about this replaces the exit code.
     """
     with tempfile.TemporaryFile("w+") as output:
         try:

@@ -12,7 +12,7 @@ MEBIBYTE = 2**20
 
 
 def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
-    """Return by how many MiB memory use rises at most while `work` runs."""
+    """Return the largest increase in memory use while `work` runs, in MiB."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -14,9 +14,9 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Run `doctor`. Return the values of its findings by name.
+    """Run `doctor`. Return a dictionary that maps the name of each finding to its value.
 
-    The key BROKEN holds the findings about broken packages.
+    The key BROKEN maps to the findings about broken packages.
     """
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}

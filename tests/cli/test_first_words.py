@@ -97,9 +97,9 @@ PROBE += ["--data-root", "photos"]
 
 
 def configs(capsys, *words: str) -> dict[str, dict]:
-    """Run a command with `--print-config`. Return the printed configuration of each task.
+    """Return the configuration that `--print-config` prints for each task of a command.
 
-    The command must not write files.
+    Also check that the command writes no files.
     """
     before = {path.name for path in Path().iterdir()}
     assert main([*words, "--print-config"]) == 0

@@ -16,10 +16,10 @@ from tests.support.fuzzing import KINDS
 
 
 def run_program(file: Path, program: Callable[[], int]) -> str:
-    """Run a fuzzing program, which must end with exit code 0. Return its output.
+    """Run a fuzzing program and check that its exit code is 0. Return its output.
 
-    It runs in a forked process, because it limits the memory of its process. Type checks are
-    disabled, because they refuse arguments that an installed ssl-bench accepts.
+    The program runs in a forked process, because it limits the memory of its process. Type checks
+    are disabled, because they refuse arguments that an installed ssl-bench accepts.
     """
 
     def work() -> int:

@@ -118,10 +118,10 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the hints in a Python file, as pairs of a line number and arguments.
+    """Yield a pair of a line number and arguments for each hint in a Python file.
 
-    A hint with several alternatives gives a pair for each. Expressions in the arguments are written
-    as <expression>.
+    A hint that lists alternatives gives one pair for each of them. Expressions in the arguments are
+    written as <expression>.
     """
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -211,7 +211,7 @@ def is_accepted(words: Sequence[str]) -> bool:
 
 @cache
 def is_composed(root: str, settings: tuple[str, ...]) -> bool:
-    """Return whether settings are legal with at least one choice of probe, dataset or model."""
+    """Return whether settings are valid for at least one choice of probe, dataset or model."""
     keys = {setting.partition("=")[0] for setting in settings}
     groups = {key.partition(".")[0] for key in keys}
     # Choices in the groups of the keys come first, because they usually suffice.
@@ -223,7 +223,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components, such as `model=vit`, that together have every possible key."""
+    """Return choices of components, such as `model=vit`, that together cover every possible key."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -298,7 +298,7 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the places of errors without a hint whose message gives advice after a semicolon."""
+    """Yield the location of each error that gives advice after a semicolon but has no hint."""
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

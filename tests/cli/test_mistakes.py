@@ -92,7 +92,7 @@ def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
 def mixer(workdir) -> list[str]:
     """Create an encoder without attention.
 
-    Return the arguments of a probe of it, up to `--dataset`.
+    Return the command-line arguments that probe this encoder, up to and including `--dataset`.
     """
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})

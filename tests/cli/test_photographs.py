@@ -46,7 +46,10 @@ def save_rotated(path: Path, orientation: int) -> None:
 
 
 def rows_by_log() -> dict[str, dict[str, dict]]:
-    """Return the rows of all logs of object discovery, by the path of the log and by image."""
+    """Return the rows of all object-discovery logs as a nested dictionary.
+
+    It maps the path of a log to a dictionary that maps each image to its row.
+    """
     logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
     lines = {str(log): log.read_text().splitlines()[1:] for log in logs}
     return {log: {json.loads(x)["image"]: json.loads(x) for x in own} for log, own in lines.items()}

@@ -51,7 +51,7 @@ def plan_of(name: str, *overrides: str, **options) -> Plan:
 
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
-    """Return the training commands of a plan, or its probe commands if `of_runs` is false."""
+    """Return the training commands of a plan. If `of_runs` is false, return its probe commands."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -253,7 +253,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create a run folder with the files from which `read_run_state` reads its progress."""
+    """Create a run folder with the files from which `read_run_state` reads the progress."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -357,7 +357,8 @@ TINY_COPYING = (
 def reproduced(tmp_path, monkeypatch, capsys):
     """Return a function that runs `reproduce --run` on a table.
 
-    The function returns the scores in the columns "ours", by the name of the row.
+    That function returns a dictionary that maps the name of each row to its scores in the columns
+    "ours".
     """
     monkeypatch.chdir(tmp_path)
 

@@ -1,8 +1,9 @@
 """Test that `reproduce --run` fills every cell of a table row whose run is finished.
 
 Training and probing all tables would take GPU-years. A stand-in executes the commands of each plan
-without computing anything. It writes the same files as the real commands: run folders with encoders
-and logs, and a record for each cell of a probe that is composed from the command.
+without computing anything. It writes the same files as the real commands: run folders that
+contain encoders and logs, and a record for each result of a probe. The probe is built from the
+options of its command.
 """
 
 import json
@@ -47,14 +48,14 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Build the probe and the dataset of a command. Also return the values that they share."""
+    """Return the probe and the dataset of a command, and the values that both of them use."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """A stand-in for commands, which writes their files without computing anything.
+    """A stand-in for commands, which writes their output files without computing anything.
 
     It supports `ssl-bench pretrain` and `ssl-bench probe`.
     """
@@ -120,7 +121,10 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a record for each cell. Metrics with per-image values get those of ten images."""
+    """Save a record for each expected result of a probe.
+
+    If a metric has per-image values, values of ten images are saved as well.
+    """
     store = ResultStore(out)
     identity = identify(str(address)).identity()
     for layer, facet, metric in cells:
@@ -157,9 +161,9 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a table, with a stand-in that executes its commands.
+    """Run `reproduce --run` on a table, and let a stand-in execute its commands.
 
-    Return the cells that it prints.
+    Return the printed table cells.
     """
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
@@ -173,10 +177,10 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
-    """Yield the row and the column of each cell that must have a score of ours.
+    """Yield the row and the column of each table cell that must contain a score of ours.
 
-    A supervised score or a difference is expected only if the row's run trains on the images of the
-    column.
+    A supervised score or a difference is expected only if the run of that row trains on the images
+    of that column.
     """
     runs = experiments()
     for row, address in table.runs.items():
@@ -189,7 +193,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 def tables_with_slow_marks() -> Iterator[Any]:
     """Yield all published tables as test parameters.
 
-    A table is marked as slow if earlier tables contain all of its metrics.
+    A table is marked as slow if all of its metrics already occur in earlier tables.
     """
     seen = set[tuple[str, str]]()
     for table in load_published_tables():

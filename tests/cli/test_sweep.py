@@ -213,7 +213,10 @@ def record_times() -> dict[Path, int]:
 
 
 def values(out: str) -> dict:
-    """Return the value of each record in a results folder by its key. No file may be unreadable."""
+    """Return a dictionary that maps the key of each record in a results folder to its value.
+
+    Also check that every file is readable.
+    """
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
     assert store.unreadable == {}
@@ -316,7 +319,7 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts that PATH finds instead of the commands with these names."""
+    """Create scripts with these names in a folder that PATH lists before the real commands."""
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -328,7 +331,7 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 def cluster(workdir, monkeypatch) -> Path:
     """Simulate a cluster that accepts job arrays.
 
-    Return the file to which the submitted script goes.
+    Return the path at which the cluster stores the submitted script.
     """
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))

@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A stand-in for a job, which only has a title and a text that says how it ends."""
+    """A stand-in for a job. It has only a title and a text that states how the job ends."""
 
     title = ""
 

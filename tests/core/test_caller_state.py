@@ -89,14 +89,15 @@ def test_no_forward_pass_is_in_training_mode(tmp_path):
 
 
 def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
-    """Train a module with dropout for two steps.
+    """Train a module that contains dropout for two steps.
 
     Args:
-        between: Function that is called after each backward pass, with the module and the step.
+        between: Function that is called after each backward pass. Its arguments are the module and
+            the step.
 
     Returns:
-        The trained weights, and the next random numbers of torch, numpy and Python. They show
-        whether `between` has changed the random state.
+        The trained weights, and the next random numbers of torch, numpy and Python. The numbers
+        show whether `between` has changed the random state.
     """
     torch.manual_seed(0)
     np.random.seed(0)

@@ -37,7 +37,10 @@ from tests.support.report_cells import cell
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """Create an encoder, class folders and VOC2012 in the current folder, and return it."""
+    """Create an encoder, class folders and VOC2012 in a folder, which becomes the current folder.
+
+    Return that folder.
+    """
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
     class_folders(tmp_path / "classes")

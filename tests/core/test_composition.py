@@ -57,7 +57,7 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
-    """Yield all components of a configuration, as pairs of a key and a class."""
+    """Yield a pair of a key and a class for each component of a configuration."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, component_class(value["_target_"], key)
@@ -97,7 +97,7 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield every mapping that has a `_target_` in the content of a file, including nested ones."""
+    """Yield every mapping in the content of a file that has a `_target_`, also nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():

@@ -86,7 +86,7 @@ def test_scattered_counts_equal_bincount():
 
 
 def restated_matched_iou(confusion):
-    """Try all assignments of predicted to true classes. Return the best mean IoU in percent."""
+    """Return the highest mean IoU, in percent, of all assignments of predicted to true classes."""
     classes = range(len(confusion))
     best = 0.0
     for names in itertools.permutations(classes):

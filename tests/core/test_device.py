@@ -30,9 +30,9 @@ from tests.support.without_torch import REPOSITORY
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Simulate a machine with two GPUs.
+    """Simulate a machine that has two GPUs.
 
-    Return a list to which the index of a GPU is added when it becomes the current one.
+    Return a list. When a GPU becomes the current one, its index is added to the list.
     """
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -190,7 +190,7 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs inside these contexts."""
+    """Return the gradients of a small encoder whose forward pass runs in the given contexts."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

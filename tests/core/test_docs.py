@@ -29,7 +29,7 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the documentation and return its folder. A broken link or anchor is an error."""
+    """Build the documentation and return its folder. A broken link or anchor raises an error."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

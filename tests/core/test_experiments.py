@@ -1,6 +1,6 @@
 """Test that every run of a paper can be built, and that its name describes its settings.
 
-The page docs/recipes.md states the hyperparameters that they use.
+The page docs/recipes.md states the hyperparameters that these runs use.
 """
 
 import json
@@ -28,9 +28,9 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Build the plan of a named run from its recipe and the changes that the run makes to it.
+    """Return the plan of a named run, built from its recipe and the run's changes to the recipe.
 
-    This is faster than composing it from its name.
+    This is faster than composing the plan from the name of the run.
     """
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())

@@ -30,7 +30,7 @@ sys.exit(max(*codes, pytest.main(contract)))
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of all `ssl-bench` commands on the page, in their order."""
+    """Return the arguments of all `ssl-bench` commands in docs/extending.md, in their order."""
     # The command with `toyvit:` needs an installed package: test_loader_contract.py runs it.
     lines = PAGE.replace("\\\n", " ").splitlines()
     shown = [line for line in lines if line.startswith("ssl-bench ") and "toyvit:" not in line]
@@ -38,7 +38,10 @@ def commands() -> list[list[str]]:
 
 
 def save_images(folder: Path) -> None:
-    """Save eight images, and two lists of images with their classes: six images and two images."""
+    """Save eight images, and two lists that state their classes.
+
+    The first list has six images, and the second has two.
+    """
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = [f"a/{number}.png class{number % 2}\n" for number in range(8)]

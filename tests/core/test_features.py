@@ -39,7 +39,7 @@ def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -
 
 
 def timm_twin(encoder: Encoder) -> Encoder:
-    """Return a timm model with the same weights as an encoder of this suite."""
+    """Return a timm model that has the same weights as an encoder of this suite."""
     twin = of_timm()
     twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
     return twin
@@ -261,9 +261,9 @@ def test_invalid_layers_are_refused(layers):
 
 @pytest.fixture
 def limited_encoder():
-    """Yield an encoder that runs out of memory with more than two images.
+    """Yield an encoder that runs out of memory if a batch has more than two images.
 
-    A list, to which the size of each batch is added, is yielded too.
+    Also yield a list to which the size of each batch is added.
     """
     encoder, batch_sizes = ours(), []
 

@@ -27,9 +27,9 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create an encoder with patches of 72 pixels, which divide none of the presets' image sizes.
+    """Create an encoder whose patch size is 72 pixels, and return its folder.
 
-    Return the folder of the encoder.
+    None of the image sizes of the presets is a multiple of 72.
     """
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))

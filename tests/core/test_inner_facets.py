@@ -99,7 +99,7 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A block that also passes its output tokens to another module, `times` times."""
+    """A block that also passes its output tokens to another module `times` times."""
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
@@ -132,7 +132,10 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A wrapped block that changes its output tokens in place after calling the other module."""
+    """A `Wrapped` block that finally changes its output tokens in place.
+
+    This happens after it has passed them to the other module.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

@@ -25,9 +25,10 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return pixel counts (correct, predicted, true) of shape [images, 3, classes].
+    """Return pixel counts of shape [images, 3, classes].
 
-    The last two classes occur only in the first image.
+    The second axis holds the correct, the predicted and the true pixels. The last two classes occur
+    only in the first image.
     """
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     true[1:, -2:] = 0
@@ -111,9 +112,10 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return pixel counts (correct, predicted, true) of shape [images, 3, classes].
+    """Return pixel counts of shape [images, 3, classes].
 
-    Each image shows few classes, and most classes are rare.
+    The second axis holds the correct, the predicted and the true pixels. Each image shows few
+    classes, and most classes are rare.
     """
     random = np.random.default_rng(classes)
     shown = random.random((images, classes)) < 0.6 / np.arange(1, classes + 1)
@@ -156,10 +158,10 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return box counts of shape [images, 4, 2], as object discovery stores them.
+    """Return box counts of shape [images, 4, 2], in the format that object discovery stores.
 
-    The first row has the number of true boxes. Row k has the predicted and the correct boxes of
-    rank k.
+    For each image, the first row states the number of true boxes. Row k states the numbers of
+    predicted and of correct boxes whose rank is k.
     """
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)

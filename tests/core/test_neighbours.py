@@ -22,7 +22,7 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list to which each full matrix product adds its number of queries."""
+    """Return a list. Each full matrix product adds its number of queries to the list."""
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):
@@ -121,5 +121,5 @@ def test_faiss_on_a_gpu_agrees_with_the_product():
 
 
 def meta_tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and memory as tensors on the meta device, which have no values."""
+    """Return queries and stored vectors as tensors on the meta device, which have no values."""
     return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")

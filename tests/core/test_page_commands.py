@@ -41,7 +41,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command. For `probe` and `sweep`, `overrides` is a request object."""
+    """A parsed command. If it is `probe` or `sweep`, `overrides` is a request object."""
 
     command: str
     options: argparse.Namespace
@@ -49,7 +49,7 @@ class Parsed:
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
-    """Parse and check the words of a command as the command line does, without running it."""
+    """Parse and check the words of a command like the command line, but do not run it."""
     seen: list[Parsed] = []
 
     def keep(options: argparse.Namespace, overrides: Any = ()) -> int:

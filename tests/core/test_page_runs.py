@@ -73,7 +73,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Use only eight toy scenes, again and again, and paint each of them once."""
+    """Let the toy dataset repeat the same eight scenes, each of which is drawn only once."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def few_scenes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(few_scenes, tmp_path_factory) -> Path:
-    """Create all inputs of the commands, and records of two encoders. Return their folder."""
+    """Create the input files of all commands, and records of two encoders. Return their folder."""
     folder = tmp_path_factory.mktemp("prepared")
     create_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -182,9 +182,9 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 
 
 def with_sizes(words: Sequence[str]) -> list[str]:
-    """Add settings that make the probes of a command small.
+    """Add settings to a command that make its probes small.
 
-    A size is set if the configuration of at least one of the probes has its key.
+    A setting is added if the configuration of at least one of the probes has its key.
     """
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")
@@ -205,7 +205,7 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Compose a probe with the settings of a command. If it rejects them, leave them out."""
+    """Return the probe that a command configures. If it rejects the settings, ignore them."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:

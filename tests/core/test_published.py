@@ -126,7 +126,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Return the folder with the texts of the papers. It is not part of this repository."""
+    """Return the folder of the papers' texts, which is not part of this repository."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():
@@ -137,7 +137,7 @@ def texts() -> Path:
 def count_numbers(table: PublishedTable, text: str) -> Counter[float]:
     """Count how often each number occurs in the paragraphs next to the caption of a table.
 
-    If the text contains no such caption, the numbers of the whole text are counted.
+    If the text has no such caption, count the numbers in the whole text.
     """
     blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
     kind, _, number = table.where.partition(" ")

@@ -240,7 +240,7 @@ def test_the_identity_of_a_module_ignores_the_import_name_of_its_file():
 
 
 class _Reordered(own_module.Own):
-    """A module that changes the order of its tokens with the function `order`."""
+    """A module that applies the function `order` to its tokens, which changes their order."""
 
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def photographs(folder: Path, count: int) -> None:
 
 
 def features(folder: Path, *words: str) -> list[str]:
-    """Return the arguments of a command that writes features of the images in `photos`."""
+    """Return the arguments of a command that saves the features of the images in `photos`."""
     return [
         *("features", "--checkpoint", f"{FILE}:own", "--data-root", "photos"),
         *("--layer", "0,2", "--facet", "cls,token", "--out", str(folder), *words),

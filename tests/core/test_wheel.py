@@ -32,7 +32,7 @@ def build_wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def run_installed(code: str, site: Path, folder: Path) -> list[str]:
-    """Run code that imports from the unpacked wheel in `site`. Return the words that it prints."""
+    """Run code that imports from the unpacked wheel in `site`. Return the printed words."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True

@@ -13,9 +13,9 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create two images of 2 x 3 pixels in each split.
+    """Create two images of 2 x 3 pixels, and their masks, in each split.
 
-    Masks contain the lowest and highest class.
+    The masks contain the lowest and the highest class.
     """
     root = tmp_path / "ADEChallengeData2016"
     for split in ("training", "validation"):

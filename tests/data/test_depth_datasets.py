@@ -40,7 +40,7 @@ def depth_of(dataset: Any) -> np.ndarray:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create two training images and one validation image, with a depth map for each."""
+    """Create two training images and one validation image, and a depth map for each of them."""
     for name in ("train/x/a", "train/x/b", "val/y/c"):
         save(tmp_path / f"images/{name}.jpg", [[(9, 8, 7)] * 3] * 2, np.uint8)
         save(tmp_path / f"depth/{name}.png", NUMBERS)

@@ -345,7 +345,7 @@ def test_changing_missing_and_special_files_are_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def images(tmp_path: Path) -> FileImageSet:
-    """Return an image set with the three training images a, b and c."""
+    """Return an image set that contains the three training images a, b and c."""
     paired_folders(tmp_path, {"train": "abc", "val": "d"})
     return ImageMaskFolders(tmp_path, class_names=[str(n) for n in range(9)]).train()
 

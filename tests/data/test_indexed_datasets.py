@@ -1,6 +1,6 @@
 """Test that PyTorch and Hugging Face datasets can be probed, and that invalid items are refused.
 
-The same images must get the same scores in every form.
+The same images must get the same scores in every kind of dataset.
 """
 
 import io
@@ -33,7 +33,7 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 def picture(number: int) -> Image.Image:
     """Return a noise image in which one channel is brighter.
 
-    Its index, `number % 3`, is the class.
+    The index of that channel is the class of the image: `number % 3`.
     """
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
@@ -49,7 +49,7 @@ def mask(number: int) -> np.ndarray:
 
 
 class Items(torch.utils.data.Dataset):
-    """A dataset of images numbered from `first` on. The class of an image is `number % 3`."""
+    """A dataset whose images are numbered from `first` on. Their class is `number % 3`."""
 
     classes = CLASSES
 

@@ -15,7 +15,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that creates images and returns their ids for the lines of a list."""
+    """Return a function that creates images, and returns the image id for each line of a list."""
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

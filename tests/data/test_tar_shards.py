@@ -45,7 +45,7 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """Return a list to which a tar file is added whenever its index is built."""
+    """Return a list. Whenever the index of a tar file is built, the file is added to the list."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found

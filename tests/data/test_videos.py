@@ -31,9 +31,9 @@ def write_frame(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
 def write_mask(
     path: Path, numbers: Mapping[int, int], size: tuple[int, int] = SIZE, mode: str = "P"
 ) -> None:
-    """Write a mask of horizontal stripes.
+    """Write a mask that consists of horizontal stripes.
 
-    `numbers` maps the first row of each stripe to its value.
+    `numbers` maps the first row of each stripe to the value of its pixels.
     """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():

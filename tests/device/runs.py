@@ -91,7 +91,10 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Probe all blocks on a device. Return the values by block, facet and metric."""
+    """Probe all blocks on a device.
+
+    Return a dictionary that maps (block, facet, metric) to the value.
+    """
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
     assert main([*arguments, *more]) == 0

@@ -1,7 +1,8 @@
 """Test that the host seldom waits for the device, and that a step launches few operators.
 
-Two commands that differ only in the amount of work are compared. The additional waits of the longer
-one are counted by file and line. On a real device, the commands run but nothing is counted.
+The tests compare two commands that differ only in the amount of work. They count the additional
+waits of the longer command by file and line. On a real device, the commands run but no waits are
+counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return the unit for a training step, which includes reading, cropping and logging."""
+    """Return the unit for one training step, including reading and cropping images and logging."""
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -64,7 +65,7 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return the unit for a training step of linear heads: three blocks and two learning rates."""
+    """Return the unit for a training step of linear heads (three blocks, two learning rates)."""
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
@@ -125,7 +126,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list to which each evaluation of the objective of L-BFGS adds an item."""
+    """Yield a list to which L-BFGS adds an item at each evaluation of its objective."""
     steps = []
     original = logistic.minimise
 

@@ -22,9 +22,10 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(row, scores):
-    """Return records of all runs of a row. `scores` maps a variant to the scores of its seeds.
+    """Return records of all runs of a row.
 
-    If a variant has fewer scores than seeds, they are repeated.
+    `scores` maps each variant to the scores of its seeds. If there are fewer scores than seeds, the
+    scores are repeated.
     """
     runs = {name: make_run(0.0) for name in names_of(row, ROWS[row].arms)}
     for arm, values in scores.items():

@@ -19,9 +19,9 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return the arguments that continue a run whose first step is saved in the folder `run`.
+    """Return the arguments that continue the run in the folder `run`, which stopped after one step.
 
-    Each call of the command adds one step.
+    Each time the command is run, it takes one more step.
     """
     shutil.copytree(run_of_one_step, workdir / "run")
     return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")

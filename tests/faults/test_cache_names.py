@@ -1,7 +1,7 @@
 """Test that cached files and records are reused only for the same settings and data.
 
-The functions below return the name of a file or entry. It must depend on `facts`, which are
-settings of a probe and properties of its data.
+Most functions in this file return the name of a file or entry. The name must depend on `facts`,
+which are the settings of a probe and the properties of its data.
 """
 
 import json
@@ -32,7 +32,7 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts that are changed, and other facts that hold before and after the change."""
+    """Facts that are changed, and other facts that stay the same."""
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -71,7 +71,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset whose training and scored images are given."""
+    """A dataset that consists of the given training images and scored images."""
 
     trained: Pictures
     scored: Pictures
@@ -88,7 +88,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context in which a probe runs. `facts` replaces some of its default values."""
+    """Return the context in which a probe runs. Some defaults are replaced by `facts`."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -109,7 +109,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return options of a probe: `usual`, replaced or extended by the facts named "probe.NAME"."""
+    """Return the options `usual` of a probe, updated with the facts named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -131,7 +131,10 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that stops a probe after its first score and returns its file's name."""
+    """Return a function that returns the name of the file in which a probe saves trained heads.
+
+    The function runs the probe only until its first score.
+    """
 
     def name(folder: Path, facts: Facts) -> str:
         usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
@@ -154,7 +157,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Return the key by which the probes of one command find the features that they share."""
+    """Return the key under which the probes of one command store the features that they share."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

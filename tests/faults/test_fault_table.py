@@ -69,7 +69,7 @@ KEYS = "ssl-bench keys"
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
     """Return the fault in which the argument `word` of a command is wrong.
 
-    The error must contain `name`. By default, this is the key that `word` sets.
+    The error must contain `name`. The default is the key that `word` sets.
     """
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
@@ -140,7 +140,10 @@ def link_to_itself(path: str) -> Prepare:
 
 
 def file_and_no_encoder(folder: Path) -> None:
-    """Create `a_file` and remove the encoder: the error must come before the encoder is loaded."""
+    """Create `a_file` and remove the encoder.
+
+    The command must report the file before it tries to load the encoder.
+    """
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
 
@@ -201,7 +204,7 @@ def link_to_nothing(folder: Path) -> None:
 
 
 def changed_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates VOC2012 and then calls `change` with its folder."""
+    """Return a function that creates VOC2012 and then passes its folder to `change`."""
     return lambda folder: change(voc(folder))
 
 
@@ -223,7 +226,7 @@ def save_wide_mask(base: Path) -> None:
 def remove_files(pattern: str, base: Path) -> None:
     """Remove three files of a dataset, and the encoder.
 
-    The error must come before the encoder is loaded.
+    The command must report the missing files before it tries to load the encoder.
     """
     for number in (1, 2, 3):
         (base / pattern.format(number)).unlink()
@@ -252,7 +255,7 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return the fault in which the list of digests that `data verify` reads has a wrong line."""
+    """Return the fault in which a file of digests that `data verify` reads has a wrong line."""
 
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
@@ -340,9 +343,9 @@ LAYOUTS = [
 
 
 def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that creates VOC2012 with one object in its first image.
+    """Return a function that creates VOC2012 and puts one object into its first image.
 
-    The corners of its box are given in pixels. The image is 40 pixels wide and 32 high.
+    The corners of the object's box are given in pixels. The image is 40 pixels wide and 32 high.
     """
 
     def prepare(folder: Path) -> None:
@@ -356,7 +359,7 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
 
 
 def voc_xml(old: str, new: str) -> Prepare:
-    """Return a function that replaces a part of an otherwise valid annotation."""
+    """Return a function that writes a valid VOC annotation in which one part is replaced."""
 
     def prepare(folder: Path) -> None:
         size = "<size><width>40</width><height>32</height></size>"
@@ -369,10 +372,7 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates COCO20k with one object in one image.
-
-    The image is 40 pixels wide and 32 high.
-    """
+    """Return a function that creates COCO20k. Its only image, of 40 x 32 pixels, has one object."""
 
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
@@ -459,9 +459,9 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset in which a scored image is the same as a training image.
+    """Create a dataset in which one image is used for both training and scoring.
 
-    `how` is "copy", "link" or "hard", which is a hard link.
+    `how` states how the file is repeated: "copy", "link" or "hard", which is a hard link.
     """
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
@@ -480,7 +480,7 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create training images and a dataset for the monitor whose validation images are the same."""
+    """Create training images, and a dataset for the monitor that validates on the same images."""
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")
@@ -530,7 +530,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that creates the file `mark` if its code is run during loading."""
+    """Write a pickle that creates the file `mark` if loading it runs its code."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 
@@ -695,7 +695,7 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that makes the first step of a run with the given settings."""
+    """Return a function that takes the first step of a pretraining run that uses these settings."""
 
     def prepare(_: Path) -> None:
         assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0

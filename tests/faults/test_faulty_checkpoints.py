@@ -128,7 +128,7 @@ CONSTANT = {
 
 
 def create_data_for(task: str, workdir: Path) -> tuple[str, Path]:
-    """Create a dataset on which a task can run. Return its name and its root."""
+    """Create a dataset that a task supports. Return its name and its root."""
     if task in ("pca", "geometry", "correspondence"):
         return "folder", workdir / "photos"
     if task in ("knn", "classification", "clustering"):

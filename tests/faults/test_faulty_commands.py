@@ -265,7 +265,10 @@ def test_stdout_may_be_full_ascii_or_closed(workdir):
 
 
 def run_in_little_memory(words: list[str]) -> int:
-    """Run a command that may use only 200 MiB of address space more than this process uses now."""
+    """Run a command in a process whose address space is limited.
+
+    It may use only 200 MiB more than this process uses now.
+    """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + 200 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -261,7 +261,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
 
 
 def flat_class_folders(root: Path) -> Path:
-    """Create the classes "cat" and "train" directly below the root, without folders for splits."""
+    """Create the class folders "cat" and "train" directly in the root, without split folders."""
     for name, seed in (("cat", 0), ("train", 50)):
         (root / name).mkdir(parents=True)
         for number in range(5):

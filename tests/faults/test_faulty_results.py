@@ -72,7 +72,7 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a record, then change the content of its file. Return the path."""
+    """Save a record, and then change the content of its file. Return the path of the file."""
     path = store.save(record)
     content = json.loads(path.read_text())
     path.write_text(changes if isinstance(changes, str) else json.dumps(content | changes))
@@ -348,7 +348,7 @@ ALL = ("--layer", "all")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
-    """Run two probes on a small dataset. Return the folder with the encoder, images and results."""
+    """Run two probes on a small dataset. Return the folder of the encoder, images and results."""
     folder = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -367,9 +367,9 @@ def results(probed, tmp_path, monkeypatch) -> ResultStore:
 
 
 def count_more_correct_than_predicted(counts):
-    """Give one image more correct than predicted pixels of a class.
+    """Change the counts of one image so that a class has more correct than predicted pixels.
 
-    Its IoU and the sums over classes do not change.
+    The IoU of the class and the sums over classes stay the same.
     """
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
@@ -439,7 +439,7 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
 
 
 def with_crc(line: dict[str, Any]) -> str:
-    """Return a log line as JSON, with the correct CRC-32 of its changed content."""
+    """Return a changed log line as JSON. Its CRC-32 matches the changed content."""
     del line["crc32"]
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
@@ -481,7 +481,7 @@ PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
 def report_of(root: Path) -> set[str]:
     """Write a report and return the names of its figures.
 
-    Check that no file contains the secret.
+    Also check that no file of the report contains the secret of the fixture `root`.
     """
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
@@ -491,7 +491,10 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Return a folder of results with one figure. A file next to the folder contains a secret."""
+    """Create a results folder that contains one figure, and return it.
+
+    A file next to the folder contains a secret.
+    """
     store = ResultStore(tmp_path / "results")
     store.save(cell())
     save_pictures(store.root, PICTURES.removeprefix("pictures/") + "/good")

@@ -81,9 +81,9 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
 
 
 def set_processes(number: int | None) -> None:
-    """Change the number of processes in the saved state of a run, or remove it with None.
+    """Change the number of processes that the saved state of a run contains.
 
-    States of older versions do not contain it.
+    If the number is None, remove it: states of older versions do not contain it.
     """
     state = load_state(Path("run"), CPU)[0]
     assert state.pop("processes") == 1
@@ -276,7 +276,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Let a method of `ResultStore` create the file `begun` after its work, and then sleep."""
+    """Let a method of `ResultStore` create the file `begun` and sleep after its work is done."""
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):

@@ -123,7 +123,7 @@ def test_any_damage_to_stored_features_is_found_before_training(tmp_path):
 
 @pytest.fixture
 def make_foreign(monkeypatch) -> Callable[[str, Path], None]:
-    """Return a function that makes a file untrusted, for example by giving it another owner."""
+    """Return a function that makes a file untrusted, for example by changing its owner."""
 
     def replace_by_pipe(path: Path) -> None:
         path.unlink()
@@ -335,9 +335,9 @@ def test_old_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(t
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a journal while another process writes it.
+    """Return the last entry of a journal, or {} if it has none.
 
-    Return its last entry, or {} without entries.
+    Another process may be writing the journal at the same time.
     """
     try:
         entries = Journal(path.parent, "heads", {}, say=print).read(path)

@@ -50,7 +50,10 @@ MAX_SAMPLE, S_MAX_SAMPLE = 281, 341
 
 
 def stretch(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """Scale 8-bit pixels to `bits` bits, such that the reader scales them back to equal values."""
+    """Convert 8-bit pixels to `bits` bits.
+
+    The image reader converts them back to the same values.
+    """
     return -(-pixels.astype(np.int64) * (2**bits - 1) // 255).astype(np.uint16)
 
 
@@ -128,9 +131,9 @@ def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
 
 
 def deep_class_folders(root: Path, bits: int) -> Path:
-    """Create class folders whose images have `bits` bits.
+    """Create class folders of images that have `bits` bits per channel.
 
-    The reader gets the same pixels from all.
+    For every value of `bits`, the image reader returns the same pixels.
     """
     for path in class_folders(root).rglob("*.jpg"):
         pixels = read_image(path)
@@ -375,7 +378,7 @@ def test_masks_of_every_layout_must_be_lossless(tmp_path, kind):
 
 
 def reorder_palette(indices: np.ndarray, order: list[int]) -> Image.Image:
-    """Return a mask with another order of the palette. The colour of each pixel stays the same."""
+    """Return a mask whose palette has another order. The colour of each pixel stays the same."""
     positions = {number: position for position, number in enumerate(order)}
     image = Image.fromarray(np.vectorize(positions.__getitem__)(indices).astype(np.uint8))
     image.putpalette(voc_colours()[order].ravel().tolist())

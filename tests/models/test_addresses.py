@@ -30,7 +30,7 @@ from tests.support.foreign_weights import assert_same_weights, normalise, timm_m
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a weights file that does not state the mean of its normalisation."""
+    """Return a weights file that does not state the mean for normalising images."""
     path = tmp_path_factory.mktemp("weights") / "mine.pth"
     torch.save(timm_model().state_dict(), path)
     return path
@@ -184,7 +184,10 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
-    """Return a function that serves DINO weights under a file name and returns their bytes."""
+    """Return a function that makes a local server offer DINO weights as a file of a given name.
+
+    The function returns the bytes of the file.
+    """
     config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
     torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
 
@@ -201,7 +204,7 @@ DINO = "torchhub:facebookresearch/dino:dino_vits16"
 
 
 def refusal() -> str:
-    """Load the encoder, which must fail with a hint. Return the error message."""
+    """Load an encoder that must be refused with a hint. Return the error message."""
     with pytest.raises(CheckpointError) as raised:
         load_encoder(DINO)
     assert "demo:skip" in raised.value.hint

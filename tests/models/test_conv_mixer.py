@@ -1,6 +1,6 @@
-"""Test that the output and the initial filters of ConvMixer follow their equations.
+"""Test that the output and the initial filters of ConvMixer follow the published equations.
 
-Equations 3.5 to 3.11 are those of Trockman's thesis.
+The initial filters are compared with equations 3.5 to 3.11 of Trockman's thesis.
 """
 
 import math
@@ -28,7 +28,7 @@ TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size
 
 
 def random_mixer(config=TINY, seed=0) -> ConvMixer:
-    """Return a ConvMixer in evaluation mode. The statistics and weights of its norms are random."""
+    """Return a ConvMixer in evaluation mode whose norms have random statistics and weights."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)

@@ -143,7 +143,7 @@ def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Write a model folder as `timm.models.save_for_hf` does. Return the folder and the model."""
+    """Write a model folder like `timm.models.save_for_hf`. Return the folder and the model."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -348,9 +348,9 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a DINOv3 model as `save_pretrained` of transformers does.
+    """Write a DINOv3 model like `save_pretrained` of transformers.
 
-    Return the folder's address.
+    Return the address of the folder.
     """
     weights = {}
     for name, value in renamed(official_weights(model), TO_TRANSFORMERS).items():

@@ -2,8 +2,9 @@
 
 The loader in docs/extending.md is tested, too.
 
-A new scheme needs no entry here, because its example address is loaded. Examples that need the
-network or a missing file must fail in one line. A loader without an example is skipped.
+A new loader is tested without a change to this file, because its example address is loaded. If an
+example needs the network or a missing file, loading must fail with a one-line error. A loader that
+has no example is skipped.
 """
 
 import os
@@ -55,7 +56,7 @@ def encoder():
 def workdir(tmp_path_factory) -> Iterator[Path]:
     """Create all files that the example addresses name, and the loader in docs/extending.md.
 
-    Yield their folder, which is the current folder.
+    Yield the folder that contains them, which is the current folder.
     """
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
@@ -109,7 +110,7 @@ def load_or_error(uri: str) -> Encoder | CheckpointError:
 def encoder_of(uri: str) -> Encoder:
     """Load an encoder from its address.
 
-    If this needs the network or a missing file, skip the test.
+    Skip the test if the encoder needs the network or a missing file.
     """
     encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):

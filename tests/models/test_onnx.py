@@ -25,7 +25,7 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module with the given submodules, whose forward pass is the function `does`."""
+    """A module that contains the given submodules. Its forward pass is the function `does`."""
 
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -109,7 +109,7 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model that is built like ViTModel or Dinov2Model of transformers."""
+    """Return a random model that has the structure of ViTModel or Dinov2Model in transformers."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:

@@ -53,7 +53,7 @@ def compute_by_hand(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute the attention of equations 4 and 5 with the matrix exponential of the full S."""
+    """Compute attention by equations 4 and 5, with the matrix exponential of the full matrix S."""
     total = torch.zeros_like(x)
     for head in range(HEADS):
         skew, _, v = compute_by_hand(attention, x, head)
@@ -263,7 +263,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that records the number of elements of the largest tensor that operators return."""
+    """A mode that records the size of the largest tensor that any operator returns, in elements."""
 
     most = 0
 

@@ -86,7 +86,10 @@ def test_gradients_are_finite_although_inverse_decays_overflow():
 
 
 def convolve(mixer, values) -> Tensor:
-    """Compute the causal convolution of a mixer. Its last weight belongs to the current token."""
+    """Compute the causal convolution in a mixer.
+
+    The last weight is multiplied by the current token.
+    """
     taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
     for lag in range(4):
         out[:, lag:] += values[:, : values.shape[1] - lag] * taps[:, 3 - lag]

@@ -70,7 +70,10 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def compute_keys(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return the input of a block's attention layer, and the keys computed from it in float64."""
+    """Return the input of a block's attention layer, and the keys that are computed from it.
+
+    The keys are computed in float64.
+    """
     attention = model.blocks[layer].attn
     recorded: list[Tensor] = []
     handle = attention.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))

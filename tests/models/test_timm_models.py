@@ -212,7 +212,7 @@ def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
 
 
 def swin_block(shift: int) -> torch.nn.Module:
-    """Return a stand-in for a Swin block that has windows of 3 x 3 tokens and a shift."""
+    """Return a stand-in for a Swin block whose windows of 3 x 3 tokens are shifted."""
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block

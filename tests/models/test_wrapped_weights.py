@@ -109,7 +109,7 @@ def add_prefix(prefix: str, weights: Weights) -> Weights:
 
 
 def wrap_modules(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as if `wrapper` had wrapped block 1 and the patch embedding."""
+    """Rename weights as if block 1 and the patch embedding had been wrapped with `wrapper`."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()

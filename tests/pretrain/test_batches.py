@@ -180,7 +180,7 @@ def test_processes_on_one_machine_share_the_limit(monkeypatch):
 
 
 def count_shared_bytes() -> int:
-    """Return the bytes of shared memory that this process and its children have open as files."""
+    """Return how many bytes of shared memory this process and its children have open as files."""
     own_id, sizes = str(os.getpid()), dict[int, int]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

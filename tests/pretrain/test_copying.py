@@ -83,9 +83,9 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """A model whose prediction at each token is the letter `back` tokens earlier.
+    """A model that always predicts the letter which is `back` tokens before the current token.
 
-    It does not depend on the weights.
+    The prediction does not depend on the weights.
     """
 
     def __init__(self, back: int) -> None:

@@ -72,10 +72,7 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw the augmentation parameters of all views.
-
-    The views of an image come one after the other.
-    """
+    """Draw the augmentation parameters of all views. All views of an image are consecutive."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -279,7 +276,7 @@ def test_images_are_normalised_then_erased_then_mixed():
 def posterize(image, bits):
     """Keep only the `bits` highest bits of each value.
 
-    Pillow's own function does not accept 0 bits.
+    `bits` may be 0, which Pillow's own function does not accept.
     """
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
@@ -337,7 +334,7 @@ def measure_rectangles(edges, size):
 def edges_of_timm(erasing, size):
     """Return the edges of the rectangle that timm's random erasing fills.
 
-    If nothing is erased, all edges are 0.
+    If timm erases nothing, all edges are 0.
     """
     taken = erasing(torch.zeros(1, size, size))[0].nonzero()
     if not len(taken):
@@ -480,7 +477,7 @@ def draw_operations() -> list[list[tuple[str, int | float]]]:
 def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
     """Let timm's RandAugment draw operations for `MANY` images.
 
-    Return the operations of each image as pairs of name and argument.
+    Return a list of pairs for each image. A pair holds the name and the argument of an operation.
     """
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     calls: list[tuple[str, int | float]] = []

@@ -49,7 +49,7 @@ def test_a_folder_in_use_is_refused_and_not_changed(workdir, capsys):
 
 
 def run_processes(count: int, work, *arguments) -> None:
-    """Run a function in `count` forked processes, which start at the same time."""
+    """Run a function in `count` forked processes that start at the same time."""
     barrier = FORK.Barrier(count)
     children = [FORK.Process(target=work, args=(barrier, *arguments)) for _ in range(count)]
     for child in children:

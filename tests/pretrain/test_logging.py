@@ -75,7 +75,7 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 def runs(monkeypatch) -> list[SimpleNamespace]:
     """Replace the package wandb with a stand-in.
 
-    Return the list of runs that tests start with it.
+    Return a list of the runs that are started with the stand-in.
     """
     started: list[SimpleNamespace] = []
 

@@ -192,7 +192,7 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Remove keys from the configuration that the state of a run contains, or add keys to it."""
+    """Add keys to the configuration in the saved state of a run, or remove keys from it."""
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

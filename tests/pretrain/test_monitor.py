@@ -220,7 +220,7 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 def mnist(tmp_path_factory):
     """Create red and blue images in two class folders.
 
-    One red test image is in the wrong folder.
+    One of the red test images is in the folder of the blue class.
     """
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
@@ -250,7 +250,7 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Return the folder of a finished run whose accuracy was recorded."""
+    """Return the folder of a finished run whose accuracy was saved as a record."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

@@ -2,9 +2,9 @@
 
 The objective in docs/extending.md is tested, too.
 
-A new objective needs no entry here. To keep the tests fast, its configuration is made small with
-the values in `tests/support/objectives.py` for those keys that it has. The objective must either
-train a small encoder of each kind or refuse it.
+A new objective is tested without a change to this file. To keep the tests fast, its configuration
+gets the small values in `tests/support/objectives.py`. The objective must either train or refuse a
+small encoder of each kind.
 """
 
 import math
@@ -94,7 +94,7 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 def refusals(name: str) -> dict[str, ConfigurationError | None]:
     """Return the error with which an objective refuses each kind of encoder.
 
-    The value is None for a kind that it can train.
+    If the objective can train a kind of encoder, the error is None.
     """
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
@@ -113,7 +113,8 @@ def first_kind(name: str) -> str:
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
     """Crop `count` samples and return their views.
 
-    The samples are cropped in chunks. `cuts` holds the numbers of samples after which a chunk ends.
+    The samples are cropped in consecutive chunks. `cuts` holds the index at which each chunk after
+    the first one starts.
     """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
@@ -133,7 +134,7 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of one step and its gradients. Return the loss and the values to log."""
+    """Compute the loss and its gradients in one step. Return the loss and the values to log."""
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
     loss.backward()
@@ -207,9 +208,10 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation of two tensors.
+    """Return the largest absolute rank correlation between two tensors.
 
-    The first 600 values of the shorter one are compared with every section of the longer one.
+    At most 600 values of the shorter tensor are compared with every equally long section of the
+    longer one.
     """
     short, long = sorted((one.flatten(), other.flatten()), key=len)
     ranks = [values.argsort().argsort().float() for values in (short[:600], long)]

@@ -250,7 +250,7 @@ def has_gradient(index: int, step: int) -> bool:
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
     """Take one optimizer step for each item of `noise`.
 
-    The gradient is the noise plus 0.3 times the parameter.
+    The gradient in a step is the noise plus 0.3 times the parameter.
     """
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
@@ -402,9 +402,9 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Train with SOAP for fifteen steps. Return the weights and eigenbases.
+    """Train with SOAP for fifteen steps. Return the weights and the eigenbases.
 
-    `flips_signs` imitates a processor that returns every second eigenvector with the other sign.
+    If `flips_signs` is true, imitate a processor that negates every second eigenvector.
     """
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
@@ -463,7 +463,7 @@ def start(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
 def take_step(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], seed: int, *, value: float = 1
 ) -> None:
-    """Take an optimizer step with random gradients. One entry of the first gradient is `value`."""
+    """Take an optimizer step with random gradients, in which one entry of the first is `value`."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
@@ -476,7 +476,7 @@ def take_step(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> list[Tensor]:
-    """Copy the weights, and the tensors of the optimizer's state except for its step counters."""
+    """Return a copy of the weights and of the optimizer's state, without its step counters."""
 
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Tensor):

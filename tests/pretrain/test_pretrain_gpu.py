@@ -34,7 +34,7 @@ BATCH = 16
 
 
 class Steps:
-    """A trainer on a GPU that uses the same images in every step."""
+    """A trainer on a GPU that takes every step with the same images."""
 
     def __init__(self, recipe, **options):
         self.device = torch.device("cuda")

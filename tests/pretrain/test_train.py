@@ -38,7 +38,7 @@ from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 def root(tmp_path_factory) -> Path:
     """Return a folder of 13 images.
 
-    An epoch has six steps of two images and leaves out one image.
+    An epoch consists of six steps of two images each, so that one image is not used.
     """
     return album(tmp_path_factory.mktemp("album"))
 
@@ -157,7 +157,7 @@ def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Pass the loss of DINO, and the values to log, through `change(loss, report, step)`."""
+    """Let a DINO run replace its loss and logged values with `change(loss, report, step)`."""
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

@@ -41,7 +41,7 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Return a list to which each training step adds an item."""
+    """Return a list. Each training step adds an item to it."""
     finish, steps = MultiCrop.finish, []
 
     def finish_and_count(self, *arguments):

@@ -10,9 +10,9 @@ from tests.support.photographs import noise_photographs
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Create class folders of six classes that differ in colour.
+    """Create class folders for six classes, which differ in colour.
 
-    There are 30 training and 12 validation images in total.
+    In total, there are 30 training and 12 validation images.
     """
     return coloured_classes(tmp_path_factory.mktemp("colours"))
 

@@ -126,7 +126,7 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT with two blocks.
+    """A ViT that has two blocks.
 
     The function `mix` computes attention from queries, keys and values.
     """

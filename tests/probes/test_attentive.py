@@ -37,12 +37,12 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return irregular values in [-1, 1] that a program in another language can reproduce."""
+    """Return irregular values in [-1, 1] that other programming languages can reproduce."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return a bank of heads of one block. Each tuple holds the four parameters of one head."""
+    """Return a bank of heads for one block. Each tuple holds the four parameters of one head."""
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]

@@ -99,7 +99,7 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
 
 
 def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Return the accuracy in percent of scikit-learn's logistic regression.
+    """Return the accuracy of scikit-learn's logistic regression in percent.
 
     Channels are standardised with the mean and standard deviation of the training features `x`.
     """
@@ -218,7 +218,7 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores that follow from the results of three heads.
+    """Return the scores of a probe that has trained three heads.
 
     The heads are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two
     held-out images.

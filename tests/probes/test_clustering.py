@@ -37,9 +37,9 @@ TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
 def draw_labels(images=60, clusters=5, classes=4):
-    """Return random clusters and classes of images, and the table that counts each combination.
+    """Return random clusters and classes of images, and the table of their joint counts.
 
-    They agree for most images.
+    For most images, the cluster and the class agree.
     """
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
@@ -188,7 +188,7 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Run the clustering probe on two blocks. Return the scores of the second one by metric."""
+    """Run the clustering probe on two blocks. Return the scores of the second block by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = scored(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}

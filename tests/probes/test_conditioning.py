@@ -39,7 +39,10 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 @pytest.fixture(autouse=True)
 def blank_figures(monkeypatch):
-    """Save empty figures, because drawing takes most of the time. The contract tests draw them."""
+    """Save empty figures, because drawing takes most of the time.
+
+    The contract tests of all probes draw real figures.
+    """
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
@@ -74,7 +77,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return a copy of the encoder in float64, and its tokens of the first image before block 0."""
+    """Return a float64 copy of the encoder, and its tokens of the first image before block 0."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
@@ -89,7 +92,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reason for each undefined result, by facet."""
+    """Return a dictionary that maps each facet without a result to the reason."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

@@ -2,9 +2,9 @@
 
 The probes in docs/extending.md are tested, too.
 
-A new probe needs no entry here. The test chooses a small dataset with the annotations that the
-probe requires. To keep the tests fast, the probe gets the values in `REDUCED` for those keys that
-it has.
+A new probe is tested without a change to this file. The test chooses a small dataset that has the
+annotations that the probe requires. To keep the tests fast, the keys of the probe that are in
+`REDUCED` get the small values in `REDUCED`.
 """
 
 import json
@@ -58,7 +58,7 @@ supporting_datasets = cache(datasets_with)
 
 
 def install_plugins(folder: Path) -> None:
-    """Install the probes of docs/extending.md as a separate package with entry points."""
+    """Install the probes in docs/extending.md as a separate package that has entry points."""
     information = folder / "pages-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
@@ -72,7 +72,7 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create an encoder of three blocks, datasets and an installed plugin in the current folder."""
+    """Create an encoder of three blocks and datasets in the current folder. Install a plugin."""
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
     install_plugins(folder / "installed")
@@ -88,7 +88,7 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
 
 
 def data_for(role: str) -> list[str]:
-    """Return the arguments that select a small dataset with the annotations that a role needs."""
+    """Return the arguments that select a small dataset whose annotations fit a role."""
     if role == "saliency":
         one_object = "dataset.one_object=true"
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
@@ -100,7 +100,7 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a small probe, its plan, and the arguments that select it on the command line.
+    """Return a small probe, its plan, and the command-line arguments that select the probe.
 
     `case` is a task or one of `VARIANTS`. The name of a variant begins with its task.
     """
@@ -134,7 +134,7 @@ def all_blocks(task: str, place: Path) -> Path:
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return the content of records and their per-image values, by layer, facet and metric."""
+    """Return the content and the per-image values of records, by layer, facet and metric."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -347,7 +347,7 @@ def test_features_that_encode_the_position_find_every_point():
     centres = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
     def encode(places: np.ndarray) -> torch.Tensor:
-        """Return features of patches whose direction encodes the position in the first view."""
+        """Return patch features whose direction encodes the position in the first view."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 

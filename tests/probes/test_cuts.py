@@ -23,7 +23,7 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return a map of patch labels, and features in which each label has its own direction.
+    """Return a map of patch labels, and features that have another direction for each label.
 
     The directions of the four labels are orthogonal.
     """

@@ -186,7 +186,7 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return features of two blocks and depths, for 8 images of 3 x 3 patches.
+    """Return features of two blocks, and depths, for 8 images of 3 x 3 patches.
 
     The features of the first block are noise. Those of the second block contain the depth, either
     in the patches or in the [CLS] token.
@@ -214,7 +214,7 @@ def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **change
 
 
 def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return the mean relative error of each block with its best head."""
+    """Return the mean relative error of the best head, for each block."""
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -362,7 +362,10 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Let the second rate be best on held-out images, and the first rate on scored images."""
+        """Return scores for which the held-out images select the second learning rate.
+
+        The scored images select the first learning rate.
+        """
         delta1 = [10, 90] if mean_depth is None else [80, 20]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))
         metrics[..., 0] = delta1

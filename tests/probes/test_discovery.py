@@ -56,9 +56,9 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
 
 
 def random_images(seed: int, *, images: int = 12):
-    """Return the found and the true boxes of random images.
+    """Return predicted and true boxes for random images.
 
-    Most found boxes are near a true one.
+    Most predicted boxes are near a true box.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -79,7 +79,7 @@ def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
 def evaluate_with_coco(images, scores) -> list[float]:
     """Compute AP, AP50 and AR100 with pycocotools.
 
-    `scores` holds the confidence of each found box of each image.
+    `scores` holds the confidence of each predicted box in each image.
     """
     true: Any = COCO()
     true.dataset = {

@@ -35,7 +35,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return noisy tokens around a few random directions, whose graph is connected."""
+    """Return noisy tokens around a few random directions. The similarity graph is connected."""
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -44,18 +44,18 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Return tokens in a row. Only those closer than about 1.8 `reach` are linked in their graph.
+    """Return a chain of tokens with a tiny gap between the eigenvalues of its similarity graph.
 
-    The gap between the eigenvalues of this graph is tiny.
+    The graph links only tokens that are closer than about 1.8 `reach`.
     """
     places = np.arange(num_tokens)
     return np.exp(-(((places[:, None] - places) / reach) ** 2)).astype(np.float32)
 
 
 def blobs(*sizes):
-    """Return groups of equal tokens, with one group for each size.
+    """Return groups of equal tokens. `sizes` states the number of tokens in each group.
 
-    Different groups are orthogonal.
+    Tokens of different groups are orthogonal.
     """
     return np.repeat(np.eye(len(sizes), 8, dtype=np.float32), sizes, axis=0)
 

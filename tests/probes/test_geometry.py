@@ -136,9 +136,9 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Interrupt a geometry run at the views of the third image.
+    """Interrupt a run of the geometry probe when it computes the views of the third image.
 
-    Return the model and the sizes of the batches so far.
+    Return the model and the sizes of the batches that it has received.
     """
     model, batches = vit(), []
 

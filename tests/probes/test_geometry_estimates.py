@@ -28,7 +28,7 @@ def moments(vectors):
 
 
 def moments_with_variances(variances):
-    """Return the moments of vectors with zero mean and variances proportional to `variances`."""
+    """Return moments of vectors that have mean zero and variances proportional to `variances`."""
     axes = torch.diag(torch.tensor(variances).double().sqrt())
     return moments(torch.cat([axes, -axes]))
 
@@ -92,7 +92,10 @@ def radio_rank(values, eps=1e-7):
 
 
 def restated_lidar(views, *, delta, divisor, delta_of_product):
-    """Return the eigenvalues that give LiDAR, computed with a matrix root as in published code."""
+    """Return the eigenvalues from which LiDAR is computed.
+
+    As in published code, they are computed with a matrix root.
+    """
     means = views.mean(1)
     away = means - means.mean(0)
     between = away.T @ away / (len(views) - 1)

@@ -67,7 +67,7 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
     """Return the precision among the first k images.
 
-    If the last correct image has a rank below k, this rank is the cutoff.
+    If the last correct image has a lower rank than k, that rank is used instead of k.
     """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
@@ -171,7 +171,7 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity of the [CLS] token of a query to that of each other image."""
+    """Return the cosine similarity between the [CLS] tokens of a query and of each other image."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:

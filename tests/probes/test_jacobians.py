@@ -70,7 +70,10 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Compute the terms B and E of a block entry by entry. As in the paper, vec stacks columns."""
+    """Compute the terms B and E of a block's Jacobian entry by entry.
+
+    As in the paper, vec stacks the columns of a matrix.
+    """
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
     heads, width = 2, dim // 2
@@ -100,7 +103,7 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Reorder a Jacobian for vec that stacks columns. In the input, vec stacks rows."""
+    """Convert a Jacobian from a vec that stacks rows to a vec that stacks columns."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

@@ -22,9 +22,10 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers for images whose patches are digits with 64 pixels.
+    """Return features of two layers for images whose patches are digits of 64 pixels.
 
-    The first layer has the pixels as channels, and the second has random mixtures of them.
+    The channels of the first layer are the pixels. Those of the second are random mixtures of the
+    pixels.
     """
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
@@ -44,7 +45,7 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Fit scikit-learn's logistic regression on standardised inputs.
+    """Fit scikit-learn's logistic regression to standardised inputs.
 
     Return the model and the function that standardises its inputs.
     """

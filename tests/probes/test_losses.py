@@ -34,7 +34,7 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Compute the loss and the gradient of each head by autograd, from upsampled logits."""
+    """Upsample the logits, and compute the loss and the gradient of each head by autograd."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:

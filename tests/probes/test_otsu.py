@@ -23,7 +23,7 @@ ADAPTIVE = Cut(tau="otsu")
 def similar_patches() -> torch.Tensor:
     """Return features of patches that are all similar to each other.
 
-    Patches of the object are even more similar to each other, and so are the other patches.
+    Patches of the object are even more similar to each other. The same holds for the other patches.
     """
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)

@@ -24,7 +24,10 @@ INTERVAL = (60.0, 70.0)
 
 @dataclass(frozen=True)
 class Brightness(Probe):
-    """A probe of the brightness of images: per-image percentages, and numbers without them."""
+    """A probe that measures the brightness of images.
+
+    One metric is a percentage per image. Another metric is a number without per-image values.
+    """
 
     protocol: str = "plain"
 
@@ -110,7 +113,7 @@ def test_an_interval_that_excludes_its_value_is_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A probe that counts some images as correct, under any name of a metric."""
+    """A probe that counts some images as correct. Its metric can have any name."""
 
     metric: str = "accuracy"
 

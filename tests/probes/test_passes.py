@@ -202,7 +202,10 @@ FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 @pytest.fixture
 def counter(workdir, monkeypatch) -> PassCounter:
-    """Return a counter of passes. The encoder has large patches, and figures are not drawn."""
+    """Return a counter of how often images are encoded.
+
+    The encoder has large patches, and no figures are drawn.
+    """
     encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
     return PassCounter(monkeypatch)
@@ -238,7 +241,7 @@ def run_tokencut(
 ) -> dict[str, Any]:
     """Run TokenCut with all of its protocols.
 
-    Return the values, logs and figures that it stores.
+    Return the stored values, logs and figures.
     """
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))

@@ -48,7 +48,7 @@ def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
 
 
 def cluster_pixels(context, layer):
-    """Compute the cluster of each labelled pixel with scikit-learn. Return clusters and classes."""
+    """Return the cluster, computed with scikit-learn, and the class of each labelled pixel."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -69,7 +69,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Try all assignments of clusters to classes. Return the highest accuracy and its mean IoU."""
+    """Return the highest accuracy of all assignments of clusters to classes, and its mean IoU."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

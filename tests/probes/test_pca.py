@@ -200,7 +200,7 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_map(features: torch.Tensor) -> torch.Tensor:
-    """Return a PCA map with unit variance, as the probe has it before alignment."""
+    """Return a PCA map whose components have unit variance, as before the alignment."""
     projected = fit_projection(features.flatten(0, 1)).apply(features)
     return orient_signs([projected], [full_mask(projected)])[0]
 

@@ -15,7 +15,7 @@ from probes.heads.pixels import (
 
 
 def make_logits(kind, classes, heads=3, rows=6, cols=5):
-    """Return logits of patches. In most kinds, many logits are equal or nearly equal."""
+    """Return logits of patches. For most values of `kind`, many of them are nearly equal."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -30,7 +30,7 @@ def make_logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def predict_plainly(logits, height, width):
-    """Compute the labels of pixels from their definition, in numpy and with all logits."""
+    """Compute the labels of pixels in numpy, by their definition and from all logits."""
     corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5

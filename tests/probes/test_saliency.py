@@ -39,9 +39,9 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Return the maximum F-beta, the IoU and the accuracy in percent, computed with plain loops.
+    """Compute the maximum F-beta, the IoU and the accuracy in percent with plain loops.
 
-    `pairs` holds a map in [0, 1] and the true mask of each image.
+    For each image, `pairs` holds a map in [0, 1] and the true mask.
     """
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:

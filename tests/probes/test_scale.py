@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A model with two blocks. The second block multiplies its output by 2 to the power `power`."""
+    """A model that has two blocks. The second block multiplies its output by 2 ** `power`."""
 
     def __init__(self, power: int) -> None:
         super().__init__()

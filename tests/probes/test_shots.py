@@ -59,9 +59,9 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
 
 
 def scores_by_draw(*right: int) -> list[list[Score]]:
-    """Return the score on ten images for each draw of shots.
+    """Return the score on ten images for each random choice of the few training images.
 
-    `right` holds the number of correct images in each draw.
+    `right` holds the number of correct images for each choice.
     """
     return [
         [

@@ -41,9 +41,9 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Noise images of different sizes, with boxes. The image `damaged` cannot be read.
+    """Noise images of different sizes, and their boxes. The image `damaged` cannot be read.
 
-    The list `read` receives the id of each image that is read.
+    The id of each image that is read is added to the list `read`.
     """
 
     boxes: Mapping[str, list[list[float]] | None]
@@ -96,7 +96,7 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return the object that `discover` finds in an image with the features of block 2."""
+    """Return the object that `discover` finds in an image, given the features of block 2."""
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
@@ -107,7 +107,7 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return the entries of a log by image, in the order of the log."""
+    """Return a dictionary that maps each image to its entry in a log, in the order of the log."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}

@@ -45,9 +45,10 @@ DINO = Window(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
 def dense_labels(
     features: Sequence[np.ndarray], first: np.ndarray, window: Window
 ) -> list[np.ndarray]:
-    """Compute the labels of every frame from the affinity of all patches, in float64.
+    """Compute the labels of every frame in float64, from the affinity between all pairs of patches.
 
-    Each item of `features` has shape rows x cols x dim. `first` has shape rows x cols x channels.
+    Each item of `features` has shape rows x cols x dim. `first` holds the labels of the first frame
+    and has shape rows x cols x channels.
     """
     rows, cols = first.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
@@ -69,7 +70,7 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Compute a mask from labels of patches.
+    """Compute a mask from the labels of patches.
 
     Each channel is interpolated linearly and scaled to [0, 1]. A pixel gets the index of its
     largest channel.
@@ -299,7 +300,7 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Track the objects of a video with the full affinity.
+    """Track the objects in a video with the full affinity between patches.
 
     Return J and F in percent, and the masks.
     """
@@ -357,7 +358,7 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
 def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
     """Return results of videos.
 
-    Each video is given by the scores of its objects and one area ratio for all of them.
+    Each video is described by the scores of its objects and by an area ratio that they share.
     """
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
@@ -389,7 +390,7 @@ def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
 
 
 def write_video(folder: Path, masks: Sequence[np.ndarray | None]) -> Path:
-    """Write frames of noise in which a bright object moves, and those masks that are not None."""
+    """Write noise frames in which a bright object moves, and the masks that are not None."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     background = generator.integers(0, 120, (32, 48, 3), dtype=np.uint8)

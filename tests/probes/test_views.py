@@ -21,9 +21,9 @@ GRAY = (0.5, 0.5, 0.5)
 
 
 def make_scene(height=24, width=36):
-    """Return an image with its mask, which is the right half of the image.
+    """Return an image and its mask. The object in the mask is the right half of the image.
 
-    Red encodes the column of a pixel, and green its row.
+    The red channel encodes the column of a pixel, and the green channel its row.
     """
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)

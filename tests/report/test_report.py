@@ -103,7 +103,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report of records whose names contain HTML markup. Return its folder."""
+    """Write a report about records whose names contain HTML markup. Return its folder."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -239,7 +239,7 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 def replace_page(folder: Path, text: str) -> None:
     """Replace a report with `text`.
 
-    Some texts name an error, which is raised during the replacement.
+    If `text` names an error, this error is raised during the replacement.
     """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)

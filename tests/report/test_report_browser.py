@@ -173,7 +173,7 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
-    """Write a report of a run with two epochs and two blocks, and of the logs of two other runs."""
+    """Write a report about a run that has two epochs and two blocks, and about two more logs."""
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
     for epoch in (1.0, 2.0):
         for layer in (0, 11):

@@ -25,7 +25,7 @@ SIDECAR = "last.safetensors.sha256"
 
 
 def run_record(run: Path) -> Record:
-    """Return a record whose encoder is the one that a run saved."""
+    """Return a record about the encoder that a run has saved."""
     ((digest, _),) = read_digests(run / SIDECAR)
     return cell(checkpoint_sha256=digest)
 

@@ -19,9 +19,9 @@ ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 30
 
 
 def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
-    """Return a record of the encoder that a run had after an epoch.
+    """Return a record about the encoder of a run after some epoch.
 
-    Its name is `RUN@EPOCH`, or just `RUN` after the last epoch, which is 300.
+    The name of the encoder is `RUN@EPOCH`. After the last epoch, which is 300, it is just `RUN`.
     """
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)

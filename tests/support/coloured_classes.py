@@ -18,9 +18,9 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write `train` and `val` images of each class in class folders.
+    """Write `train` and `val` images for each class to class folders.
 
-    With more noise, the classes are harder to separate.
+    The higher `noise` is, the harder the classes are to separate.
     """
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
@@ -35,7 +35,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 
 
 def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """Return the dataset in `root` with only those training images whose indices are in `kept`."""
+    """Return the dataset in `root`, limited to the training images whose indices are in `kept`."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -61,9 +61,9 @@ def class_context(
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Return the scores of a probe by layer, facet and metric.
+    """Run a probe and return its scores in a dictionary by layer, facet and metric.
 
-    They must be the scores that its `cells` announces.
+    Also check that these are the scores that the method `cells` of the probe announces.
     """
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}

@@ -201,9 +201,9 @@ class Draw:
 
 @contextlib.contextmanager
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
-    """Inside a `with` block, raise when a module is called or a sweep starts a process.
+    """Inside a `with` block, raise an error when a module is called or a sweep starts a process.
 
-    With `to_end`, nothing is stopped.
+    If `to_end` is true, raise no error.
     """
     call = torch.nn.Module.__call__
 
@@ -221,7 +221,7 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how it ended, and a description of its wrong behaviour.
+    """Run a command. Return how the command ended, and a description of any wrong behaviour.
 
     The first text is an exit code or a word such as "slow". The second text is "" if the command
     behaved correctly.

@@ -6,6 +6,6 @@ from ssl_bench.composition.compose import TARGET, instantiate
 
 
 def configured(kind: type, **values: Any) -> Any:
-    """Return the component that the command line would build from these values."""
+    """Return the component that the command line builds from the given values."""
     address = f"{kind.__module__}.{kind.__qualname__}"
     return instantiate({TARGET: address, **values}, "probe")

@@ -62,9 +62,9 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return a noise image with a bright square, which is the object of masks and boxes.
+    """Return a noise image that shows a bright square, which is the object in masks and boxes.
 
-    The square covers the pixels 8 to 23 of each axis.
+    The square covers the pixels 8 to 23 along each axis.
     """
     noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
     noise[8:24, 8:24] += 120
@@ -128,7 +128,7 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k with images of these numbers. Return the path of its annotation file."""
+    """Create COCO20k with the images of these numbers. Return the path of its annotation file."""
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -206,9 +206,9 @@ def records(out: str = "results") -> list[Record]:
 
 
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail with this exit code. Return the line of its error.
+    """Run a command that must fail with this exit code. Return the error line.
 
-    The command must not print a traceback.
+    Also check that the command prints no traceback.
     """
     capsys.readouterr()
     actual = main(list(arguments))
@@ -247,9 +247,9 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault in one line, and that it recommends how to repair it.
+    """Check that a command reports a fault in one line, and that the error recommends a repair.
 
-    It must keep all files and must not write a result.
+    The command must keep all files and must not write a result.
     """
     fault.prepare(folder)
     before = file_contents(folder)
@@ -278,10 +278,7 @@ def file_contents(folder: Path) -> dict[Path, bytes]:
 
 
 class Mark:
-    """An object whose pickle, when it is loaded, creates a file.
-
-    The file shows that code was run.
-    """
+    """An object whose pickle creates a file if loading it runs code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -297,9 +294,9 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Inside a `with` block, let writes fail that make a file larger than `limit` bytes.
+    """Inside a `with` block, let each write fail that makes a file larger than `limit` bytes.
 
-    The error is that of a full disk.
+    The raised error is that of a full disk.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -313,7 +310,7 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns by how many MiB memory use has exceeded its initial value."""
+    """Yield a function that returns the peak increase in memory since the block began, in MiB."""
     # Return memory that earlier tests have freed, because it would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -328,7 +325,7 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function in a forked process, which need not import anything again. Return its id."""
+    """Run a function in a forked process, which need not import modules again. Return its id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -352,7 +349,7 @@ def exit_code(child: int) -> int:
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return the bytes of a PNG file with these chunks, which need not be valid."""
+    """Return the bytes of a PNG file that consists of these chunks, which may be invalid."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 
@@ -368,7 +365,7 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 
 @contextmanager
 def unchecked_types() -> Iterator[None]:
-    """Disable the checks of types and shapes at run time, which only the tests enable."""
+    """Disable the runtime checks of types and shapes. Only the tests enable these checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

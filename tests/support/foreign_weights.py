@@ -44,7 +44,7 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Check that the encoder at `path` has the same features as `model`, to within 1e-5."""
+    """Check that the encoder at `path` has the same features as `model`, up to 1e-5."""
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean

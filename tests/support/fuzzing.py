@@ -266,7 +266,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 class TooSlow(BaseException):
-    """The time limit was exceeded."""
+    """The error that a reader has exceeded its time limit."""
 
 
 def confine(mebibytes: int) -> None:

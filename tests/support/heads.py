@@ -24,7 +24,7 @@ def segmentation(
 ) -> Segmentation:
     """Return a linear segmentation probe.
 
-    Each value in `defaults` is used if one of the chosen components has a field of this name.
+    A value in `defaults` is used only if one of the chosen components has a field of this name.
     """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)

@@ -43,7 +43,10 @@ def hostile(**changes) -> Record:
 
 
 def hostile_store(root: Path) -> ResultStore:
-    """Save hostile records of two checkpoints with two blocks. Return their store."""
+    """Save records that contain hostile strings, for two checkpoints with two blocks each.
+
+    Return the store of the records.
+    """
     store = ResultStore(root)
     for layer in (0, 1):
         for sha in (SKIP, SKIPLESS):

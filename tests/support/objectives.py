@@ -35,7 +35,7 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return the plan of a small run of an objective, and the overrides that describe it.
+    """Return the plan of a small run that uses an objective, and the overrides that describe it.
 
     The model is the first one that the objective can train.
     """

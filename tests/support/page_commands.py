@@ -52,7 +52,7 @@ class PageCommand:
 def page_commands(page: Path) -> list[PageCommand]:
     """Return the commands that a page shows.
 
-    Those in code blocks come first. They are followed by the commands with arguments in its text.
+    The commands in code blocks come first. The commands in running text that have arguments follow.
     """
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]

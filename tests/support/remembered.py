@@ -40,7 +40,7 @@ def cached_by_shape(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a training step only once for learners of the same shapes.
+    """Count the FLOPs of a training step only once for learners whose weights have the same shapes.
 
     The cache is used in this process and in its forks.
     """

@@ -9,7 +9,7 @@ from ssl_bench.data.samples import ImageSet
 
 
 def settle() -> None:
-    """Wait until files get other timestamps than before. The clock of files advances every 4 ms."""
+    """Wait until new files get a later timestamp. The clock of files advances every 4 ms."""
     time.sleep(0.02)
 
 

@@ -29,7 +29,7 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Add an interval to changes of a record if they set a value but no interval.
+    """Return changes of a record to which an interval is added if they set only a value.
 
     The interval is as wide as that of `RECORD`.
     """
@@ -48,7 +48,7 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """Return the id of the encoder whose SHA-256 repeats one letter."""
+    """Return the id of an encoder whose SHA-256 consists of one repeated letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
@@ -63,7 +63,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record and its per-image values, from which the value of the record is computed."""
+    """Save a record whose value is computed from per-image values. Save these values, too."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -77,7 +77,10 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """A parser that collects the elements of a page with attributes, and text outside scripts."""
+    """A parser that collects the elements of a page, their attributes and the text of the page.
+
+    The text in scripts is left out.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -102,7 +105,10 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return correct, predicted and true pixel counts of two classes, with shape [images, 3, 2]."""
+    """Return pixel counts of two classes, of shape [images, 3, 2].
+
+    The second axis holds the correct, the predicted and the true pixels.
+    """
     return np.array(images, np.int32)
 
 
@@ -116,7 +122,7 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the two checkpoints of these records, all of which must be comparable (one panel)."""
+    """Compare the two checkpoints in these records, which must form a single comparable panel."""
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))

@@ -44,7 +44,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Let a run send itself a signal when its `number`-th micro-batch reaches the device."""
+    """Let a run send a signal to itself when its `number`-th micro-batch reaches the device."""
     finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -117,7 +117,7 @@ def pretrain_two(root: Path) -> Path:
 
 
 def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write the log of a run. Rows that are strings are written as they are."""
+    """Write the log of a run. Rows that are strings are written unchanged."""
     folder.mkdir(parents=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / LOG).write_text("".join(f"{line}\n" for line in lines))

@@ -60,7 +60,7 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write images, annotations and the list of pairs in the split `test`. Return the folder."""
+    """Write images, annotations and the list of pairs of the split `test`. Return the folder."""
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)
@@ -81,6 +81,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return the image of a category, which is resized to each of its source and target images."""
+    """Return an image of a category. Each source and target image is a resized version of it."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

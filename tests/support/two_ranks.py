@@ -52,7 +52,7 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault, which occurs when chunk `AT` of the data is read."""
+    """Return a function that installs a fault. It occurs when chunk `AT` of the data is read."""
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
@@ -92,7 +92,7 @@ def full_log(usual: Any) -> Any:
 def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
     """Return a function that installs a fault.
 
-    The fault is called with the step before each state is written.
+    Before each state is written, the fault is called with the number of the step.
     """
 
     def make(usual: Any) -> Any:
@@ -127,7 +127,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a version of `__getitem__` for which one of the image files is unreadable."""
+    """Return a version of the method `__getitem__` that cannot read one of the image files."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":

@@ -12,12 +12,14 @@ REPOSITORY = Path(__file__).parents[2]
 def stdout_without_torch(
     folder: Path, commands: Sequence[Sequence[str]], *, nor: Sequence[str] = ()
 ) -> str:
-    """Run commands in a folder, one after the other, and return what they print to stdout.
+    """Run commands in a folder, check that they do not import torch, and return their stdout.
+
+    The commands run one after the other.
 
     Args:
         folder: Working folder of the commands.
         commands: The arguments of `ssl-bench` for each command.
-        nor: Packages besides torch that must not be imported either.
+        nor: Other packages that must not be imported.
     """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"

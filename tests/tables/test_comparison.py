@@ -28,7 +28,7 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a record for each block. `layers` maps a block to its per-image values, or to None."""
+    """Save a record for each block. `layers` maps each block to its per-image values or None."""
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
@@ -44,7 +44,7 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders, given their per-image values."""
+    """Return the table row that compares two encoders. Both are given by per-image values."""
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 

@@ -23,7 +23,7 @@ NUM_IMAGES = 40
 
 
 def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[Record]:
-    """Return a record for each block, given its hits and its percentage of degenerate images."""
+    """Return a record for each block, given its hits and the percentage of degenerate images."""
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
         replace(record, layer=layer, details={"degenerate_percent": percent}, **around(

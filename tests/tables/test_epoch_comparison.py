@@ -27,9 +27,9 @@ OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def make_record(run: str, epoch: int, **changes):
-    """Return a record of the encoder that a run had after an epoch.
+    """Return a record about the encoder of a run after some epoch.
 
-    Epoch 300 is the last one, and the name of its encoder has no "@epoch" suffix.
+    Epoch 300 is the last one. Only then does the name of the encoder not end in "@EPOCH".
     """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"

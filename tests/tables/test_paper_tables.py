@@ -19,7 +19,7 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 
 
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
-    """Return a published table that also shows our scores.
+    """Return a published table to which our scores are added.
 
     `shas` are the encoders to show, and `rows` maps each encoder to its row.
     """

@@ -19,7 +19,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record on corrupted images that belongs to a record on clean images."""
+    """Return the record for corrupted images that corresponds to a record for clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -34,8 +34,8 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
     """Return records of blocks.
 
-    Each tuple holds the clean score of a block, and its scores with snow of severity 1, 2 and so
-    on.
+    Each tuple holds the clean score of a block, and then its scores on images with snow of severity
+    1, 2 and so on.
     """
     records = []
     for layer, (clean, *others) in enumerate(values):

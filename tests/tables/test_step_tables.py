@@ -33,16 +33,16 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Return the cells of each row of a Markdown table, by the text of the first cell."""
+    """Return a dictionary that maps the first cell of each row in a Markdown table to its cells."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}
 
 
 def make_rows(count: int, **measures) -> list[dict]:
-    """Return the rows of a log. Each measure is a function of the step.
+    """Return the rows of a log, given a function of the step for each measure.
 
-    A row lacks a measure if its function returns "absent".
+    If the function returns "absent", the row has no value for this measure.
     """
     return [
         {"step": step, "epoch": (step - 1) // 100}

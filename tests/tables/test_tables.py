@@ -170,7 +170,7 @@ def test_epochs_of_a_run_are_sorted_by_their_numbers():
 
 
 def draw_axis(records):
-    """Draw the figure of records, and return its only axis."""
+    """Draw a figure of records, and return its only axis."""
     figure = curves_figure(depth_tables(records))
     figure.draw_without_rendering()
     return figure.axes[0]

@@ -122,7 +122,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return table lines with the held-out score of every learning rate, for each variant."""
+    """Return table lines that show the held-out score for each variant and learning rate."""
     lines = []
     for name, row in ROWS.items():
         for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
@@ -150,7 +150,7 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(row: str, runs: Runs) -> str:
-    """Return a table with the percentage of nearly equal patches in each block of an encoder."""
+    """Return a table of the percentage of patches that nearly equal another patch, by block."""
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
         first = first_run(row, arm, runs)

@@ -107,12 +107,12 @@ def probes_of(run: str) -> str:
 
 
 def patches_of(run: str) -> str:
-    """Return the name of the record that holds the similarities of patches in a run's encoder."""
+    """Return the name of the record that holds the patch similarities of a run's encoder."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Return the name of the record with the file size of the demonstration encoder `demo:NAME`."""
+    """Return the name of the record that holds the file size of the demo encoder `demo:NAME`."""
     return f"demo-{name}"
 
 

@@ -46,7 +46,7 @@ class Place(Enum):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return the simulated memory of a tensor, or HOST if it has no storage."""
+    """Return the simulated memory that stores a tensor. If a tensor has no storage, return HOST."""
     return _place_of_storage(storage_of(tensor))
 
 
@@ -64,7 +64,7 @@ def put(tensor: Tensor, place: Place) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, or None if it is not memory of this process."""
+    """Return the storage of a tensor. If it is not in the memory of this process, return None."""
     if _true_device(tensor).type != "cpu" or tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
@@ -135,7 +135,7 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def wait(self, what: str, times: int = 1) -> None:
-        """Count a wait of the host `times` times. A wait completes all pending copies."""
+        """Add `times` to the number of waits of the host. A wait completes all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
@@ -413,7 +413,10 @@ def _check(
 
 
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
-    """Count uploads of indices from the host, and waits for the sizes of masks, in an indexing.
+    """Count the waits and uploads that an indexing operation causes.
+
+    Indices on the host are uploaded. If an index is a mask, the host waits for the number of
+    selected elements.
 
     Raises:
         SimulatedDeviceError: A device tensor indexes a host tensor.
@@ -435,7 +438,7 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
 def _fills_one_value(args: Sequence[Any]) -> bool:
     """Return whether a masked assignment writes a single value.
 
-    In this case the size of the mask is not needed, so that the host need not wait.
+    If so, the number of selected entries is not needed, and the host does not wait.
     """
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
@@ -443,7 +446,7 @@ def _fills_one_value(args: Sequence[Any]) -> bool:
 def _misplaced_tensors(
     function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
 ) -> list[Tensor]:
-    """Return those host tensors that the operator does not accept together with device tensors."""
+    """Return the host tensors that an operator does not accept together with device tensors."""
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {

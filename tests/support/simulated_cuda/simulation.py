@@ -122,9 +122,9 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a version of a query that treats "cuda" as "cpu".
+    """Return a version of an autocast query that treats "cuda" as "cpu".
 
-    An example of a query is `torch.is_autocast_enabled`.
+    An example of such a query is `torch.is_autocast_enabled`.
     """
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
