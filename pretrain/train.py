@@ -27,6 +27,7 @@ error until all processes call `TrainingRanks.raise_on_all`, before the next ste
 one. This call raises the error in all processes.
 """
 
+import math
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -105,9 +106,11 @@ class Run:
         options, crops = plan.train, plan.objective.crops
         parts = options.accumulation * ranks.world_size
         if options.batch % parts:
+            nearest = math.ceil(options.batch / parts) * parts
             raise ConfigurationError(
                 f"train.batch_size={options.batch} expects a multiple of {parts} "
-                f"(train.accumulation={options.accumulation} x {ranks.world_size} processes)"
+                f"(train.accumulation={options.accumulation} x {ranks.world_size} processes)",
+                hint=(f"train.batch_size={nearest}",),
             )
         skips_unreadable = plan.data.on_bad_image == "skip"
         sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)

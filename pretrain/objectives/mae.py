@@ -58,10 +58,13 @@ class Mae(Objective):
         check_fields(self, "objective")
         # One half of the sinusoidal position embedding encodes the row, and the other the column.
         # Each half consists of as many sines as cosines.
-        if self.decoder_dim % math.lcm(4, self.decoder_heads):
+        step = math.lcm(4, self.decoder_heads)
+        if self.decoder_dim % step:
+            nearest = math.ceil(self.decoder_dim / step) * step
             raise ConfigurationError(
                 "objective.decoder_dim must be a multiple of 4 and of objective.decoder_heads = "
-                f"{self.decoder_heads}, got {self.decoder_dim}"
+                f"{self.decoder_heads}, got {self.decoder_dim}",
+                hint=(f"objective.decoder_dim={nearest}",),
             )
 
     def build(
@@ -93,7 +96,8 @@ class Mae(Objective):
         if not 0 < num_visible < num_patches:
             raise ConfigurationError(
                 f"objective.mask_ratio={self.mask_ratio} leaves {num_visible} of {num_patches} "
-                "patches visible, expected some but not all. Change the ratio or use larger images"
+                "patches visible, expected some but not all",
+                hint=("objective.mask_ratio={share}", "or", "data.image_size={larger}"),
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "decoder"))

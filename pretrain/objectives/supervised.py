@@ -58,10 +58,12 @@ class Supervised(Objective):
                 f"{len(class_names)}. Use a folder with the layout train/CLASS/PICTURE",
                 hint=("data.labels=true", "data.root={folder}"),
             )
-        if self.num_classes not in (None, len(class_names)):
+        count = len(class_names)
+        if self.num_classes not in (None, count):
             raise ConfigurationError(
-                f"objective.num_classes is {self.num_classes} but the training images have "
-                f"{len(class_names)} classes. Remove the option or use other images"
+                f"objective.num_classes is {self.num_classes}, but the training images have "
+                f"{count} classes",
+                hint=(f"objective.num_classes={count}",),
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "head"))
