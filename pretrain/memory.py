@@ -69,8 +69,8 @@ def out_of_memory_error(
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
     """Find a larger value of `train.accumulation` with which a micro-batch fits into memory.
 
-    The result is the smallest of the values that are tried. Each of them divides the images equally
-    and is at least twice the previous one.
+    The result is the first value that fits. Each tried value divides the images equally and is at
+    least twice the previous one.
 
     Args:
         images: Number of images that one process computes in a step.

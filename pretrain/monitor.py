@@ -191,13 +191,13 @@ class Monitor:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator(PeriodicEvaluation):
-    """An evaluation of a learner on the images of a monitor.
+    """A periodic evaluation of a learner during training, on images that `options` select.
 
     The evaluation draws no random numbers and does not change the learner. A run therefore gives
-    the same weights with and without a monitor.
+    the same weights with and without the evaluation.
 
     Attributes:
-        options: Options of the monitor.
+        options: Options of the evaluation, such as its images and epochs.
         learner: Learner of the run.
         timeline: Planned length of the run.
         normalization: Mean and standard deviation with which the run normalises its images.

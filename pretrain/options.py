@@ -103,7 +103,8 @@ class DataOptions:
 
         Raises:
             DataError: There are no images.
-            ConfigurationError: Labels are required, but the toy scenes have none.
+            ConfigurationError: Labels are required, but without `root` the images are generated toy
+                scenes, which have no labels.
         """
         if self.labels and self.root is None:
             raise ConfigurationError(
@@ -258,7 +259,7 @@ class TrainOptions:
             )
 
     def should_keep(self, epoch: int) -> bool:
-        """Return whether the encoder that the run has after this epoch is kept in its own file."""
+        """Return whether the run keeps a separate file of the encoder after this epoch."""
         return epoch in (self.keep_epochs or ()) or (
             self.keep_every is not None and epoch % self.keep_every == 0
         )

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a training step, and time the matrix products of the device."""
+"""Count the FLOPs of a training step, and measure how fast the device multiplies matrices."""
 
 import copy
 import time

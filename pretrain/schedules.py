@@ -86,7 +86,7 @@ class Triangle:
     """A linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
-    The value of step i of n, counted from 0, is that after the fraction (i + 1) / n of the run.
+    Step i of n, counted from 0, uses the value after the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py

@@ -377,9 +377,9 @@ class Run:
 
     @contextmanager
     def _postpone_errors(self) -> Generator[None]:
-        """Inside a `with` block, store an error of this process. All processes raise it later.
+        """Store an error that this process raises in the `with` block.
 
-        This happens before the next step.
+        Before the next step, all processes raise an error together.
         """
         try:
             yield
@@ -435,12 +435,12 @@ class Run:
             self.saver.keep(epoch, *self._copy_encoder(), self.log.say)
 
     def _save(self, *, wait: bool = False) -> None:
-        """Save the training state and the encoder, unless a row shows that training has diverged.
+        """Save the training state and the encoder, unless a log row shows that training diverged.
 
-        All processes must call this method together, because they exchange which images they have
-        left out. The process of rank 0 copies the state to host memory and lets a thread write it.
-        With `wait`, it also waits until the files are written. Without `wait`, an error of the disk
-        is raised at a later step.
+        All processes must call this method together, because they tell each other which images they
+        have left out. The process of rank 0 copies the state to host memory and lets a thread
+        write it. With `wait`, it also waits until the files are written. Without `wait`, an error
+        of the disk is raised at a later step.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)

@@ -491,11 +491,12 @@ def image_generator(seed: int, image_id: str) -> np.random.Generator:
 
 
 def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
-    """Return a random matrix that maps points of a square to points of its warp.
+    """Return a matrix that maps points of a square image to points of the warped image.
 
-    The warp has the size of the square and shows a part of it. For "homography", the distance of
-    each corner of the part from the nearest edges is at most `strength` times the side. For "crop",
-    the part is a square with a side of at least 1 - 2 * `strength` times the whole side.
+    For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
+    original, enlarged to the same size. For "crop", the part is a square with a side of at least
+    1 - 2 * `strength` times the original side. For "homography", the part is a quadrilateral. Each
+    of its corners is at most `strength` times the side away from the nearest two edges.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])

@@ -579,7 +579,7 @@ class SegmentationRun:
             yield mask_score(cell, metric, counts, (index, choice), names, details)
 
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
-        """Return the details that are the same for all sources."""
+        """Return those details of the records that are the same for the heads of all blocks."""
         num_held_out = len(self.split.held_out)
         is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)

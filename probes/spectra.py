@@ -152,7 +152,11 @@ def is_constant(moments: Moments) -> bool:
 
 
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:
-    """Return those eigenvalues of the covariance that can differ from zero, largest first."""
+    """Return the eigenvalues of the covariance, largest first.
+
+    The covariance of n vectors has at most n - 1 nonzero eigenvalues. Further eigenvalues, which
+    would be zero, are left out.
+    """
     covariance = moments.covariance
     return _eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
 

@@ -130,10 +130,9 @@ class PlannedProbe:
         return probes
 
     def plan_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return a copy of this planned probe for each secondary protocol of the probe.
+        """Return one copy of this planned probe for each secondary protocol of the probe.
 
-        A protocol is left out if a setting of the user or the dataset would replace one of its
-        values.
+        A protocol is left out if it sets a field that the user or the dataset has already set.
         """
         plan: list[PlannedProbe] = []
         for name in self.probe.further_protocols:

@@ -297,7 +297,10 @@ def coco_average_precision(
 
 
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Return pycocotools' index of boxes. Earlier boxes of an image get higher scores."""
+    """Return a COCO object of pycocotools that holds the boxes of each image.
+
+    The earlier a box comes in the array of its image, the higher is its score.
+    """
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
         {

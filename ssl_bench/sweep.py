@@ -83,11 +83,11 @@ class Job:
 
 
 def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
-    """Return the jobs of a request, ordered by encoder. No result is computed or written.
+    """Return the jobs that a request needs, ordered by encoder. No result is computed or written.
 
-    If there are fewer than `min_jobs` jobs, the blocks of a probe are split into several jobs, each
-    of which encodes all images again. With `skip_unfit`, probes that do not fit an encoder are left
-    out, and a message says so.
+    If there are fewer than `min_jobs` jobs, the blocks that a probe evaluates are divided among
+    several jobs. Each of these jobs encodes all images again. With `skip_unfit`, probes that do
+    not fit an encoder are left out, and a message says so.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)

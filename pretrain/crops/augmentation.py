@@ -150,13 +150,13 @@ def jitter(
     order: Int64[Tensor, "views kinds"],
     factors: Float32[Tensor, "views kinds"],
 ) -> None:
-    """Apply colour jitter to the views in place. Each view has its own order of the jitters.
+    """Apply the colour jitters to the views in place, in a separate order for each view.
 
     Args:
         images: Images with values in [0, 1].
         wanted: Whether each view is changed.
-        order: Order of the jitters, as in `AugmentationParams`. HUE may be missing, so that there
-            are three.
+        order: Order of the jitters, as in `AugmentationParams`. It has four columns, or three if
+            HUE is left out.
         factors: Strength of the jitters, as in `AugmentationParams`.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):

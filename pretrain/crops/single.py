@@ -281,7 +281,11 @@ class SingleCrop(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
-        """Return normalised images, the class of each image, and its weight in the mixture."""
+        """Return augmented and normalised images, their classes, and the weight of these classes.
+
+        If images are mixed in pairs, the class of the other image has the rest of the weight.
+        Otherwise, the weight is 1.
+        """
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
             jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
@@ -339,11 +343,11 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 
 
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
-    """Draw the rectangle of random erasing, or return zeros if nothing is erased.
+    """Return the edges of a random rectangle to erase, or zeros if nothing is erased.
 
     The area is between 2 % and a third of the image, and the ratio height / width between 0.3 and 1
-    / 0.3. Nothing is erased with probability 1 - `probability`, or if none of ten attempts fits
-    into the image.
+    / 0.3. Nothing is erased with probability 1 - `probability`, or if none of ten random sizes
+    fits into the image.
 
     Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
     timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.

@@ -333,12 +333,13 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
 
 
 class Factors:
-    """The scalar factors of one optimizer step, as tensors on the device.
+    """The scalars by which one optimizer step multiplies tensors, as tensors on the device.
 
-    If the step is skipped, no factor has an effect. Each factor is computed only once.
+    If the step is skipped, factors are 1 and step sizes are 0, so that nothing changes. Each scalar
+    is computed only once.
 
     Args:
-        is_skipped: Scalar that is 1 if the step must change nothing, and 0 otherwise.
+        is_skipped: Scalar that is 1 if the step is to be skipped, and 0 otherwise.
     """
 
     def __init__(self, is_skipped: Float[Tensor, ""]) -> None:
@@ -447,9 +448,10 @@ def refresh_bases(
 def rotate(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the coordinates of tensors in bases whose columns are the basis vectors.
+    """Return the coordinates of tensors in other bases, with one basis per axis.
 
-    An axis without a basis stays unchanged.
+    The columns of each matrix in `bases` are the basis vectors. An axis without a basis stays
+    unchanged.
     """
     if not bases:
         return tensors
@@ -503,14 +505,16 @@ def orthonormalise(
     rank_offset: int,
     shard: bool,
 ) -> Float[Tensor, "members n n"]:
-    """Return the Q factors of the QR decompositions of all matrices, which all processes agree on.
+    """Return the Q factors of the QR decompositions of all matrices.
+
+    All processes get the same Q factors.
 
     Args:
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among the processes. With a different number for each stack, all processes have
-            work even if stacks are small.
+            divided among the processes. If each call for a stack of matrices has another number,
+            different processes have work even if each stack has few matrices.
         shard: Whether each process decomposes only a share of the matrices.
     """
     world = dist.get_world_size() if shard and dist.is_initialized() else 1

@@ -47,9 +47,9 @@ class TrainingDepths:
     """Features and depth maps of all training images.
 
     Attributes:
-        patches: Features of the patches. The labels are depth maps in metres with `UPSAMPLING`
-            times the resolution of the patch grid. Unknown depths are 0.
-        cls: [CLS] tokens. Their width is 0 if the heads do not receive them.
+        patches: Features of the patches, with depth maps in metres as their labels. The maps have
+            `UPSAMPLING` times the resolution of the patch grid. Unknown depths are 0.
+        cls: [CLS] tokens. They have 0 channels if the heads do not use [CLS] tokens.
     """
 
     patches: StoredFeatures
@@ -58,7 +58,9 @@ class TrainingDepths:
 
 @dataclass
 class DepthHeads:
-    """Linear heads of all sources and learning rates.
+    """Linear heads, one for each pair of a source and a learning rate.
+
+    A source is a group of blocks whose concatenated features a head receives.
 
     Attributes:
         weight: Weights of the patch's channels, followed by those of the [CLS] token's channels.

@@ -422,10 +422,10 @@ class DepthRun:
         baseline: Float64[np.ndarray, "images metrics"],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Score the heads of one source.
+        """Score the heads that receive the features of one source, which is a group of blocks.
 
-        "delta1_oracle" selects the learning rate with the highest value on the scored images. The
-        other metrics use the rate with the index `chosen`.
+        "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. The
+        other metrics use learning rate number `chosen`, counted from 0.
         """
         rates = list(self.probe.learning_rates)
         best = int(metrics[:, index, :, 0].mean(0).argmax())

@@ -124,9 +124,10 @@ class Tracking(Probe):
     )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
-        """Return a probe that scores masks only if the first video has masks to score.
+        """Return a copy that scores no masks if the first video has no masks to score.
 
-        The masks of the first and the last frame are not scored.
+        The masks of the first and the last frame do not count, because they are never scored. If
+        `truth` was set, or if the video has no list of frames, return the probe unchanged.
         """
         frames = dataset.val()[0].frames
         if "truth" in typed or frames is None:

@@ -267,8 +267,9 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    Otherwise, argparse would read the value in `--layer -1,0` as a flag. `--checkpoint A B C`, to
-    which a shell expands `--checkpoint runs/*`, becomes three flags.
+    Otherwise, argparse would read the value in `--layer -1,0` as a flag. A shell may
+    expand `--checkpoint runs/*` to `--checkpoint A B C`, which becomes three flags with one value
+    each.
     """
     joined: list[str] = []
     for word in arguments:

@@ -90,7 +90,7 @@ def _require_fitting_sizes(
 ) -> None:
     """Raise ConfigurationError if a size that the user chose does not fit the encoder's patches.
 
-    Probes that reject the encoder for other reasons report this when they run.
+    Probes that do not fit the encoder for other reasons raise no error here, but when they run.
     """
     for planned in plan:
         with suppress(UnfitEncoder):

@@ -451,8 +451,8 @@ def protocol_group(task: str) -> str:
 def changed_settings(probe: Any) -> dict[str, Any]:
     """Return the settings of a probe that differ from its protocol.
 
-    A protocol without a file has the default values of the class. The result is empty if the
-    protocol is unknown or if the probe is not a dataclass.
+    Fields that no protocol file sets are compared with the default values of the probe's class.
+    The result is empty if the protocol is unknown or if the probe is not a dataclass.
     """
     if (values := load_protocol_values(probe)) is None:
         return {}

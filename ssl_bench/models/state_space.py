@@ -363,10 +363,10 @@ def scan_channels(
 ) -> PerChannel:
     """Compute the output y of Mamba 1 by the recurrence.
 
-    Multiplying by M would take ten times as long, because each channel has its own matrix M.
+    Computing y = M x would take ten times as long, because each channel x has its own matrix M.
 
-    The steps are positive, and the decay A is at most 0. The states of `chunk` tokens are in memory
-    at the same time.
+    The step sizes Delta are positive, and the decay A is at most 0. The states of `chunk`
+    tokens are in memory at the same time.
     """
     outputs = []
     state = inputs.new_zeros(len(inputs), *decay.shape)

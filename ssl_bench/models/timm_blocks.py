@@ -169,8 +169,9 @@ def _divide_stage(
 ) -> tuple[str, ...]:
     """Return the names of the blocks of a stage, in order.
 
-    For Hiera, timm lists only the last block of each stage. Therefore, preceding modules in the
-    same list also count as blocks of the stage if they have the same class and output shape.
+    For Hiera, timm lists only the last block of each stage. Therefore, modules that precede
+    this block in its `ModuleList` also count as blocks of the stage. They must have the same class
+    and output shape as this block.
     """
     parts = dict(model.named_modules())
     shape, kind = outputs[stage].shape, type(parts[stage])

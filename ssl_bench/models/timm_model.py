@@ -268,7 +268,10 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Return the shape of a model whose class is in `KNOWN`, based on its `feature_info`."""
+    """Return the widths, strides and token counts of a model, based on its `feature_info`.
+
+    The class of the model must be in `KNOWN`.
+    """
     blocks, stages = list_blocks(model), _list_stages(model)
     # `feature_info` has one entry per stage, or one per block if the model has no stages.
     counts = [1] * len(blocks) if stages is None else [len(stage.blocks) for stage in stages]

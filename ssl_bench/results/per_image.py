@@ -221,7 +221,7 @@ class ImageCurve:
 
     @cached_property
     def best(self) -> int:
-        """The candidate block with the highest metric, or else the last block."""
+        """The candidate with the highest metric, or the last block if there are no candidates."""
         return self.best_layer() if self.candidates else max(self.per_image)
 
     @cached_property

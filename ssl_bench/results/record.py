@@ -162,7 +162,7 @@ class ResultKey:
 
     Attributes:
         task: Name of the probe, such as "knn".
-        dataset: Name of the dataset, with the number of images of a subset.
+        dataset: Name of the dataset. The name of a subset states its number of images.
         split: Name of the scored split.
         layer: Block index, from 0.
         facet: Feature of the block, such as "token", "key" or "cls".
@@ -613,9 +613,9 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 
 
 def replace_settings(record: Record, **settings: Any) -> Record:
-    """Return a copy of a record with new `settings` or `changed`, but with the same digest.
+    """Return a copy of a record with new values of its fields `settings` or `changed`.
 
-    The digest is part of the name of the record's file.
+    The copy keeps the digest, which is part of the name of the record's file.
     """
     copy = replace(record, **settings)
     vars(copy)["digest"] = record.digest

@@ -445,7 +445,10 @@ class ResultStore:
         return row.content
 
     def _packed(self) -> "Mapping[Path, Row]":
-        """Return the valid rows of `records.parquet` by the path of their JSON file."""
+        """Return a dictionary from the path of each packed JSON file to its row.
+
+        It contains only valid rows of `records.parquet`.
+        """
         return self._load_rows()[0]
 
     def _unreadable_rows(self) -> "Mapping[Path, Row]":

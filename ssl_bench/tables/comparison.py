@@ -221,8 +221,9 @@ class Comparison(Table):
 
     Attributes:
         names: Column headings of the first and of the second score.
-        encoders: One record of each compared encoder, so one or two records.
-        without_best: Names of the encoders for which every block is degenerate.
+        encoders: One record for each compared encoder, so one or two in total.
+        without_best: Names of the encoders without a best block, because all their blocks are
+            degenerate.
         code: Versions of the code that computed the scores (`code_versions`), by encoder name.
     """
 

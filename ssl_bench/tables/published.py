@@ -229,7 +229,7 @@ def describe_experiments(table: PublishedTable, column: PublishedColumn, record:
 
 
 def describe_settings(record: Record) -> str:
-    """Return the settings of a record that papers usually state."""
+    """Return those of a record's settings that papers usually report, as a phrase."""
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",

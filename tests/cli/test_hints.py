@@ -118,10 +118,11 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 
 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield a pair of a line number and arguments for each hint in a Python file.
+    """Yield the line number and the arguments of each hint in a Python file.
 
-    A hint that lists alternatives gives one pair for each of them. Expressions in the arguments are
-    written as <expression>.
+    A hint is a suggested command or setting that the file writes as a tuple. A hint that lists
+    alternatives gives one pair for each of them. Expressions in the arguments are written as
+    <expression>.
     """
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -134,7 +134,8 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 def mean_difference(*files: Path) -> float:
     """Return the mean absolute difference of the pixels of two images.
 
-    It is not always 0, because fonts differ slightly between machines.
+    Even for two drawings of the same figure, it may differ from 0, because fonts differ slightly
+    between machines.
     """
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
     assert new.shape == kept.shape

@@ -1,8 +1,8 @@
 """Test that the host seldom waits for the device, and that a step launches few operators.
 
 The tests compare two commands that differ only in the amount of work. They count the additional
-waits of the longer command by file and line. On a real device, the commands run but no waits are
-counted.
+waits of the longer command by file and line. Waits are counted only on a simulated device. On
+a real device, the tests only check that the commands run.
 """
 
 from collections.abc import Iterator, Sequence

@@ -72,7 +72,10 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create an encoder of three blocks and datasets in the current folder. Install a plugin."""
+    """Create datasets and an encoder with three blocks in a new folder.
+
+    Make this folder the current one. Also install the probes in docs/extending.md as plugins.
+    """
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
     install_plugins(folder / "installed")

@@ -1,6 +1,6 @@
-"""Test that tables of encoders by datasets choose the right blocks.
+"""Test that the right block is chosen for each cell of a table of encoders by datasets.
 
-The choices are compared with hand counts.
+The expected choices were worked out by hand.
 """
 
 import csv

@@ -79,7 +79,7 @@ class SpairPairs(FileSet):
         return Sample(pair_id, images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the lines, the annotations and the images of all pairs."""
+        """Return the SHA-256 of the list of pairs, and of their annotations and images."""
         return self._fingerprint
 
     @cached_property

@@ -113,7 +113,10 @@ class WebDataset(ClassificationSplits):
         return self._shards(self.train_split, _TRAIN_NAMES)
 
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
-        """Return the tar files of `split`. If it is None, search for the first of `names`."""
+        """Return the tar files of a split.
+
+        If `split` is None, use the first of `names` for which there is a folder or a tar file.
+        """
         if not self._root.is_dir():
             raise DataError(
                 f"{self._root} is not a folder, expected one with train/*.tar and val/*.tar",

@@ -112,7 +112,11 @@ def _scope(node: Any) -> str:
 
 
 def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the parameters by name. A matrix gets the name of the module that multiplies by it."""
+    """Return a dictionary from names to parameters.
+
+    A matrix that the graph does not name as a parameter is named after the module that multiplies
+    by it.
+    """
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
         # Equal tensors, such as the initial weights of norms, are stored only once.

@@ -1,1 +1,4 @@
-"""Compare the claims of papers with runs on two CPU cores, and generate the pages about them."""
+"""Compare claims of papers with our training runs on two CPU cores.
+
+Generate the pages that describe the claims and the runs.
+"""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """A question and the variants ("arms") of a training run that answer it.
+    """Variants ("arms") of a training run that are compared to answer one question.
 
-    The variants differ in one option each.
+    The variants differ in a few options.
 
     Attributes:
         chosen_by: Metric on held-out images by which the learning rate is chosen. It is empty if
@@ -19,10 +19,10 @@ class Row:
         seeds: Seeds of the reported runs. If there are none, the runs with different learning rates
             are reported instead.
         rates: Grid of learning rates.
-        probed: Whether the encoders were also probed and compared with random weights.
-        starts: For rows that compare patches, the options in which each variant differs from the
-            first.
-        whole: Variants that were trained with all seeds, or None for all variants.
+        probed: Whether the trained encoders were also probed and compared with random weights.
+        starts: For rows that compare the patches of an image with each other, the model options of
+            each variant. Otherwise empty.
+        whole: Variants that were trained with all `seeds`, or None if all variants were.
     """
 
     arms: Sequence[str]

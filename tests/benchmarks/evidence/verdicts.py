@@ -256,7 +256,8 @@ class Claim:
         statement: The claim, as a clause.
         refutation: The outcome that refutes the claim, as a sentence.
         published_statement: The published statement, if it is not a value of a table.
-        limits: Differences from the paper and open points, as a phrase, or empty.
+        limits: Differences from the paper and unresolved questions, as a phrase. Empty if there are
+            none.
         also_shown: Variants that are shown on the page but are not compared.
     """
 

@@ -646,7 +646,7 @@ def _backward(func: Callable, args: Arguments, options: Options) -> None:
 
 
 def _getter(name: str) -> Any:
-    """Return the function that torch passes to a mode when an attribute of a tensor is read."""
+    """Return the function that a `TorchFunctionMode` receives when a tensor's attribute is read."""
     return getattr(Tensor, name).__get__
 
 
