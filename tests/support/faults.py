@@ -300,11 +300,14 @@ def small_files(limit: int) -> Iterator[None]:
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # Python would truncate the bytecode of modules that are imported here, and use it later.
+    writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_no_bytecode
         signal.signal(signal.SIGXFSZ, handler)
 
 
