@@ -285,7 +285,7 @@ class Run:
         options = self.plan.train
         is_new, is_auto = self.progress.step == 0, options.precision == "auto"
         if is_new and is_auto and has_fast_bfloat16(self.ranks.device):
-            line = "bfloat16 instructions of this CPU can shorten a step by up to 40 %"
+            line = "this CPU has bfloat16 instructions, which shorten a step"
             yield with_hint(line, hint=("train.precision=bfloat16",))
         steps, batch = self.timeline.total_steps, options.batch
         yield f"{len(self.images):,} {self.plan.objective.noun}, {steps:,} steps, batch {batch:,}"

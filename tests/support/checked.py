@@ -8,7 +8,7 @@ from typing import Any
 
 import jaxtyping
 
-# Later calls within a test rarely have other types, and checking all took a tenth of the time.
+# Later calls within a test rarely have other types, and checking them takes time.
 CALLS_PER_TEST = 4
 calls: Counter[Callable[..., Any]] = Counter()
 _check_all_calls = jaxtyping.jaxtyped
@@ -40,13 +40,13 @@ def check_first_calls(function: Any = None, **options: Any) -> Any:
         return function
 
     @functools.cache
-    def with_checks() -> Callable[..., Any]:
+    def prepare_checks() -> Callable[..., Any]:
         return _check_all_calls(function, **options)
 
     @functools.wraps(function)
     def check(*args: Any, **kwargs: Any) -> Any:
         calls[function] += 1
-        run = function if calls[function] > CALLS_PER_TEST else with_checks()
+        run = function if calls[function] > CALLS_PER_TEST else prepare_checks()
         return run(*args, **kwargs)
 
     return check
