@@ -1,10 +1,10 @@
-"""Choose the images of each optimizer step, crop them, and load the crops with data workers.
+"""Choose the images of each optimizer step, and load their crops with data worker processes.
 
 An optimizer step trains on one batch. The processes of torchrun share the batch equally. Each
 process divides its share into `train.accumulation` micro-batches, whose gradients are averaged.
 
-A data worker crops one chunk of a micro-batch at a time and passes the chunk to the training
-process in shared memory. A chunk is a whole micro-batch if shared memory is large enough.
+A data worker crops the images of one chunk at a time and passes the crops to the training process
+in shared memory. A chunk is a part of a micro-batch, or all of it if shared memory is large enough.
 
 The images and crops of a step depend only on the seed and the step. Data workers have no state that
 a resumed run would have to restore.
@@ -46,16 +46,17 @@ Samples = ImageSet | Sequence[Sample]
 
 @dataclass(frozen=True)
 class BatchChunks(Dataset[Any]):
-    """A dataset that maps the number of a chunk to the crops of its images.
+    """A dataset whose items are chunks: the crops for a micro-batch, or for a part of it.
 
-    Chunks are numbered in the order in which this process trains on them. The first micro-batch of
-    step s has the number s * `num_micro_batches`, and the first chunk of micro-batch m has the
-    number m * `num_chunks`. The crops of an image do not depend on the sizes of batches,
-    micro-batches and chunks.
+    The index of an item is the number of the chunk. Chunks are numbered in the order in which this
+    process trains on them. The first micro-batch of step s has the number s * `num_micro_batches`,
+    and the first chunk of micro-batch m has the number m * `num_chunks`. The crops of an image do
+    not depend on the sizes of batches, micro-batches and chunks.
 
-    An item is the return value of `cut`, or a `ChunkWithReplacements`. If an image cannot be read
-    and may not be replaced, the item is a `DataError`. The error is returned instead of raised,
-    because an exception that leaves a data worker would lose its one-line message.
+    An item is the return value of `cut`. If readable images have replaced unreadable ones, it is a
+    `ChunkWithReplacements`. If an image cannot be read and may not be replaced, it is a
+    `DataError`. The error is returned instead of raised, because an exception that leaves a data
+    worker would lose its one-line message.
 
     Source of repeated augmentation: https://arxiv.org/abs/1901.09335, and `RASampler` of
     https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
@@ -93,12 +94,12 @@ class BatchChunks(Dataset[Any]):
 
     @property
     def micro_batch_size(self) -> int:
-        """Number of images in a micro-batch of one process."""
+        """Return the number of images in a micro-batch of one process."""
         return self.batch_size // (self.num_micro_batches * self.num_ranks)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of complete batches in an epoch."""
+        """Return the number of complete batches in an epoch."""
         return len(self.images) // self.batch_size
 
     def __getitem__(self, index: int) -> Any:
@@ -122,11 +123,11 @@ class BatchChunks(Dataset[Any]):
         return ChunkWithReplacements(crops, left_out) if left_out else crops
 
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
-        """Return the keys of the samples in a micro-batch of this process.
+        """Return the sample keys of one micro-batch of this process.
 
-        A batch holds the first micro-batch of every rank, then the second micro-batch of every
-        rank, and so on. The images of a batch do not depend on how many ranks and micro-batches
-        there are.
+        A batch consists of the first micro-batch of every rank, then the second micro-batch of
+        every rank, and so on. The images of the whole batch do not depend on the number of ranks
+        and micro-batches.
         """
         step, number = divmod(micro_batch, self.num_micro_batches)
         epoch, batch = divmod(step, self.steps_per_epoch)
@@ -138,7 +139,7 @@ class BatchChunks(Dataset[Any]):
         return [SampleKey(epoch, int(order[place]), repeat) for place, repeat in places]
 
     def mark_used_images(self, num_steps: int) -> Bool[np.ndarray, " images"]:
-        """Return whether any process uses each image in the first `num_steps` steps."""
+        """Return for each image whether the first `num_steps` steps of any process train on it."""
         is_used = np.zeros(len(self.images), bool)
         for epoch in range(-(-num_steps // self.steps_per_epoch)):
             steps = min(num_steps - epoch * self.steps_per_epoch, self.steps_per_epoch)
@@ -151,7 +152,10 @@ class BatchChunks(Dataset[Any]):
 
 
 class SampleKey(NamedTuple):
-    """Key of one use of an image: the epoch, the index of the image, and the repeat, from 0."""
+    """Key of one use of an image in training: its epoch, image index and repeat number.
+
+    All three are counted from 0.
+    """
 
     epoch: int
     index: int
@@ -163,7 +167,7 @@ class ChunkWithReplacements(NamedTuple):
 
     Attributes:
         crops: Return value of `BatchChunks.cut`.
-        left_out: Indices of the unreadable images.
+        left_out: Dataset indices of the unreadable images.
     """
 
     crops: Any
@@ -172,9 +176,9 @@ class ChunkWithReplacements(NamedTuple):
 
 @lru_cache(maxsize=2)
 def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
-    """Return the indices of all images in the random order of an epoch.
+    """Return the indices of all images in the random order in which an epoch uses them.
 
-    The images after the last complete batch are not used in the epoch.
+    Images after the last complete batch are not used in the epoch.
     """
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
@@ -182,10 +186,9 @@ def draw_epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray
 def make_sample_generator(
     seed: int, epoch: int, index: int, repeat: int = 0
 ) -> np.random.Generator:
-    """Return the random generator for the crops of one use of an image.
+    """Return the random number generator for the crops of an image in one epoch and repeat.
 
-    The generator does not depend on the batch, the process or the data worker that the image
-    belongs to.
+    It does not depend on the batch, the process or the data worker that crops the image.
     """
     key = (_SAMPLE, seed, epoch, index)
     # The first repeat has the same crops as in a run without repeats.
@@ -199,7 +202,7 @@ def derive_step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def decode_images(images: Samples, *, skip: bool = False) -> list[Sample]:
-    """Decode all images once. Data workers share the memory of the result.
+    """Decode all images once, so that data workers can share the decoded images in memory.
 
     Args:
         images: Training images.
@@ -227,13 +230,13 @@ def _read_image(images: Samples, index: int, *, may_replace: bool) -> Sample:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Number of data workers of a process, and the shared memory that they use.
+    """A plan for the number of data workers of a process and for their use of shared memory.
 
     Attributes:
         num_requested: Number of data workers that `train.num_workers` requests.
         num_workers: Number of data workers for which there is enough shared memory. With 0, the
             training process reads images itself.
-        num_chunks: Number of chunks in each micro-batch.
+        num_chunks: Number of chunks into which each micro-batch is divided.
         shared_bytes: Maximum use of shared memory by all processes of this machine together.
         free_bytes: Free shared memory. None if it does not limit the plan.
     """
@@ -310,10 +313,10 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 def load_chunks(
     batches: BatchChunks, workers: WorkerPlan, micro_batches: range, device: torch.device
 ) -> Generator[Any, None, None]:
-    """Yield the items of `BatchChunks` for a range of micro-batches, in order.
+    """Load the chunks of a range of micro-batches with data workers, and yield them in order.
 
-    If a data worker dies, the last item is a `MachineError`. Closing the generator ends all data
-    workers.
+    The chunks are items of `BatchChunks`. If a data worker dies, the last item is a `MachineError`.
+    Closing the generator ends all data workers.
 
     Args:
         batches: Dataset in which each micro-batch is one chunk (`num_chunks` = 1).
@@ -359,11 +362,11 @@ def load_chunks(
 
 @contextmanager
 def _postpone_worker_deaths() -> Generator[None]:
-    """Report the death of a data worker only while the training process waits for a chunk.
+    """Inside a `with` block, report a dead data worker only while the process waits for a chunk.
 
     The signal handler of torch raises an error as soon as a data worker dies, even in the middle of
-    an optimizer step. With the default handler, the loader instead checks its data workers every
-    five seconds while it waits.
+    an optimizer step. This function restores the default handler. The loader then checks its data
+    workers every five seconds while it waits.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGCHLD"):

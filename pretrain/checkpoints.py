@@ -13,9 +13,9 @@ it is killed later, this is the new state, under one of its two names. `load_sta
 complete state. If the process is killed after step 3, `last.safetensors` may be older than the
 state. After the last step of the run, `state.previous.pt` is deleted.
 
-`epochNNNN.safetensors` are encoders that `train.keep_epochs` and `train.keep_every` keep.
-`pretrain/train.py` writes the other files: `config.yaml` before the first step, and a row of
-`log.jsonl` after each step.
+`epochNNNN.safetensors` contains the encoder after epoch NNNN, for the epochs that
+`train.keep_epochs` and `train.keep_every` select. `pretrain/train.py` writes the other files:
+`config.yaml` before the first step, and a row of `log.jsonl` after each step.
 """
 
 import copy
@@ -55,7 +55,7 @@ _START_AGAIN = ("--overwrite", "or", "--out", "{folder}")
 
 
 class Saver:
-    """A thread that writes states and encoders, one file after the other.
+    """A background thread that writes training states and encoders, one file after the other.
 
     A process that exits waits for this thread, because torch aborts the process if a thread is
     stopped while it runs torch code.
@@ -73,10 +73,11 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Copy a state to host memory, and let the thread replace the saved state and encoder.
+        """Copy a training state to CPU memory, and let the thread save it and the encoder.
 
-        The caller waits for the copy, but not for the disk. A state whose weights are not finite is
-        not written, because it would replace the last usable state.
+        They replace the saved state and encoder. The caller waits for the copy, but not for the
+        disk. A state whose weights are not finite is not written, because it would replace the last
+        usable state.
 
         Args:
             state: State of the run. Its "learner" contains the weights.
@@ -119,17 +120,17 @@ class Saver:
         self.submit(name, work)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Let the thread call `work` after all earlier jobs.
+        """Queue the function `work`, which the thread calls after all earlier jobs.
 
-        A waiting job of the same name is cancelled. If the disk is slow, only the newest of several
-        waiting states is therefore written. `work` may only use data that the training loop does
-        not change.
+        A job of the same name that has not started is cancelled. If the disk is slow, only the
+        newest of several waiting states is therefore written. `work` may only use data that the
+        training loop does not change.
         """
         others = [(n, job) for n, job in self._jobs if n != name or not job.cancel()]
         self._jobs = [*others, (name, self._thread.submit(work))]
 
     def check(self) -> None:
-        """Raise the error of a job that has failed since the last call, if any."""
+        """Raise the error of a job that has failed since the last call, if there is one."""
         finished = [job for _, job in self._jobs if job.done()]
         self._jobs = [(name, job) for name, job in self._jobs if job not in finished]
         for error in (job.exception() for job in finished):
@@ -157,12 +158,12 @@ T = TypeVar("T")
 
 
 def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
-    """Return a deep copy with all tensors in CPU memory. The CPU waits for the device only once.
+    """Return a deep copy of a value with all tensors in CPU memory.
 
     Args:
-        value: Nested dictionaries, lists and tuples of tensors and plain values, or an object that
-            contains tensors.
-        tensors: All tensors in `value`, if it is an object and not such a container.
+        value: Nested dictionaries, lists and tuples that contain tensors, or any other object.
+        tensors: All tensors in `value`. They are found automatically in dictionaries, lists and
+            tuples, but must be given for other objects.
     """
     if tensors is None:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -187,7 +188,7 @@ def copy_to_host(value: T, tensors: Iterable[Tensor] | None = None) -> T:
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state of a run. The current state becomes the previous one.
+    """Save the training state of a run as `state.pt`. The existing state becomes the previous one.
 
     Args:
         folder: The run folder.
@@ -222,7 +223,7 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
-    """Return the newest complete state of a run and the path of its file.
+    """Load the newest complete training state of a run. Return it and the path of its file.
 
     A state is complete if its SHA-256 is in `state.pt.sha256`. If this file is missing or empty, a
     state is complete if it matches the checksums that torch has stored in it.
@@ -251,12 +252,12 @@ def load_state(folder: Path, device: torch.device) -> tuple[dict[str, Any], Path
 
 
 def has_state(folder: Path) -> bool:
-    """Return whether a run has saved a state in this folder."""
+    """Return whether this folder contains a saved training state."""
     return any((folder / name).exists() for name in _CANDIDATES)
 
 
 def remove_previous_state(folder: Path) -> None:
-    """Delete the previous state and its digest after a run has finished."""
+    """Delete the previous training state and its SHA-256, which a finished run no longer needs."""
     (folder / PREVIOUS).unlink(missing_ok=True)
     kept = [f"{digest}  {name}\n" for digest, name in read_digests(folder / _DIGESTS)[:1]]
     write_text_atomically(folder / _DIGESTS, "".join(kept))
@@ -283,7 +284,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 class _State(dict[str, Any]):
-    """A loaded state, which raises a CheckpointError if code reads a missing key."""
+    """A loaded training state. Reading a key that it lacks raises a CheckpointError."""
 
     def __init__(self, parts: Mapping[str, Any], path: Path) -> None:
         super().__init__(parts)
@@ -294,9 +295,9 @@ class _State(dict[str, Any]):
 
 
 def unusable_state_error(path: Path, problem: str) -> CheckpointError:
-    """Return the error for a state from which no run can continue.
+    """Return the error for a training state from which no run can continue.
 
-    `problem` continues a sentence that starts with the path, such as "lacks 'step'".
+    The message is the path, followed by `problem`, such as "lacks 'step'".
     """
     return CheckpointError(
         f"{path} {problem}. Use the version of ssl-bench that wrote it, or start again without "
@@ -306,7 +307,12 @@ def unusable_state_error(path: Path, problem: str) -> CheckpointError:
 
 
 def prepare_folder(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Delete temporary files of killed processes, and a previous run that is to be overwritten.
+    """Prepare a run folder: delete temporary files and, with `overwrite`, the previous run.
+
+    Args:
+        folder: The run folder.
+        resume: Whether the run in the folder is continued. It is then not deleted.
+        overwrite: Whether the run in the folder is deleted.
 
     Raises:
         ConfigurationError: The folder contains a run, and neither `resume` nor `overwrite` is true.
@@ -330,7 +336,10 @@ def require_no_run(folder: Path) -> None:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the paths of a run's configuration, log, encoders and digests. Some may not exist."""
+    """Return the paths of a run's configuration, log, encoders and SHA-256 files.
+
+    Some of the files may not exist.
+    """
     kept = [path for path in folder.glob("*") if parse_epoch(path) is not None]
     encoders = [folder / ENCODER, *kept]
     digests = [path.with_name(f"{path.name}.sha256") for path in encoders]

@@ -1,4 +1,4 @@
-"""Describe a run as plain values, and find what has changed when it is resumed."""
+"""Describe a run as plain values, and find the settings that have changed when it is resumed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -37,7 +37,10 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps")
 
 
 def describe(component: Any) -> Any:
-    """Return a component as plain values. A dataclass becomes a mapping with the key `_target_`."""
+    """Convert a component of a run, such as its optimizer, to plain values.
+
+    A dataclass becomes a mapping whose key `_target_` contains the name of the class.
+    """
     if is_dataclass(component):
         values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
         return {"_target_": _get_target(component)} | values
@@ -49,11 +52,11 @@ def describe(component: Any) -> Any:
 
 
 def update_description(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """Convert a description that an older version of ssl-bench wrote to the current format.
+    """Update the description of a run component that an older version of ssl-bench wrote.
 
-    A missing field gets the default of the dataclass, because the run behaved like this before the
-    field existed. The module of a class and renamed fields of an encoder are updated, too. If a
-    component now has another class, its description does not change.
+    A field that is missing gets the default of the dataclass, because the run behaved like this
+    before the field existed. The module of a class and renamed fields of an encoder are updated,
+    too. If a component now has another class, its description does not change.
 
     Args:
         older: Description of the component, as `describe` returned it in an older version.
@@ -85,9 +88,9 @@ def _get_target(component: Any) -> str:
 
 
 def find_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare two descriptions of a run. Return the differences that affect the weights.
+    """Compare two descriptions of a run. Return the changed settings that affect the weights.
 
-    A difference is a string such as "train.seed: 3 -> 4".
+    A changed setting is a string such as "train.seed: 3 -> 4".
     """
     old, new = _flatten(before), _flatten(now)
     return [

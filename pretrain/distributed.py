@@ -28,7 +28,7 @@ _BUFFER_OPTION = _NEW_OPTION if _has_new_option else _OLD_OPTION
 
 @dataclass(frozen=True)
 class TrainingRanks:
-    """The processes that share every batch, as seen from this process.
+    """The processes that train together and share every batch, as seen from this process.
 
     Each process has its own device. An error inside `fail_together` ends all processes, so that no
     process waits for a process that has already ended.
@@ -70,7 +70,7 @@ class TrainingRanks:
         return values
 
     def raise_on_all(self, error: Exception | None = None) -> None:
-        """Raise an error in all processes if at least one process passes one.
+        """Raise an error in all processes if at least one process calls this with an error.
 
         All processes must call this method the same number of times. If there are several
         processes, the raised error has `is_raised_on_all_ranks = True`. An error that already has
@@ -108,7 +108,7 @@ class TrainingRanks:
 
     @contextmanager
     def fail_together(self) -> Generator[None]:
-        """Inside a `with` block, turn an error in one process into an error in all processes.
+        """Raise an error in all processes if one of them raises an error inside the `with` block.
 
         The error is raised at the end of the block.
         """
@@ -135,7 +135,7 @@ class TrainingRanks:
         return cast(T, results[0])
 
     def gather(self, value: T) -> list[T]:
-        """Return the values that all processes pass, ordered by rank.
+        """Collect one value from each process. Return the values, ordered by rank.
 
         The values should be small.
         """
@@ -150,7 +150,7 @@ class TrainingRanks:
 
 @contextmanager
 def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRanks]:
-    """Connect the processes of torchrun inside a `with` block.
+    """Inside a `with` block, connect the processes that torchrun has started.
 
     Args:
         device: Device of this process. CUDA devices exchange tensors through NCCL.
@@ -184,7 +184,7 @@ def join_ranks(device: torch.device, timeout: timedelta) -> Generator[TrainingRa
 
 @contextmanager
 def _explain_lost_process() -> Generator[None]:
-    """Turn the error of torch about a lost connection into a MachineError."""
+    """Inside a `with` block, convert torch's error about a lost connection to a MachineError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Start a run with the weights of a trained encoder instead of random weights."""
+"""Start a training run from the weights of a trained encoder instead of random weights."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def load_initial_weights(
 ) -> str:
     """Copy the weights of a checkpoint into the encoders of a new run.
 
-    Learned position embeddings are resized if the image size differs. Fixed position embeddings
+    If the image size differs, learned position embeddings are resized. Fixed position embeddings
     are not copied.
 
     Args:
@@ -40,7 +40,7 @@ def load_initial_weights(
         normalization: Mean and standard deviation with which the run normalises its images.
 
     Returns:
-        The sha256 of the checkpoint.
+        The SHA-256 of the checkpoint.
 
     Raises:
         CheckpointError: The checkpoint cannot be loaded.
@@ -71,18 +71,18 @@ def load_initial_weights(
 
 
 def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the checkpoint that a resumed run started from.
+    """Return the SHA-256 of the checkpoint whose weights a resumed run originally started from.
 
-    If the checkpoint no longer exists, its sha256 is read from the state of the run. The checkpoint
-    itself is not needed, because a resumed run loads its weights from its own state.
+    If the checkpoint no longer exists, its SHA-256 is read from the saved state of the run. The
+    checkpoint itself is not needed, because a resumed run loads its weights from its own state.
 
     Args:
         address: Address of the checkpoint in the current command.
-        saved: Description of the run in its state.
+        saved: Description of the run that is stored in its saved state.
 
     Raises:
-        CheckpointError: There is no checkpoint at the address, and the state has no sha256 for this
-            address.
+        CheckpointError: There is no checkpoint at the address, and the state contains no SHA-256
+            for this address.
     """
     try:
         return identify_encoder(address).sha256
@@ -93,7 +93,7 @@ def find_initial_sha256(address: str, saved: Mapping[str, Any]) -> str:
 
 
 def require_other_folder(address: str, out: Path) -> None:
-    """Raise an error if the checkpoint lies in the folder that the run writes to.
+    """Check that a run does not write to the folder of the checkpoint that it starts from.
 
     Args:
         address: Address of the checkpoint: a file, a run folder, or a run folder with "@EPOCH".
@@ -116,7 +116,7 @@ def require_other_folder(address: str, out: Path) -> None:
 def _require_same_architecture(
     source: Encoder, encoder: EncoderModule, address: str
 ) -> EncoderModule:
-    """Return the module of `source`, after checking that `encoder` can use its weights.
+    """Check that `encoder` can use the weights of `source`, and return the module of `source`.
 
     Raises:
         ConfigurationError: The two modules have different classes or incompatible configurations.
@@ -149,5 +149,5 @@ def _require_same_architecture(
 
 
 def _format_value(value: Any) -> str:
-    """Return a configuration value in the form in which a user types it on the command line."""
+    """Format a configuration value as a user types it on the command line."""
     return str(value) if isinstance(value, str | bool) else json.dumps(value, separators=(",", ":"))

@@ -39,7 +39,7 @@ _LONG = 3 * _HOUR
 
 
 class StepReporter:
-    """A reporter that writes the metrics of each step to the log, and stops runs that fail.
+    """A reporter that logs the metrics of each training step, and stops runs that do not learn.
 
     Metrics are averaged over the processes. On a GPU, the metrics of a step are read after the next
     step has been launched. The CPU therefore never waits for the step that it has just launched.
@@ -112,10 +112,10 @@ class StepReporter:
         self._pending.append((dict(row), list(metrics), values, arrival))
 
     def write_rows(self, *, everything: bool = False) -> None:
-        """Write the rows that are ready, and update `should_stop` and `should_save`.
+        """Write the queued rows whose metrics have arrived. Update `should_stop` and `should_save`.
 
         Args:
-            everything: Write all rows. On a GPU, this waits for the last step.
+            everything: Write all queued rows. On a GPU, this waits for the last step.
 
         Raises:
             ConfigurationError: The run no longer learns.
@@ -136,7 +136,7 @@ class StepReporter:
             self._require_learning(row)
 
     def _require_learning(self, row: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError after too many consecutive steps without progress."""
+        """Raise a ConfigurationError after too many consecutive steps without progress."""
         options = self._options
         if not all(math.isfinite(row[name]) for name in ("loss", "gradient_norm")):
             self._num_non_finite += 1
@@ -193,7 +193,7 @@ class LogFile:
         self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. Numbers that are not finite become null.
+        """Append a row of metrics. Numbers that are not finite become null.
 
         Raises:
             MachineError: The file cannot be written.
@@ -308,13 +308,13 @@ class Clock:
 
     @contextmanager
     def count_waiting(self) -> Generator[None]:
-        """Count the time that a `with` block takes as waiting for data."""
+        """Count the duration of a `with` block as time that the step waited for data."""
         start = time.monotonic()
         yield
         self._waited += time.monotonic() - start
 
     def end_step(self) -> tuple[float, float]:
-        """End the timing of a step.
+        """End the timing of the current step.
 
         Returns:
             The seconds since the previous step ended, and the part of them that was spent waiting
@@ -326,5 +326,5 @@ class Clock:
         return max(seconds, 1e-9), waited
 
     def restart(self) -> None:
-        """Start timing the next step now, so that preparation and measurements do not count."""
+        """Start the timing of the next step now, so that the time until now is not counted."""
         self._step_start = self.training_start = time.monotonic()

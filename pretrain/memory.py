@@ -15,16 +15,16 @@ _MAX_REASON = 200
 
 
 class OutOfMemory(MachineError):
-    """Memory ran out during a step. The hint recommends settings that need less memory."""
+    """Error for a training step that ran out of memory. Its hint recommends other settings."""
 
 
 def out_of_memory_error(
     reason: str, step: int, plan: Pretraining, trainer: Trainer, *, has_state: bool
 ) -> OutOfMemory:
-    """Return the error for a step that ran out of memory, with settings that need less memory.
+    """Return an out-of-memory error that recommends settings which need less memory.
 
-    To find them, the function computes smaller and smaller micro-batches of blank images until one
-    fits into memory. This changes the weights, so the run must not be saved afterwards.
+    To find these settings, the function trains on smaller and smaller micro-batches of blank images
+    until one fits into memory. This changes the weights, so the run must not be saved afterwards.
 
     Args:
         reason: Message of torch's error.
@@ -67,10 +67,10 @@ def out_of_memory_error(
 
 
 def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool]) -> int | None:
-    """Find a larger value of `train.accumulation` with which a micro-batch fits into memory.
+    """Find a larger value of `train.accumulation` with which each micro-batch fits into memory.
 
-    The result is the first value that fits. Each tried value divides the images equally and is at
-    least twice the previous one.
+    Larger and larger values are tried until one fits. Each value divides the images equally. It is
+    at least twice the previous one.
 
     Args:
         images: Number of images that one process computes in a step.
@@ -79,7 +79,7 @@ def find_accumulation(images: int, accumulation: int, fits: Callable[[int], bool
             memory.
 
     Returns:
-        The accumulation, or None if not even a micro-batch of a single image fits.
+        The value that fits, or None if not even a micro-batch of a single image fits.
     """
     while accumulation < images:
         least = min(2 * accumulation, images)

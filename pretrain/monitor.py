@@ -1,7 +1,7 @@
 """Evaluate the encoder of a run on labelled images every few epochs.
 
-The accuracy of a finished supervised run can also be stored as records, next to those of the
-probes.
+The accuracy of a finished supervised run can also be stored as result records, in the same format
+as the results of probes.
 """
 
 import math
@@ -60,7 +60,7 @@ _LOCATIONS = frozenset({"data", "monitor", "init_from"})
 
 @dataclass(frozen=True)
 class Monitor:
-    """Options of the evaluation during a run. By default nothing is evaluated.
+    """Options of the evaluation during a training run. By default nothing is evaluated.
 
     Attributes:
         root: Folder with `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, with `CLASS/PICTURE`, or
@@ -77,7 +77,7 @@ class Monitor:
             which log `val_top1` in percent. With at least six classes, `val_top5` is the percentage
             of images whose class is among the five most likely classes. `val_loss` is the
             cross-entropy without label smoothing. The head is also evaluated after the last step.
-        results: Folder in which the last `val_top1` and `val_top5` are stored as records.
+        results: Folder in which the last `val_top1` and `val_top5` are stored as result records.
         neighbours: Number of training images that vote for the class of a validation image.
         temperature: A neighbour votes with the weight exp(cosine similarity / temperature).
         train_images: Largest number of training images that vote. The same random subset is used in
@@ -114,7 +114,7 @@ class Monitor:
     def build_evaluator(
         self, learner: Learner, timeline: Timeline, data: DataOptions, images: ImageSet
     ) -> "Evaluator | None":
-        """Find the labelled images, and return an object that evaluates the learner during a run.
+        """Find the labelled images, and return an object that evaluates the encoder during a run.
 
         No image is decoded. The result is None if neither k-NN nor the head is to be evaluated.
 
@@ -191,14 +191,14 @@ class Monitor:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator(PeriodicEvaluation):
-    """A periodic evaluation of a learner during training, on images that `options` select.
+    """A periodic evaluation of the encoder and the head during training, on labelled images.
 
     The evaluation draws no random numbers and does not change the learner. A run therefore gives
     the same weights with and without the evaluation.
 
     Attributes:
-        options: Options of the evaluation, such as its images and epochs.
-        learner: Learner of the run.
+        options: Options that determine which images are evaluated and after which epochs.
+        learner: Networks of the run, which the evaluation does not change.
         timeline: Planned length of the run.
         normalization: Mean and standard deviation with which the run normalises its images.
         train: Training images of the k-NN classifier.
@@ -249,15 +249,15 @@ class Evaluator(PeriodicEvaluation):
         trained_on: TrainingImages,
         left_out: list[str],
     ) -> list[Path]:
-        """Evaluate the head, and store its accuracy as records.
+        """Evaluate the head of a supervised run, and store its accuracy as result records.
 
-        The name of the image folder becomes the dataset of the records. A table finds the records
-        only if this name is that of its dataset.
+        The records use the name of the image folder as the name of the dataset. Tables show them
+        next to other results only if those use the same dataset name.
 
         Args:
             results: Folder of a `ResultStore`. Several runs may share it.
             weights: Weights file of the encoder.
-            description: Description of the run, as in its state.
+            description: Settings of the run, as stored in its state.
             trained_on: Images that the run was trained on.
             left_out: Ids of the training images that could not be read.
 
@@ -359,7 +359,7 @@ class Evaluator(PeriodicEvaluation):
     def _compute_outputs(
         self, images: ImageSet, compute: Callable[[Images], Tensor]
     ) -> LabelledFeatures:
-        """Apply `compute` to the central crop of each image. Return its outputs, and the labels."""
+        """Apply `compute` to the central crop of each image. Return the outputs and the labels."""
         device = next(self.learner.parameters()).device
         size, crop_share = self.learner.encoder.config.image_size, self.options.crop_share
 
@@ -384,7 +384,7 @@ class Evaluator(PeriodicEvaluation):
 
 
 def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
-    """Return a random subset of the images, which is the same in every run."""
+    """Return a random subset of at most `max_images` images, which is the same in every run."""
     order = np.random.default_rng(0).permutation(len(images))
     return select_images(images, images.name, sorted(order[:max_images].tolist()))
 
@@ -392,7 +392,7 @@ def _draw_subset(images: ImageSet, max_images: int) -> ImageSet:
 def rank_true_classes(
     logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
 ) -> Int64[Tensor, " images"]:
-    """Return how many classes the classifier ranks above the true class of each image.
+    """For each image, return how many classes the classifier ranks above the true class.
 
     If classes have equal logits, the class with the lower index ranks higher.
     """
@@ -401,17 +401,17 @@ def rank_true_classes(
 
 
 def _compute_percentage(is_correct: Bool[Tensor, " images"] | None) -> float:
-    """Return the percentage of values that are true, or NaN if there are no values (None)."""
+    """Return the percentage of values that are true, or NaN if `is_correct` is None."""
     return math.nan if is_correct is None else 100 * to_float64(is_correct).mean().item()
 
 
 def describe_recipe(description: Mapping[str, Any], timeline: Timeline) -> str:
-    """Summarise how a run was trained, so that readers can compare it with the training in a paper.
+    """Summarise in one line how a run was trained, for comparison with the training in a paper.
 
     An example is "100 epochs, batch 512, AdamW at 0.001".
 
     Args:
-        description: Description of the run, as in its state.
+        description: Settings of the run, as stored in its state.
         timeline: Planned length of the run.
     """
     train, optimizer = description["train"], description["optimizer"]

@@ -1,4 +1,4 @@
-"""Options of a pretraining run: the keys `data.*` and `train.*`."""
+"""Options of a pretraining run: the config keys `data.*` and `train.*`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,14 +47,15 @@ Epochs = Annotated[Sequence[Count], ListLength(0, 10_000)]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The images that a run trains on.
+    """Options for the images that a run trains on.
 
     Attributes:
         root: Folder of images, or tar files of WebDataset such as `shards/{000..099}.tar`. Images
             in subfolders are included. Tar files are given as one file, as a folder of them, or as
             a pattern. The default is the generated toy scenes.
-        image_size: Side of the large crops in pixels. The encoder is built for this size. The
-            default is the image size of the model.
+        image_size: Side length in pixels of the crops that the encoder receives (with DINO, of the
+            global crops). The encoder is built for this size. The default is the image size of the
+            model.
         in_memory: Decode all images once and keep them in memory.
         on_bad_image: With "skip", an image that cannot be read is replaced by the next readable
             one, and a message lists the images that were left out. With "fail", the run stops.
@@ -94,7 +95,7 @@ class DataOptions:
 
     @property
     def normalization(self) -> Normalization:
-        """Return the pair of `mean` and `std`, each as three floats."""
+        """Return `mean` and `std` as a pair. Each of them consists of three floats."""
         (a, b, c), (d, e, f) = (map(float, values) for values in (self.mean, self.std))
         return (a, b, c), (d, e, f)
 
@@ -127,10 +128,10 @@ class DataOptions:
         return limit_images(images, self.limit) if self.limit else images
 
     def describe_unreadable_images(self, images: ImageSet) -> str:
-        """Read up to 2,000 training images, and return a line about those that cannot be read.
+        """Return a message about training images that cannot be read, or an empty string.
 
-        The line is empty if all images can be read. It is also empty for the toy scenes and for
-        larger sets, which are not read.
+        All images are read to find out. This takes long, so the message is empty for sets of more
+        than 2,000 images. It is also empty for the generated toy scenes.
         """
         if self.root is None or len(images) > _MAX_CHECKED_IMAGES:
             return ""
@@ -153,8 +154,8 @@ class TrainOptions:
     Attributes:
         epochs: Length of the run in epochs.
         max_steps: Maximum length of the run in optimizer steps. All schedules end with the run.
-        max_minutes: Save and stop after this time. The schedules do not depend on it, and
-            `--resume` continues the run.
+        max_minutes: Save and stop after this time in minutes. The schedules do not depend on it,
+            and `--resume` continues the run.
         batch_size: Number of images in an optimizer step, over all processes and micro-batches. The
             default is 64, or, for small sets, the largest power of two that gives at least four
             steps per epoch.
@@ -259,7 +260,7 @@ class TrainOptions:
             )
 
     def should_keep(self, epoch: int) -> bool:
-        """Return whether the run keeps a separate file of the encoder after this epoch."""
+        """Return whether to save the encoder to a separate file after this epoch."""
         return epoch in (self.keep_epochs or ()) or (
             self.keep_every is not None and epoch % self.keep_every == 0
         )
@@ -282,7 +283,7 @@ class TrainOptions:
 
     @property
     def batch(self) -> int:
-        """Return the batch size. Use this only after `resolve_batch_size`, which sets it."""
+        """Return the batch size, which must be set. `resolve_batch_size` sets it to the default."""
         assert self.batch_size is not None, "call resolve_batch_size first"
         return self.batch_size
 
@@ -312,7 +313,7 @@ class TrainOptions:
         return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
 
     def count_workers(self, device: torch.device) -> int:
-        """Return the number of data workers of each process."""
+        """Return the number of data workers that each training process starts."""
         if self.num_workers is not None:
             return self.num_workers
         if device.type == "cpu":

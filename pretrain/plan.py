@@ -32,11 +32,11 @@ from ssl_bench.system.output import format_size, say
 
 @dataclass(frozen=True)
 class Pretraining:
-    """The plan of a pretraining run.
+    """The complete configuration of a pretraining run, which can be started with `run`.
 
     Attributes:
         model: The encoder. If `data.image_size` is set, it replaces the image size of the model.
-        objective: What the encoder is trained for.
+        objective: The training objective, such as DINO, with its hyperparameters.
         optimizer: The optimizer and its hyperparameters.
         data: The training images.
         train: Length, speed and numerics of the training.
@@ -79,7 +79,7 @@ class Pretraining:
         return replace(self.model, image_size=self.data.image_size or self.model.image_size)
 
     def images(self) -> ImageSet:
-        """Return the images or strings that the objective trains on.
+        """Return the training samples: images, or generated strings for some objectives.
 
         Raises:
             DataError: There are no images.

@@ -19,7 +19,7 @@ _LARGE_SIDE, _SMALL_SIDE = 8_192, 768
 
 
 def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
-    """Count the floating-point operations of the forward and backward pass of a micro-batch.
+    """Count the floating-point operations of a micro-batch's forward and backward pass.
 
     Only matrix products and convolutions are counted. The learner is copied to the device "meta",
     whose tensors have no values, so counting takes hardly any time, no memory and no random
@@ -27,7 +27,7 @@ def count_training_flops(learner: nn.Module, views: Any, step: int) -> float:
     one adds 0.3 % to the operations of ViT-S/16 with 2 + 8 crops.
 
     Args:
-        learner: A `Learner`, which is not changed.
+        learner: The networks and their loss (a `Learner`). They are not changed.
         views: Views of the images of a micro-batch, in the form that `Learner.loss` accepts.
         step: Number of the step, from 0.
     """
@@ -55,7 +55,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class _ShapeOnlyResize(TorchDispatchMode):
-    """A dispatch mode that computes only the shape of a bicubic resize.
+    """A torch dispatch mode in which a bicubic resize computes only the shape of its result.
 
     Without this mode, torch computes all weights of the interpolation, even on the device "meta".
     """
@@ -72,9 +72,10 @@ class _ShapeOnlyResize(TorchDispatchMode):
 def _count_convolution_backward(
     gradient: Sequence[int], _images: Any, filters: Sequence[int], *more: Any, **_out: Any
 ) -> int:
-    """Count the FLOPs of a convolution's backward pass from the shapes of its arguments.
+    """Count the FLOPs of a convolution's backward pass, given the shapes of its arguments.
 
-    The gradients of images and of filters each cost as much as the forward pass.
+    The gradient of the images and the gradient of the filters each cost as much as the forward
+    pass.
     """
     is_required: Sequence[bool] = more[-1]
     positions = gradient[0] * prod(gradient[2:])
@@ -83,9 +84,9 @@ def _count_convolution_backward(
 
 @cache
 def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the speed of a large matrix product on this device in FLOP/s.
+    """Measure how fast this device computes a large matrix product, in FLOP/s.
 
-    The fastest of three rounds counts.
+    The result is that of the fastest of three rounds.
     """
     side = _LARGE_SIDE if device.type == "cuda" else _SMALL_SIDE
     generator = torch.Generator(device).manual_seed(0)
@@ -105,6 +106,6 @@ def measure_product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work. A CPU needs no wait."""
+    """Wait until a GPU has finished its work. On a CPU, return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -46,8 +46,8 @@ class Progress:
 
     Attributes:
         step: Number of optimizer steps that the run has completed.
-        extensions: One entry for each `--extend`, with the step at which it was made, and the
-            lengths of the run before and after it.
+        extensions: One entry for each time that `--extend` made the run longer. It contains the
+            step at that time, and the lengths of the run before and after.
         left_out: Indices of the images that could not be read and were replaced by others.
         never_used: Indices of those images in `left_out` that no step had used before they were
             found to be unreadable.
@@ -61,7 +61,7 @@ class Progress:
     def state(
         self, description: Mapping[str, Any], images: ImageSet, batches: BatchChunks, processes: int
     ) -> dict[str, Any]:
-        """Return what `state.pt` contains besides the learner and the optimizer."""
+        """Return everything that `state.pt` contains except the networks and the optimizer."""
         return {
             "step": self.step,
             "configuration": description,
@@ -76,10 +76,10 @@ class Progress:
 def describe_run(
     plan: Pretraining, images: ImageSet, fingerprint: str, timeline: Timeline
 ) -> dict[str, Any]:
-    """Return the settings and digests that must be the same when a run is resumed.
+    """Return the settings and image digests that must be unchanged when a run is resumed.
 
     Args:
-        plan: The run, with a batch size.
+        plan: The run. Its batch size must be set.
         images: The training images. The description contains a SHA-256 of their ids and class
             names.
         fingerprint: Fingerprint of the content of the images.
@@ -181,7 +181,7 @@ def restore_progress(
 
 
 def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -> None:
-    """Load the weights of the learner and the moments of the optimizer from a saved state.
+    """Load the weights of the networks and the optimizer's moments from a saved training state.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -197,14 +197,14 @@ def load_trainer_state(trainer: Trainer, state: Mapping[str, Any], path: Path) -
 def _digest_used_images(
     images: ImageSet, batches: BatchChunks, step: int, never_used: Iterable[int]
 ) -> str:
-    """Return a SHA-256 of the content of all images that the first `step` steps have used."""
+    """Return a SHA-256 of the files of all images that the first `step` steps have used."""
     is_used = batches.mark_used_images(step)
     is_used[[*never_used]] = False
     return hashlib.sha256(file_hashes(images)[is_used].tobytes()).hexdigest()
 
 
 def _find_unreadable(images: ImageSet, indices: Collection[int]) -> set[int]:
-    """Try to read images again. Return the indices of those that are still unreadable."""
+    """Try again to read some images. Return the indices of those that are still unreadable."""
     unreadable = set[int]()
     for index in indices:
         try:

@@ -17,7 +17,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Planned length of a run.
+    """The planned length of a training run.
 
     Attributes:
         total_steps: Number of optimizer steps. Every schedule ends with the last step.
@@ -39,17 +39,17 @@ class Timeline:
         return step // self.steps_per_epoch
 
     def is_interval_end(self, epochs: int | None, num_steps: int) -> bool:
-        """Return whether `num_steps` steps complete a multiple of `epochs` epochs.
+        """Return whether an interval of `epochs` epochs ends after `num_steps` steps.
 
-        If `epochs` is None, the result is False.
+        The intervals start at the beginning of the run. If `epochs` is None, the result is False.
         """
         return epochs is not None and num_steps % (epochs * self.steps_per_epoch) == 0
 
     def is_due(self, epochs: int | None, num_steps: int) -> bool:
         """Return whether a measurement that repeats every `epochs` epochs is due.
 
-        A measurement is also due after the last step of the run. No measurement is due if `epochs`
-        is None.
+        A measurement is also due after the last step of the run. If `epochs` is None, no
+        measurement is due.
 
         Args:
             epochs: Number of epochs between two measurements.
@@ -61,7 +61,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A linear rise from 0 to `start` during the warm-up, then half a cosine down or up to `end`.
+    """Cosine schedule: a linear warm-up from 0 to `start`, then half a cosine down or up to `end`.
 
     The last warm-up step and the first step after the warm-up both have the value `start`. The
     cosine would reach `end` one step after the last step of the run.
@@ -83,10 +83,10 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Triangle:
-    """A linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
+    """Triangular schedule: a linear rise from 0 to `peak`, then a linear fall to 0 in two stages.
 
     The value reaches `peak` after 2/5 of the run, `peak` / 20 after 4/5, and 0 after the last step.
-    Step i of n, counted from 0, uses the value after the fraction (i + 1) / n of the run.
+    Step i of n (i counts from 0) has the value after the fraction (i + 1) / n of the run.
 
     Source: `lr_schedule` of
     https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
@@ -106,10 +106,10 @@ class Triangle:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear change from `start` at step 0 to `end` at step `num_steps` - 1.
+    """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
     Later steps have the value `end`. The official DINO changes the teacher temperature only once
-    per epoch. If a run has one step per epoch, both schedules have the same values.
+    per epoch. The two schedules agree if a run has one step per epoch.
     """
 
     start: float

@@ -11,7 +11,7 @@ from ssl_bench.system.endings import STOP_SIGNALS, handle_signals
 
 
 class StopRequest:
-    """The last signal that asked this process to stop.
+    """A handler that stores the last signal that asked this process to stop.
 
     The first Ctrl-C (SIGINT) is only recorded, like SIGTERM, SIGHUP and SIGUSR1. The training loop
     finishes its step, saves a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt in the
@@ -28,9 +28,9 @@ class StopRequest:
         return self.received is signal.SIGINT
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal.
+        """Handle a signal: store it, so that the run stops after the current step.
 
-        If the stop must not wait for the end of the step, raise an exception.
+        Inside `raise_immediately`, and at the second Ctrl-C, raise an exception instead.
         """
         del frame
         if self.is_interrupt and number == signal.SIGINT:
@@ -41,9 +41,10 @@ class StopRequest:
 
     @contextmanager
     def raise_immediately(self) -> Generator[None]:
-        """Inside a `with` block, raise an exception as soon as a signal arrives.
+        """Inside a `with` block, raise an exception as soon as a signal to stop arrives.
 
-        Use this while there is nothing to save. A signal from before the block is raised, too.
+        Use this while there is nothing to save. If a signal has arrived before the block, the
+        exception is raised at its start.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.
@@ -65,12 +66,12 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Generator[StopRequest]:
-    """Inside a `with` block, record signals that ask the run to stop.
+    """Inside a `with` block, only store the signals that ask the run to stop.
 
-    Without this, such a signal would end the process at once.
+    Outside of the block, such a signal ends the process at once.
 
     Yields:
-        The request, whose attribute `received` is the last signal, or None.
+        A `StopRequest`, whose attribute `received` is the last signal, or None.
     """
     request = StopRequest()
     with handle_signals((*STOP_SIGNALS, "SIGINT"), request.receive):

@@ -1,7 +1,7 @@
-"""Take one optimizer step as a sequence of named operations.
+"""Take an optimizer step: compute and clip the gradients, and update the student and the teacher.
 
 A step depends only on the state (weights, moments and buffers), the views, the step number, the
-seed and the rank. This file reads no data and no clock.
+seed and the rank.
 """
 
 import copy
@@ -34,12 +34,12 @@ _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Trainer:
-    """A learner, its optimizer, and the schedules of learning rate and weight decay.
+    """A trainer that takes optimizer steps, with schedules for the learning rate and weight decay.
 
     Args:
-        learner: The learner to train. It is moved to the device of this process.
+        learner: The networks to train and their loss. They are moved to the device of this process.
         recipe: Hyperparameters of the optimizer. Its learning rate is for a batch of 256 images.
-        options: Options of the run, with a batch size.
+        options: Options of the run. The batch size must be set.
         timeline: Length of the run.
         ranks: The processes that share every batch.
 
@@ -79,8 +79,9 @@ class Trainer:
     def take_step(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
         """Train on one batch.
 
-        If the gradient is not finite, weights, moments and batch statistics do not change. A
-        teacher still moves towards the unchanged student. The CPU does not wait for the device.
+        If the gradient is not finite, weights, moments and batch statistics do not change. If there
+        is a teacher, it still moves towards the unchanged student. The CPU does not wait for the
+        device.
 
         Args:
             step: Number of the step, from 0.
@@ -119,12 +120,12 @@ class Trainer:
         return report
 
     def fits(self, step: int, make_views: Callable[[], Views]) -> bool:
-        """Return whether a step fits into the free memory with micro-batches of these views.
+        """Test whether a step with micro-batches of these views fits into the free memory.
 
-        The step is computed twice with two micro-batches each. The reason is that gradients of an
-        earlier micro-batch and moments of an earlier step need memory, too. On a CPU, the state is
-        also copied, because a checkpoint needs this memory. The run itself usually needs a little
-        less memory, because torch.compile is not used here. The weights change, so the run must end
+        Two steps with two micro-batches each are computed, because gradients of an earlier
+        micro-batch and moments of an earlier step need memory, too. On a CPU, the state is also
+        copied, because a checkpoint needs this memory. The run itself usually needs a little less
+        memory, because torch.compile is not used here. The weights change, so the run must end
         afterwards.
 
         If several processes train together, the optimizer takes no step, because SOAP would wait
@@ -158,7 +159,7 @@ class Trainer:
         return True
 
     def utilisation(self, seconds: float) -> float:
-        """Return the model FLOPs utilisation (MFU) of a step in percent, which is `mfu` in the log.
+        """Return the model FLOPs utilisation (MFU) of a step in percent, for the log.
 
         The MFU is the FLOP/s of the step divided by the FLOP/s of a large matrix product. It is
         limited to 100, because the device may have been busy while the matrix product was timed.
@@ -169,9 +170,10 @@ class Trainer:
         return min(100.0, 100 * self.flops / (seconds * self._product_rate))
 
     def describe_rising_lr(self) -> str | None:
-        """Return a warning if the learning rate would rise to `train.final_lr`, or None if not.
+        """Return a warning if the learning rate would rise to `train.final_lr` instead of falling.
 
-        This happens if the scaled learning rate of the optimizer is below `train.final_lr`.
+        This happens if the learning rate of the optimizer, scaled by the batch size, is below
+        `train.final_lr`. Otherwise, return None.
         """
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top_lr >= last:
@@ -212,7 +214,7 @@ class Trainer:
             group["weight_decay"] = self.weight_decay(step)
 
     def _accumulate_gradients(self, step: int, micro_batches: Iterable[Views]) -> dict[str, Tensor]:
-        """Compute the gradient of the mean loss of all micro-batches.
+        """Add up the gradients of all micro-batches, so that they are those of the mean loss.
 
         Returns:
             The values for the log, averaged over the micro-batches.
@@ -232,7 +234,7 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch to `grad`, and return its values for the log."""
+        """Add the gradients of one micro-batch to `Tensor.grad`. Return its values for the log."""
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
         (loss / self.options.accumulation).backward()
@@ -242,9 +244,9 @@ class Trainer:
         return torch.compiler.set_stance("force_eager") if self._is_eager else nullcontext()
 
     def _restore_statistics(self, before: Iterable[Tensor], where: Bool[Tensor, ""]) -> None:
-        """Reset the batch statistics to `before`, their values before the step, if `where` is true.
+        """If `where` is true, reset the batch statistics to `before`, their values before the step.
 
-        `where` is a scalar on the device.
+        `where` is a scalar tensor on the device.
         """
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(where.to(buffer.device), old, buffer))
@@ -252,10 +254,10 @@ class Trainer:
 
 @contextmanager
 def use_deterministic_operations(is_required: bool) -> Generator[None]:
-    """Inside a `with` block, allow only operations with bitwise reproducible results, if required.
+    """If required, allow only operations with bitwise reproducible results inside a `with` block.
 
     Two runs then give bitwise identical results on devices of the same kind with the same version
-    of torch. On CPUs this holds without the function.
+    of torch. On CPUs this also holds without the function.
 
     Args:
         is_required: Whether the operations are restricted. If it is false, nothing changes.

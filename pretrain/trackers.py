@@ -16,15 +16,15 @@ class TensorBoardLog:
 
     Args:
         folder: Folder of the event files.
-        last_step: Number of steps in the checkpoint that the run continues from. TensorBoard hides
-            points of later steps in older event files.
+        last_step: Number of completed steps in the checkpoint that the run continues from.
+            TensorBoard hides the points of later steps in older event files.
     """
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         self._writer = require_tensorboard()(str(folder), purge_step=last_step + 1)
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add the metrics of one step to the curves."""
+        """Add the metrics of one step to the curves in TensorBoard."""
         for name, value in row.items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])
@@ -45,7 +45,7 @@ class WandbLog:
     Args:
         project: Name of the project. Weights & Biases creates it if it does not exist.
         folder: Folder for the files of Weights & Biases and for the id of the run.
-        config: Description of the pretraining run.
+        config: Settings of the pretraining run, which Weights & Biases displays.
         last_step: Number of steps in the checkpoint that the run continues from. With 0, a new run
             of Weights & Biases starts.
 
@@ -92,7 +92,7 @@ Tracker = TensorBoardLog | WandbLog
 
 
 def require_tensorboard() -> type[Any]:
-    """Return TensorBoard's `SummaryWriter` class.
+    """Import TensorBoard, and return its class `SummaryWriter`.
 
     Raises:
         MachineError: The package tensorboard is missing.
@@ -110,7 +110,7 @@ def require_tensorboard() -> type[Any]:
 
 
 def require_wandb() -> Any:
-    """Return the package wandb.
+    """Import the package wandb, and return it.
 
     Raises:
         MachineError: The package wandb is missing.

@@ -1,8 +1,8 @@
-"""The training loop: build the parts of a run, take its steps, log, save and stop.
+"""The training loop: build the parts of a run, take its steps, log them, save and stop.
 
 A run writes these files:
 
-- `config.yaml` before the first step, and again after images were left out.
+- `config.yaml` before the first step, and again when unreadable images are left out.
 - After each step, one row of `log.jsonl`, with the monitor's measurements if they are due. Then
   `epochNNNN.safetensors` after the epochs of `train.keep_epochs` and `train.keep_every`. Then a
   checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`.
@@ -79,13 +79,13 @@ _MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
 
 class Run:
-    """The training run that a plan describes, and the folder to which it writes.
+    """A training run with its networks, data, log and checkpoints.
 
     Args:
         plan: Encoder, objective, optimizer, images and options of the run.
         out: The run folder, which this process has locked.
         ranks: The processes that train together.
-        request: Signals that this process receives.
+        request: Object that stores the signals which ask this process to stop.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Run:
             return describe_training_images(self.images)
 
     def start(self) -> None:
-        """Start from random weights, or from the weights of the checkpoint `init_from`."""
+        """Prepare a new run: load the weights of the checkpoint `init_from`, if it is set."""
         plan = self.plan
         if plan.init_from is not None:
             encoders = self.trainer.learner.encoders
@@ -160,16 +160,16 @@ class Run:
             )
 
     def resume(self, state: Mapping[str, Any], path: Path, *, extend: bool = False) -> None:
-        """Continue the run from a saved state.
+        """Prepare to continue the run: load the progress, the weights and the optimizer's state.
 
         Args:
-            state: State of the run, as `load_state` returns it.
+            state: Saved state of the run, as `load_state` returns it.
             path: File of the state.
             extend: Whether the run may be longer than the saved one.
 
         Raises:
-            CheckpointError: The state is unusable.
-            ConfigurationError: Something has changed that affects the weights.
+            CheckpointError: The saved state is unusable.
+            ConfigurationError: A setting or an image that affects the weights has changed.
         """
         address = self.plan.init_from
         if address is not None:
@@ -191,7 +191,7 @@ class Run:
         self.messages += messages
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.yaml: the settings, the extensions and the ids of left-out images."""
+        """Write config.yaml: settings, extensions of the run, and ids of left-out images."""
         train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
         self._config = config = {**config, "train": train}
         lists = {
@@ -203,13 +203,13 @@ class Run:
         write_text_atomically(self.out / checkpoints.CONFIG, plain)
 
     def train(self) -> None:
-        """Take steps until the last one, or until a signal, the time limit or an error.
+        """Train until the last step, or until a signal, the time limit or an error ends the run.
 
         Raises:
             Preempted: A process received a signal other than Ctrl-C. The state is saved.
             KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C the state is saved. After two,
                 the last checkpoint remains.
-            SslBenchError: This error occurred in this process or in another one.
+            SslBenchError: An error has occurred in this process or in another process of the run.
         """
         ranks, progress, total = self.ranks, self.progress, self.timeline.total_steps
         with ExitStack() as stack:
@@ -319,7 +319,7 @@ class Run:
                 yield micro_batch
 
     def _read_chunk(self, chunks: Iterator[Any]) -> Any:
-        """Return the next chunk of a micro-batch, and record which of its images were left out."""
+        """Return the next chunk of a micro-batch, and record which images it leaves out."""
         with self.clock.count_waiting():
             chunk = next(chunks)
         if isinstance(chunk, SslBenchError):
@@ -339,8 +339,8 @@ class Run:
         """Train on one batch.
 
         Returns:
-            The values of the step's row that are already known, and the metrics that the device may
-            still be computing.
+            The values for the log that are already known, and the metrics that the device may still
+            be computing.
         """
         plan, trainer = self.plan, self.trainer
         views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
@@ -377,9 +377,9 @@ class Run:
 
     @contextmanager
     def _postpone_errors(self) -> Generator[None]:
-        """Store an error that this process raises in the `with` block.
+        """Inside a `with` block, store an error of this process instead of raising it.
 
-        Before the next step, all processes raise an error together.
+        All processes raise the error together before the next step.
         """
         try:
             yield
@@ -387,10 +387,10 @@ class Run:
             self._error = self._error or error
 
     def _run_monitor(self) -> Mapping[str, float]:
-        """Return the measurements that are due after this step.
+        """Evaluate the encoder if this is due after this step, and return the metrics.
 
-        Only the process of rank 0 measures. The mapping is empty in other processes, or if nothing
-        is due.
+        Only the process of rank 0 evaluates it. The mapping is empty in other processes, or if
+        nothing is due.
         """
         if self.observer is None or not self.ranks.is_main:
             return {}
@@ -424,7 +424,7 @@ class Run:
         )
 
     def _keep_encoder(self) -> None:
-        """Write the encoder to its own file after the epochs of `train.keep_*`."""
+        """Save the encoder to a separate file if `train.keep_*` select the epoch that has ended."""
         if self.saver is None:
             return
         self.saver.check()
@@ -435,10 +435,10 @@ class Run:
             self.saver.keep(epoch, *self._copy_encoder(), self.log.say)
 
     def _save(self, *, wait: bool = False) -> None:
-        """Save the training state and the encoder, unless a log row shows that training diverged.
+        """Save the training state and the encoder, unless the log shows that training has diverged.
 
-        All processes must call this method together, because they tell each other which images they
-        have left out. The process of rank 0 copies the state to host memory and lets a thread
+        All processes must call this method together, because they exchange which unreadable images
+        they have left out. The process of rank 0 copies the state to host memory and lets a thread
         write it. With `wait`, it also waits until the files are written. Without `wait`, an error
         of the disk is raised at a later step.
         """
@@ -461,7 +461,7 @@ class Run:
         log.should_save = False
 
     def _report_left_out(self) -> None:
-        """Print which images were left out since the last report, and add them to config.yaml."""
+        """Print which unreadable images are newly left out, and add them to config.yaml."""
         left_out = self.progress.left_out
         new = self._get_ids(left_out - self._reported_left_out)
         if new:
@@ -483,7 +483,7 @@ class Run:
         return checkpoints.copy_to_host(encoder, tensors), metadata
 
     def _end(self) -> None:
-        """Finish a run after its last step, or report why the run stops and how to continue it."""
+        """Finish a completed run, or report why the run stops early and how to continue it."""
         saved = self._describe_saved()
         if self.progress.step == self.timeline.total_steps:
             if self.saver is not None:
@@ -502,7 +502,7 @@ class Run:
             raise error
 
     def _finish(self) -> None:
-        """Delete the previous state, and save the accuracy of a supervised run as records."""
+        """Delete the previous training state, and record the accuracy of a supervised run."""
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results
         if results is not None and isinstance(self.observer, Evaluator):

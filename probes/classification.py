@@ -1,8 +1,8 @@
-"""Linear classification: how well can linear heads predict classes from the features of a block?
+"""Linear classification: how well can linear heads predict image classes from a block's features?
 
-`LinearClassification` trains linear or attentive heads. `TrainingDraws` contains the images that
-heads are trained on, and the images that select a head. `score_selected_heads` selects a head and
-computes its accuracy.
+`LinearClassification` trains linear or attentive heads on the features of a frozen encoder.
+`TrainingDraws` contains the images that the heads are trained on, and the held-out images on which
+the best head is selected. `score_selected_heads` selects this head and computes its accuracy.
 """
 
 import itertools
@@ -81,7 +81,7 @@ _ATTENTIVE_GUESSES = (
 
 @dataclass(frozen=True)
 class ImageRegression(LogisticRegression):
-    """Logistic regression on one vector for each image, with scikit-learn's stopping criterion."""
+    """Logistic regression on one vector per image, with scikit-learn's stopping criterion."""
 
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     batch_size: Count = 1024
@@ -107,25 +107,26 @@ class Momentum(StepTraining):
 
 @dataclass(frozen=True)
 class FixedPooling:
-    """Option in which heads do not pool patches themselves.
+    """The pooling option "fixed", in which heads do not learn to pool patches.
 
-    All heads receive the vector that `probe.facet` selects.
+    Each head receives the feature vector of the image that `probe.facet` selects.
     """
 
 
 @dataclass(frozen=True)
 class LinearClassification(Probe):
-    """Train linear heads on the frozen features of each block, and score their accuracy.
+    """A probe that trains linear heads on frozen features of each block and scores their accuracy.
 
-    There is one head for each block and each value of C or learning rate. All heads are trained at
-    the same time.
+    There is one head for each combination of a block and a learning rate. Logistic regression uses
+    values of its parameter C instead of learning rates. All heads are trained at the same time.
 
     Attributes:
-        protocol: Name of the preset.
-        facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
-            and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the two.
-            These three are taken after the encoder's final norm. The facets attn_out, attn_skip,
-            mlp_hidden, mlp_out and submodules of a block are means of the patches without a norm.
+        protocol: Name of the preset that sets the default values.
+        facet: Feature that represents an image, or a list of such features. "cls" is the [CLS]
+            token, and "patch_mean" is the mean of the patches. "cls_patch_mean" concatenates the
+            two. These three are taken after the encoder's final norm. For attn_out, attn_skip,
+            mlp_hidden, mlp_out and submodules of a block, the feature is the mean of the patches,
+            without a norm.
         pool: Pooling of the patches, a file name in configs/probe/classification/pool. With
             "fixed", heads receive the vector that `facet` selects. With "attentive", each head
             learns to pool the patches. The patches are taken after the encoder's final norm.
@@ -134,13 +135,16 @@ class LinearClassification(Probe):
         training: Method that trains the heads, a file name in
             configs/probe/classification/training.
         standardise: Whether each channel is standardised over the training images.
-        holdout: Fraction of the training images that select C or the learning rate. After the
-            selection, linear heads are trained again on all training images, unless `shots` is set.
-            If the fraction is 0, C or the learning rate is selected only on the scored images.
+        holdout: Fraction of the training images that are held out to select C or the learning rate.
+            After the selection, linear heads are trained again on all training images, unless
+            `shots` is set. If the fraction is 0, C or the learning rate is selected only on the
+            scored images.
         train_images: Maximum number of training images, drawn at random. By default all are used.
-        shots: Number n of training images of each class, or a list of numbers. Unless `holdout` is
-            0, min(n, 4) further images of each class select C or the learning rate.
-        draws: Number of random draws of the shots. Scores are means over the draws.
+        shots: Number n of training images of each class, or a list of such numbers. Unless
+            `holdout` is 0, min(n, 4) further images of each class are held out to select C or the
+            learning rate.
+        draws: Number of times that the training images are drawn at random if `shots` is set.
+            Scores are means over the draws.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
         memory_gib: Memory limit for the features in GiB. If the vectors of all layers exceed it,
@@ -271,7 +275,10 @@ class LinearClassification(Probe):
         val: ImageFeatures,
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each group of layers on one draw of training images, and score them."""
+        """Train linear heads on one draw of training images, and yield their scores.
+
+        Each group of layers has its own heads.
+        """
         stored = StoredFeatures(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
@@ -340,7 +347,10 @@ class LinearClassification(Probe):
         draws: "TrainingDraws",
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train heads for each layer on one draw of training images, and score them."""
+        """Train attentive heads on one draw of training images, and yield their scores.
+
+        Each layer has its own heads.
+        """
         context = training_pass.context
         val_images = self.split(context.dataset)
         num_classes = len(val_images.class_names)
@@ -404,7 +414,7 @@ class LinearClassification(Probe):
             yield undo_scaling(torch.stack(halves), scales)
 
     def _draw_training_images(self, images: ImageSet, seed: int) -> "TrainingDraws":
-        """Draw the images that train the heads, and the held-out images that select a head.
+        """Draw training images for the heads, and held-out images on which a head is selected.
 
         Raises:
             DataError: There are too few training images in total or of one class.
@@ -436,8 +446,9 @@ class TrainingDraw:
     """The training images of one random draw, as positions in `TrainingDraws.indices`.
 
     Attributes:
-        fit: Images that heads are trained on.
-        held_out: Images that select a head. None if only the scored images select a head.
+        fit: Images that the heads are trained on.
+        held_out: Images on which the best head is selected. None if it is selected on the scored
+            images.
         refit: Images on which the heads are trained again after the selection. None if the heads
             are not trained again.
     """
@@ -448,19 +459,19 @@ class TrainingDraw:
 
     @property
     def final_images(self) -> Int64[Tensor, " images"]:
-        """Return the images on which the scored heads are trained."""
+        """Return the images that the scored heads were trained on: `refit` if set, else `fit`."""
         return self.fit if self.refit is None else self.refit
 
 
 @dataclass(frozen=True)
 class TrainingDraws:
-    """All random draws of training images.
+    """The random draws of training images for one evaluation.
 
     Attributes:
         images: The training set.
-        indices: Indices of the images that occur in any draw, in ascending order.
-        by_shots: Draws for each number of training images per class. If `shots` is not set, there
-            is a single draw under the key None.
+        indices: Indices of all images that occur in at least one draw, in ascending order.
+        by_shots: The draws, by the number of training images per class. If `shots` is not set,
+            there is a single draw under the key None.
     """
 
     images: ImageSet
@@ -470,10 +481,12 @@ class TrainingDraws:
     def average(
         self, train_and_score: Callable[[TrainingDraw], Iterator[Score]]
     ) -> Iterator[Score]:
-        """Yield the scores of each number of shots, averaged over its draws.
+        """Yield the scores for each number of shots, averaged over the random draws.
 
-        Without shots, yield the scores of the only draw. `train_and_score` yields the scores of a
-        draw.
+        If `shots` is not set, yield the scores of the only draw.
+
+        Args:
+            train_and_score: Function that trains heads on one draw and yields their scores.
         """
         for shots, draws in self.by_shots.items():
             if shots is None:
@@ -483,7 +496,11 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return details for a record: number and ids of the training images, and training time."""
+        """Return details about the training on one draw, which are stored with its scores.
+
+        These are the numbers of training and held-out images, a SHA-256 of the training images'
+        ids, and the training time in seconds.
+        """
         ids = [self.images.ids[self.indices[n]] for n in draw.final_images.tolist()]
         return {
             "num_train_images": len(ids),
@@ -493,7 +510,7 @@ class TrainingDraws:
         }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        """Raise a DataError if the images of a draw have only one class.
+        """Raise a DataError if the training images of any draw have only one class.
 
         Args:
             labels: Class of each image in `indices`.
@@ -511,9 +528,9 @@ class TrainingDraws:
 def _linear_ranks(
     heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
 ) -> Int64[Tensor, "values images"]:
-    """Return the rank that each head gives to the true class of each image.
+    """Return the rank of each image's true class among the logits of each linear head.
 
-    `index` selects a group of layers, whose heads are used.
+    Only the heads of the layer group with the index `index` are used.
     """
     batch_size, ranks = max(1, _MAX_LOGITS // heads.bias[index].numel()), []
     parts = zip(images.features.split(batch_size), images.labels.split(batch_size), strict=True)
@@ -528,9 +545,9 @@ def _attentive_ranks(
     batches: Iterable[Float[Tensor, "layers batch rows cols dim"]],
     labels: Int64[Tensor, " images"],
 ) -> Int64[Tensor, "layers values images"]:
-    """Return the rank of each image's true class among the logits of each head.
+    """Return the rank of each image's true class among the logits of each attentive head.
 
-    The images in the batches are in the order of `labels`.
+    `batches` contains the patches of the images, in the order of `labels`.
     """
     ranks, start = [], 0
     for patches in batches:
@@ -558,25 +575,27 @@ def score_selected_heads(
     missing_classes: int,
     details: Mapping[str, Any],
 ) -> Iterator[Score]:
-    """Select the best of several heads, and yield its top-1 and top-5 accuracy.
+    """Select the best of several heads, and yield its top-1 and top-5 accuracy in percent.
 
-    "holdout" is the head with the highest top-1 accuracy on held-out images. "oracle" is the head
+    The heads differ in one hyperparameter. The metrics that end in "holdout" score the head with
+    the highest top-1 accuracy on held-out images. The metrics that end in "oracle" score the head
     with the highest top-1 accuracy on the scored images. If several heads are equally accurate, the
     first of them is selected.
 
     Args:
-        layer: Layer of the scores.
-        facet: Facet of the scores.
+        layer: Layer whose features the heads receive. If they receive several layers, the last one.
+        facet: Facet (kind of feature) that the heads receive.
         hyperparameter: Name of the setting that differs between the heads, such as "learning_rate".
         values: Value of the hyperparameter for each head.
-        num_classes: Number of classes. Diverged heads give this rank to the true class.
+        num_classes: Number of classes. It is also the rank that diverged heads give to the true
+            class.
         ranks: Rank that each head gives to the true class of each scored image, counted from 0.
         labels: True class of each scored image.
         held_out_ranks: Rank that each head gives to the true class of each held-out image. None if
             there are no held-out images.
         constant_share: Fraction of the channels that do not vary over the training images.
         missing_classes: Number of classes without a training image.
-        details: Further details of the scores.
+        details: Further details to store with the scores.
     """
     top1 = (100 * (ranks == 0).double().mean(1)).tolist()
     held_out_top1 = None

@@ -1,8 +1,10 @@
 """Correspondence: do the features of a patch find the same point in another image?
 
-The code is in the order of a run: the probe (`Correspondence`), pairs of views, features of the
-views, matching, and figures. The coordinates of points are (x, y). In pixels, (0.5, 0.5) is the
-centre of the first pixel. Relative to the sides of an image, x and y range from 0 to 1.
+The probe (`Correspondence`) compares pairs of square images, which are called views. The file
+contains, in this order: the probe, pairs of views, features of the views, matching, and figures.
+
+The coordinates of points are (x, y). In pixels, (0.5, 0.5) is the centre of the first pixel.
+Relative to the sides of an image, x and y range from 0 to 1.
 """
 
 import hashlib
@@ -80,19 +82,20 @@ LEGEND = "green: right, red: wrong, ring: true place of a wrong point"
 
 @dataclass(frozen=True)
 class Correspondence(Probe):
-    """PCK: the percentage of points that are matched to the correct place in another image.
+    """A probe for PCK: the percentage of points matched to the correct place in another image.
 
-    A point of the first view is matched to the patch of the second view with the most similar
-    features. The score is the mean over all pairs of views. Nothing is trained.
+    The two images of a pair are called views. A point of the first view is matched to the patch of
+    the second view with the most similar features. The score is the mean over all pairs. Nothing is
+    trained.
 
     Attributes:
         protocol: Pairs of views to match. "warps" pairs the central square of each image with a
             random warp of it. "spair" uses the annotated pairs of a dataset such as SPair-71k.
-        facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
-            attn_skip, mlp_hidden, mlp_out, or submodules of a block.
-        alphas: A point is correct if its predicted place is within this distance of its true place.
-            For warps, distances are relative to the side of the view. For annotated pairs, they are
-            relative to the longer side of the object's box.
+        facet: One or several facets (kinds of features) to compare: token, token_normed, key,
+            query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
+        alphas: Largest distances between the predicted and the true place at which a point is
+            correct, one for each metric. For warps, distances are relative to the side of the view.
+            For annotated pairs, they are relative to the longer side of the object's box.
         image_size: Side of both views in pixels, a multiple of the patch size. Null for the
             encoder's native size.
         warp: Kind of warp, for the protocol "warps" only. "homography" moves the four corners
@@ -109,7 +112,7 @@ class Correspondence(Probe):
         sigma: Standard deviation of the Gaussian around the most similar patch, in patches, for
             "soft" only.
         temperature: Similarities are divided by this value, for "soft" only.
-        panels: Number of pairs to draw. They are spread over the whole dataset.
+        panels: Number of pairs to show in figures. They are spread over the whole dataset.
         batch_size: Number of pairs in each batch.
         memory_gib: Memory in GiB for caching the features of images that occur in several annotated
             pairs.
@@ -163,7 +166,7 @@ class Correspondence(Probe):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Return the name of the metric for each alpha."""
+        """Return the metric names, one for each alpha, such as "pck_0.1"."""
         return tuple(f"pck_{float(alpha)!r}" for alpha in self.alphas)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -198,13 +201,13 @@ class Correspondence(Probe):
         }
 
     def figure_path(self, layer: int, facet: str, image_id: str) -> str:
-        """Return the path of the figure of a pair, relative to `ProbeContext.artifacts`."""
+        """Return the path of a pair's figure, relative to `ProbeContext.artifacts`."""
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         folder = "_".join([self.protocol, *changed])
         return f"{folder}/block{layer:02d}_{facet}/{figure_file_name(image_id)}"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Match the points of all pairs, draw some pairs, and score all layers and facets.
+        """Match the points of all pairs, draw figures of some, and score all layers and facets.
 
         Raises:
             DataError: A file cannot be read.
@@ -238,7 +241,10 @@ class Correspondence(Probe):
     def _read_pairs(
         self, context: ProbeContext, images: ImageSet, size: int
     ) -> Iterable[tuple[int, "ViewPair"]]:
-        """Yield each pair with its index in the dataset, in the order in which pairs are read."""
+        """Yield all pairs of views, each with its index in the dataset.
+
+        Annotated pairs are read in the order of `order_by_category`.
+        """
 
         def prepare(sample: Sample) -> ViewPair:
             if sample.pair is None:
@@ -256,10 +262,12 @@ class Correspondence(Probe):
         layer_facets: Sequence[LayerFacet],
         device: torch.device,
     ) -> dict[LayerFacet, tuple[Float[Tensor, "pairs points 2"], Bool[Tensor, " pairs"]]]:
-        """Return the predicted places of the points of all pairs.
+        """Predict the places of all points in a batch of pairs.
 
-        Also return, for each pair, whether its places are arbitrary. All pairs are padded to the
-        largest number of points in a pair.
+        Returns:
+            For each layer and facet, the predicted places, and whether the places of each pair are
+            arbitrary. They are arbitrary if all patches of the second view have the same features.
+            All pairs are padded to the largest number of points in a pair.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -301,7 +309,7 @@ class Correspondence(Probe):
     def _score(
         self, layer_facet: LayerFacet, number: int, counts: "PairCounts", view_size: int
     ) -> Score:
-        """Return the score of a layer and facet for `self.alphas[number]`."""
+        """Return the PCK of a layer and facet at the threshold `self.alphas[number]`."""
         correct = counts.correct[layer_facet][:, number]
         pck = counts.pck(layer_facet, number)
         estimate = mean_estimate(pck)
@@ -337,15 +345,16 @@ class Correspondence(Probe):
 
 
 class PairCounts:
-    """Number of correct points of each pair, for each layer and facet, and for each baseline.
+    """Counts of correctly matched points in each pair of views.
 
     Attributes:
-        alphas: Largest relative distances at which a predicted place is correct.
+        alphas: Largest relative distances at which a predicted place counts as correct.
         points: Number of points of each pair.
-        categories: Category of each pair, or an empty string.
-        correct: Number of correct points for each pair and alpha. A key is a layer and facet, or
-            the name of a prediction that needs no features.
-        degenerate: Whether the predicted places of a pair are arbitrary, by layer and facet.
+        categories: Object category of each pair, or an empty string.
+        correct: Number of correct points for each pair and alpha. The key is a layer and a facet,
+            or the name of a prediction that needs no features, such as a baseline.
+        degenerate: Whether all patches of a pair's second view have the same features, so that its
+            predicted places are arbitrary. The key is a layer and a facet.
     """
 
     def __init__(self, num_pairs: int, alphas: Sequence[float]) -> None:
@@ -360,9 +369,10 @@ class PairCounts:
         )
 
     def add_pair(self, index: int, pair: "ViewPair", grid: tuple[int, ...]) -> None:
-        """Store the points of a pair, and score the predictions that need no features.
+        """Store the category and the number of points of a pair, and score the baselines on it.
 
-        `grid` contains the numbers of rows and columns of patches.
+        The baselines are predictions that need no features. `grid` contains the numbers of rows and
+        columns of patches.
         """
         self.points[index], self.categories[index] = len(pair.source), pair.category
         sides = np.array(grid[::-1])
@@ -375,21 +385,25 @@ class PairCounts:
     def add_prediction(
         self, index: int, pair: "ViewPair", key: LayerFacet | str, places: Points
     ) -> Bool[np.ndarray, "alphas _points"]:
-        """Count the correctly predicted places of a pair. Return whether each place is correct."""
+        """Count the correct places in a prediction for a pair. Return which places are correct.
+
+        `key` is the layer and facet of the prediction, or the name of a prediction without
+        features.
+        """
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)
         return is_correct
 
     def pck(self, key: LayerFacet | str, number: int) -> Float64[np.ndarray, " pairs"]:
-        """Return the percentage of correct points of each pair, for `self.alphas[number]`."""
+        """Return the percentage of each pair's points that are correct at `self.alphas[number]`."""
         return 100.0 * self.correct[key][:, number] / self.points
 
 
 def order_by_category(ids: Sequence[str]) -> list[int]:
     """Return the indices of annotated pairs, sorted by category and then by the first image.
 
-    Ids have the form "NUMBER-SOURCE-TARGET:CATEGORY". After sorting, pairs that share images are
-    adjacent.
+    Pairs that share their first image are then adjacent. The ids of pairs have the form
+    "NUMBER-SOURCE-TARGET:CATEGORY".
     """
 
     def sort_key(index: int) -> tuple[str, str]:
@@ -405,14 +419,14 @@ class ViewPair:
     """Two square views, with points in the first view and their true places in the second view.
 
     Attributes:
-        pair_id: Id of the sample.
+        pair_id: Id of the pair in the dataset.
         keys: Names of the two views. A view that occurs in several pairs always has the same name.
         views: The two views in RGB.
         source: Points in the first view, relative to its side.
         truth: True place of each point of `source` in the second view, relative to its side.
-        units: Width and height of the second image in pixels.
-        reference: Length in pixels that alphas are relative to.
-        category: Category of the object, or an empty string.
+        units: Width and height in pixels of the second image, before it is resized to a square.
+        reference: Length in pixels by which errors are divided before they are compared with alpha.
+        category: Category of the object that both images show, or an empty string.
     """
 
     pair_id: str
@@ -427,10 +441,10 @@ class ViewPair:
     def is_correct(
         self, places: Points, alphas: Sequence[float]
     ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
-        """Return whether each predicted place is correct, with one row for each alpha.
+        """Return whether each predicted place is correct at each alpha. Each alpha has its own row.
 
-        `places` are relative to the side of the second view. A place whose error equals alpha is
-        correct.
+        `places` are relative to the side of the second view. A place is correct if its relative
+        error is at most alpha.
         """
         errors = np.linalg.norm((places - self.truth) * self.units, axis=1) / self.reference
         return errors <= np.array(alphas, np.float64)[:, None]
@@ -439,7 +453,7 @@ class ViewPair:
 def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence) -> ViewPair:
     """Return a pair of views: the central square of an image, and a random warp of this square.
 
-    The warp shows no other part of the image. The random numbers depend only on the seed and the id
+    The warp shows only parts of this square. The random numbers depend only on the seed and the id
     of the image.
     """
     generator = image_generator(seed, sample.image_id)
@@ -459,10 +473,10 @@ def make_warped_pair(sample: Sample, size: int, seed: int, probe: Correspondence
 
 
 def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
-    """Return the two images of an annotated pair as views. They are resized to squares.
+    """Return the two images of an annotated pair as views, each resized to a square.
 
-    The aspect ratio is not kept, so errors are measured in pixels of the second image before
-    resizing.
+    The aspect ratio is not kept. Errors are therefore measured in pixels of the second image in its
+    original size.
     """
     assert sample.pair is not None
     pair = sample.pair
@@ -485,18 +499,19 @@ def make_annotated_pair(sample: Sample, size: int) -> ViewPair:
 
 
 def image_generator(seed: int, image_id: str) -> np.random.Generator:
-    """Return a random generator that depends only on the seed and the id of the image."""
+    """Return a random number generator that is seeded by the run's seed and the id of an image."""
     digest = hashlib.sha256(f"{seed}\0{image_id}".encode(errors="surrogateescape")).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
 def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Generator) -> Matrix:
-    """Return a matrix that maps points of a square image to points of the warped image.
+    """Return a random homography that maps points of a square image to points of the warped image.
 
     For "flip", the warped image is a mirror image. Otherwise, it shows a random part of the
-    original, enlarged to the same size. For "crop", the part is a square with a side of at least
-    1 - 2 * `strength` times the original side. For "homography", the part is a quadrilateral. Each
-    of its corners is at most `strength` times the side away from the nearest two edges.
+    original, enlarged to the same size. For "crop", the part is a square with a side of at least 1
+    - 2 * `strength` times the original side. For "homography", the part is a quadrilateral. Its
+    corners are those of the original, moved inwards along x and along y by at most `strength` times
+    the side.
     """
     if kind == "flip":
         return np.array([[-1.0, 0.0, size], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -511,10 +526,10 @@ def sample_warp(kind: Warp, size: int, strength: float, generator: np.random.Gen
 
 
 def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "4 2"]) -> Matrix:
-    """Return the matrix that maps four source points to four target points.
+    """Return the homography that maps four source points to four target points.
 
-    Its sign is chosen so that points between the source points have a positive third homogeneous
-    coordinate.
+    The sign of the matrix is chosen so that the mean of the source points gets a positive third
+    homogeneous coordinate.
     """
     matrix = cv2.getPerspectiveTransform(source.astype(np.float32), target.astype(np.float32))
     # The four points define the matrix up to a factor, whose sign decides which points are visible.
@@ -524,7 +539,7 @@ def homography(source: Float64[np.ndarray, "4 2"], target: Float64[np.ndarray, "
 def warp_image(
     image: UInt8[np.ndarray, "height width 3"], matrix: Matrix
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Apply a homography to an image by bicubic interpolation. The size does not change."""
+    """Apply a homography to an image by bicubic interpolation. The result has the same size."""
     height, width = image.shape[:2]
     return cv2.warpPerspective(
         image,
@@ -536,20 +551,32 @@ def warp_image(
 
 
 def transform_points(points: Points, matrix: Matrix) -> Points:
-    """Apply a homography to points. Points that it maps behind the horizon become NaN."""
+    """Apply a homography to points. Points that are mapped behind the horizon become NaN."""
     homogeneous = np.column_stack([points, np.ones(len(points))]) @ matrix.T
     scale = np.where(homogeneous[:, 2:] > 0, homogeneous[:, 2:], np.nan)
     return homogeneous[:, :2] / scale
 
 
 def is_inside(points: Points, size: int) -> Bool[np.ndarray, " _points"]:
-    """Return whether each point lies inside a square. Points that are NaN lie outside."""
+    """Return whether each point lies in the square from (0, 0) to (size, size).
+
+    Points that are NaN lie outside.
+    """
     x, y = points.T
     return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
 def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Generator) -> Points:
-    """Draw pixels that are visible in the warped view, with replacement. Return their centres."""
+    """Draw random pixels that stay visible in the warped view, and return their centres.
+
+    A pixel may be drawn several times.
+
+    Args:
+        matrix: Homography from the square image to the warped view.
+        size: Side of both in pixels.
+        count: Number of pixels to draw.
+        generator: Source of the random numbers.
+    """
     parts: list[Points] = []
     while sum(map(len, parts)) < count:
         points = generator.integers(size, size=(2 * count, 2)) + 0.5
@@ -558,7 +585,7 @@ def sample_points(matrix: Matrix, size: int, count: int, generator: np.random.Ge
 
 
 class ViewEncoder:
-    """An encoder of views that caches recent features in up to `cache_bytes` bytes."""
+    """A feature extractor for views. It caches recent features in up to `cache_bytes` bytes."""
 
     def __init__(self, extractor: FeatureExtractor, cache_bytes: int) -> None:
         self._extractor, self._cache_bytes = extractor, cache_bytes
@@ -566,7 +593,9 @@ class ViewEncoder:
         self._cache: dict[str, ViewFeatures] = {}
 
     def encode(self, pairs: Sequence[ViewPair]) -> dict[str, ViewFeatures]:
-        """Return the features of all views of the pairs, by the key of each view.
+        """Encode all views in the pairs. Return a dictionary from view names to features.
+
+        The names are those in `ViewPair.keys`.
 
         Raises:
             CheckpointError: Features are not finite.
@@ -605,11 +634,12 @@ def sample_features(
     points: Float[Tensor, "batch points 2"],
     sampling: Sampling,
 ) -> Float[Tensor, "batch points dim"]:
-    """Return the features of a feature map at some points.
+    """Return the features at given points of feature maps.
 
-    `points` are relative to the sides of the map. For "bilinear", features are interpolated between
-    the centres of patches. A point beyond the outermost centres gets the features of the outermost
-    patch. For "patch", a point on the border of two patches gets the features of the second patch.
+    The coordinates in `points` are relative to the width and height of the map. With "bilinear",
+    features are interpolated between the centres of patches. A point beyond the outermost centres
+    gets the features of the outermost patch. With "patch", a point gets the features of the patch
+    that contains it. On the border of two patches, this is the right or lower patch.
     """
     if sampling == "patch":
         rows, cols = source.shape[1:3]
@@ -630,7 +660,7 @@ def cosine_similarities(
     features: Float[Tensor, "batch points dim"],
     target: Float[Tensor, "batch rows cols dim"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Return the cosine similarity of the features of each point with every target patch."""
+    """Return the cosine similarity of each point's features and each target patch's features."""
     patches = unit_vectors(target.flatten(1, 2))
     return (unit_vectors(features) @ patches.mT).unflatten(-1, target.shape[1:3])
 
@@ -638,7 +668,10 @@ def cosine_similarities(
 def argmax_places(
     similarity: Float[Tensor, "batch points rows cols"],
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the centre of the most similar patch, relative to width and height."""
+    """Return the centre of the patch that is most similar to each point.
+
+    The coordinates are relative to the width and height of the image.
+    """
     rows, cols = similarity.shape[-2:]
     best = similarity.flatten(2).argmax(-1)
     middles = torch.stack([best % cols, best // cols], -1) + 0.5
@@ -648,10 +681,10 @@ def argmax_places(
 def soft_argmax_places(
     similarity: Float[Tensor, "batch points rows cols"], *, sigma: float, temperature: float
 ) -> Float[Tensor, "batch points 2"]:
-    """Return the mean of the centres of patches, weighted by a softmax of their similarities.
+    """For each point, return the mean of all patch centres, weighted by a softmax of similarities.
 
-    Similarities are first multiplied by a Gaussian around the most similar patch, whose standard
-    deviation is `sigma` patches. The softmax divides similarities by `temperature`.
+    Before the softmax, the similarities are multiplied by a Gaussian around the most similar patch
+    and divided by `temperature`. The Gaussian has a standard deviation of `sigma` patches.
 
     Source: `kernel_softargmax_get_matches_logits` in `utils/keypoints.py` of
     https://github.com/visinf/INSID3 (f1c9622a). That function returns indices of patches instead of
@@ -672,8 +705,8 @@ def draw_matches(
 ) -> None:
     """Save a figure of both views, with lines from some points to their predicted places.
 
-    `places` are relative to the side of the second view. `correct` states whether each place is
-    correct.
+    `places` contains the predicted places, relative to the side of the second view. `correct`
+    states which of these places are correct.
     """
 
     def coordinates(*points: np.ndarray) -> list[float]:

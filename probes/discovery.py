@@ -32,13 +32,13 @@ AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 
 @dataclass(frozen=True)
 class ObjectDiscovery(TokenCut):
-    """Find several objects in each image, and compare their boxes with all true boxes.
+    """A probe that finds several objects per image and compares their boxes with all true boxes.
 
-    The classes of objects are ignored. MaskCut gives no confidence for its masks, so earlier masks
-    count as more confident than later ones. This order is not part of CutLER.
+    The classes of objects are ignored. MaskCut gives its masks no confidence. This probe treats
+    masks that MaskCut finds earlier as more confident, which CutLER does not do.
 
     Attributes:
-        protocol: Name of the preset: "ssl_bench" uses MaskCut with the value of tau in CutLER's
+        protocol: Name of the preset. "ssl_bench" uses MaskCut with the threshold `tau` of CutLER's
             commands.
         method: Algorithm that finds the objects. LOST finds one object in each image.
 
@@ -63,18 +63,17 @@ class ObjectDiscovery(TokenCut):
 
     @property
     def role(self) -> str:
-        """Return the role "boxes".
+        """Return the role "boxes": the dataset must have annotated boxes.
 
-        Images without boxes are not accepted, because the TokenCut probe already draws their
-        objects.
+        The TokenCut probe already draws the objects of images without boxes.
         """
         return "boxes"
 
     @property
     def num_ranks(self) -> int:
-        """Return the maximum number of boxes of an image that are scored.
+        """Return the maximum number of boxes that are scored in an image.
 
-        Each box has its own rank.
+        Each of these boxes has its own rank.
         """
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
@@ -100,11 +99,15 @@ def score_block(
     num_ranks: int,
     baselines: Mapping[str, Baseline],
 ) -> Iterator[Score]:
-    """Yield average precision and recall over all annotated images, including those without boxes.
+    """Yield the average precision and the average recall of one block.
 
-    In `ap`, `ap50` and `ar100`, boxes of equal rank are tied. `ap_coco` orders boxes of equal rank
-    by image. It therefore has no interval and no score of a single image. At most `num_ranks` boxes
-    of an image are scored.
+    All annotated images are scored, including those without objects. At most `num_ranks` boxes are
+    scored in each image. The first box of an image has rank 0, and its further boxes have ranks 1,
+    2, and so on.
+
+    In `ap`, `ap50` and `ar100`, boxes of different images that have the same rank count as equally
+    confident. `ap_coco` sorts such boxes by image instead. It therefore has no interval and no
+    score of a single image.
     """
     annotated = select_annotated(results)
     cells = [result.cells[cell_name(layer, facet)] for result in annotated]
@@ -135,7 +138,7 @@ def score_block(
 
 
 def constant_baselines(results: Sequence[ImageResult]) -> dict[str, Baseline]:
-    """Return the image-independent box with the highest score for each metric, as a baseline.
+    """Return a baseline for each metric: the image-independent box with the highest score.
 
     These baselines do not depend on the block.
     """
@@ -156,14 +159,14 @@ def select_annotated(results: Sequence[ImageResult]) -> list[ImageResult]:
 
 
 def to_boxes(corners: Any) -> Boxes:
-    """Return one box or a list of boxes as an array of boxes."""
+    """Convert one box or a list of boxes to an array with one row for each box."""
     return np.array(corners, np.float64).reshape(-1, 4)
 
 
 def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: int) -> AllCounts:
     """Match the found boxes of each image to its true boxes, as `detection_counts` describes.
 
-    The found boxes of each image are ordered by decreasing confidence.
+    In each image, the found boxes must be sorted by decreasing confidence.
     """
     pairs = zip(found, true, strict=True)
     return np.stack(
@@ -172,7 +175,7 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Add up the counts of all ranks, as if all boxes had the same rank."""
+    """Sum the detection counts over all ranks, as if all found boxes were equally confident."""
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
@@ -193,12 +196,12 @@ def detection_counts(
     *,
     num_ranks: int,
 ) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
-    """Match found boxes to true boxes, and return counts for `ssl_bench.scores.average_precision`.
+    """Match the found boxes of an image to its true boxes, and count the correct ones.
 
-    Found boxes are matched in the order of their ranks, for each of `IOU_THRESHOLDS` separately. A
-    found box is matched to the unmatched true box with the largest IoU, if the IoU reaches the
-    threshold. If several true boxes have the largest IoU, the found box is matched to the last of
-    them.
+    Found boxes are matched in the order of their ranks. The matching is repeated for each IoU
+    threshold in `IOU_THRESHOLDS`. A found box is matched to the unmatched true box with the largest
+    IoU, if the IoU reaches the threshold. If several true boxes have the largest IoU, the found box
+    is matched to the last of them.
 
     Args:
         found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
@@ -208,8 +211,9 @@ def detection_counts(
         num_ranks: Number of ranks.
 
     Returns:
-        Row 0 counts true boxes, and row 1 + r counts found boxes of rank r. Column 0 counts all
-        boxes, and column 1 + t counts the boxes that are correct at threshold t.
+        Counts for `ssl_bench.scores.average_precision`. Row 0 counts true boxes, and row 1 + r
+        counts found boxes of rank r. Column 0 counts all boxes, and column 1 + t counts the boxes
+        that are correct at the threshold with index t.
 
     Source: `COCOeval.evaluateImg` of pycocotools, without its treatment of crowds.
     """

@@ -1,9 +1,9 @@
 """Geometry probe: how are the features of a dataset distributed in each block?
 
-`Geometry` encodes random views of some images and the central square of every image, and yields the
-scores. `ImageStatistics` collects statistics of the central squares. `PositionRegression` is a
-ridge regression that predicts the position of a patch from its token. Ranks are defined in
-`probes/spectra.py`.
+`Geometry` encodes random crops (views) of some images and the central square of every image, and
+yields the scores. `ImageStatistics` collects statistics of the central squares.
+`PositionRegression` is a ridge regression that predicts the position of a patch from its token. The
+functions in `probes/spectra.py` compute the ranks and spectra.
 """
 
 import math
@@ -91,26 +91,28 @@ LayerMetric = tuple[int, str]
 
 @dataclass(frozen=True)
 class Geometry(Probe):
-    """Ranks, spectra and similarity of image vectors, and properties of patch tokens.
+    """A probe that measures how features are distributed, for example the rank of image vectors.
 
-    The probe needs no labels. All images are encoded once as central squares. The seed selects some
-    images that are also encoded as random views.
+    It measures ranks, spectra and similarities of image vectors, and properties of patch tokens. It
+    needs no labels. The central square of every image is encoded. Random crops (views) of some
+    images are encoded, too.
 
     Attributes:
-        facet: Facets that represent an image by one vector: "cls", "patch_mean", or the mean patch
-            of a facet inside the block. Metrics of patch tokens always use the output of the block.
+        facet: Features that represent an image by one vector: "cls", "patch_mean", or a facet
+            inside the block, averaged over the patches. Metrics of patch tokens always use the
+            output of the block.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size.
         crop_share: Side of the central square, relative to the shorter side of the image.
-        view_images: Number of images that are also encoded as random views, for LiDAR and
+        view_images: Number of images of which random crops are encoded, for the metrics LiDAR and
             alignment.
         views: Number of random crops of each of the `view_images` images. Half of the crops are
             flipped horizontally.
         view_area: Smallest and largest area of a random crop, relative to the image.
-        lidar_delta: Constant that LiDAR adds to the diagonal of the covariance of views.
-        alpha_ranks: Ranks of the first and the last eigenvalue that alpha-ReQ is fitted to. The
-            largest eigenvalue has rank 1.
-        pair_images: Number of images for uniformity, which compares all pairs of these images.
+        lidar_delta: Constant that LiDAR adds to the diagonal of the covariance matrix of the views.
+        alpha_ranks: Ranks of the first and the last eigenvalue to which alpha-ReQ fits a power law.
+            The largest eigenvalue has rank 1.
+        pair_images: Number of images for the metric uniformity, which compares all pairs of them.
         outlier_factor: A patch token is an outlier if its norm exceeds this factor times the median
             norm of its image.
         batch_size: Maximum number of images in a forward pass.
@@ -185,7 +187,10 @@ class Geometry(Probe):
     def _views_journal(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
     ) -> Journal:
-        """Return the journal of view vectors. It contains the images that a killed run finished."""
+        """Return the journal file in which the vectors of encoded views are saved.
+
+        It already contains the images that a killed run has finished.
+        """
         header = {
             "encoder": encoder_id(context.encoder.identity()),
             "images": [images.fingerprint(), *indices],
@@ -202,7 +207,16 @@ class Geometry(Probe):
     def _encode_views(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int], journal: Journal
     ) -> dict[LayerFacet, Float[Tensor, "images views _dim"]]:
-        """Return the vectors of random views of some images, in CPU memory."""
+        """Encode random views of some images. Return their feature vectors by layer and facet.
+
+        The vectors are in CPU memory.
+
+        Args:
+            context: Inputs of the probe.
+            images: All images of the dataset.
+            indices: Indices of the images whose views are encoded.
+            journal: File with the vectors that a killed run has already computed.
+        """
         # For each image: one tensor of layers x views x dim for each facet.
         vectors: dict[int, list[Tensor]] = {
             entry["image"]: entry["vectors"] for entry in journal.entries
@@ -243,7 +257,7 @@ class Geometry(Probe):
     def _encode_images(
         self, context: ProbeContext, images: ImageSet, subsets: Mapping[str, Sequence[int]]
     ) -> "ImageStatistics":
-        """Encode the central square of every image, and collect statistics."""
+        """Encode the central square of every image, and collect statistics of the features."""
         encoder = context.encoder
         available = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor(context, [facet for facet in available if available[facet]])
@@ -269,7 +283,7 @@ class Geometry(Probe):
         statistics: "ImageStatistics",
         views: Float[Tensor, "images views dim"],
     ) -> Iterator[Score]:
-        """Score the image vectors of one facet of one layer."""
+        """Yield the scores of the image vectors for one layer and facet."""
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
         first, last = self.alpha_ranks
@@ -293,7 +307,7 @@ class Geometry(Probe):
     def _token_scores(
         self, layer: int, statistics: "ImageStatistics", context: ProbeContext
     ) -> Iterator[Score]:
-        """Score the patch tokens of one layer."""
+        """Yield the scores of the patch tokens of one layer."""
         cell, encoder = (layer, "token"), context.encoder
         outliers = statistics.per_image[layer, "outlier_share"].double().numpy()
         count = len(outliers)
@@ -327,7 +341,10 @@ class Geometry(Probe):
 
 
 def _rank_limit(images: int, dim: int) -> dict[str, Any]:
-    """Return the largest possible rank, and whether it would be larger with more images."""
+    """Return the largest possible rank of a set of image vectors, as details of a score.
+
+    The details also state whether more images would increase this limit.
+    """
     return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
@@ -338,9 +355,10 @@ def _score(
     num_images: int,
     details: dict[str, Any],
 ) -> Score:
-    """Return an estimate as a score. If it has a jackknife, the score has an interval.
+    """Convert the estimate of a metric to a score.
 
-    The interval is limited to the range of the metric.
+    If the estimate is a `Jackknife`, the score has a 95 % interval. The interval is limited to the
+    range of the metric.
     """
     if isinstance(estimate, Jackknife):
         value, margin = estimate.value, estimate.margin
@@ -359,13 +377,15 @@ def _score(
 
 
 def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[int]]:
-    """Draw images for each purpose at random, and return their indices in ascending order.
+    """Choose random images for each purpose. Return their indices in ascending order.
 
-    The images in "views" are encoded as random views. All pairs of images in "pairs" are compared
-    for uniformity. "train", "selection" and "test" split all images for the position regression.
-    Its penalty is selected on "selection". The final regression is trained on "train" and
-    "selection", and scored on "test". If there are fewer than three images, all of them are in
-    "train".
+    If there are fewer than three images, all of them are in "train".
+
+    Returns:
+        Indices under five keys. The images in "views" are encoded as random crops. All pairs of
+        images in "pairs" are compared for uniformity. "train", "selection" and "test" divide all
+        images into three parts for the position regression. Its penalty is selected on "selection".
+        It is then trained on "train" and "selection", and scored on "test".
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_images, generator=generator).tolist()
@@ -380,12 +400,12 @@ def draw_subsets(probe: Geometry, num_images: int, seed: int) -> dict[str, list[
 
 
 class ImageStatistics:
-    """Statistics of the central squares of all images.
+    """Statistics of the features of all images, each encoded as its central square.
 
     Attributes:
-        moments: Moments of the image vectors, by layer and facet.
-        paired: Vectors of the images that uniformity compares, by layer and facet, in CPU memory.
-        per_image: Score of each image, by layer and metric, in CPU memory.
+        moments: Mean and covariance of the image vectors, by layer and facet.
+        paired: Image vectors for the metric uniformity, by layer and facet, in CPU memory.
+        per_image: Value of each image, by layer and patch token metric, in CPU memory.
         regressions: Position regression of each layer.
     """
 
@@ -408,7 +428,7 @@ class ImageStatistics:
     ) -> None:
         """Encode a batch of images and update all statistics.
 
-        `part` is their part, such as "train".
+        `part` is the part of the position regression to which these images belong, such as "train".
         """
         features, sums = extractor.extract_unchecked(pixels)
         rows = [row for row, index in enumerate(indices) if index in self._paired_indices]
@@ -429,7 +449,7 @@ class ImageStatistics:
             self.per_image.setdefault(cell, nan)[list(indices)] = batch
 
     def _patch_values(self, features: Features) -> dict[LayerMetric, Float[Tensor, " batch"]]:
-        """Return the metrics of patch tokens, each with one value for each image."""
+        """Return the patch token metrics of each image, by layer and metric."""
         values: dict[LayerMetric, Float[Tensor, " batch"]] = {}
         for layer, facets in features.items():
             patches = facets["token"]
@@ -442,10 +462,10 @@ class ImageStatistics:
 
 
 def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray, " images"]:
-    """Return the mean squared distance between two views of each image, in [0, 4].
+    """Return the mean squared distance between the views of each image, in [0, 4].
 
-    The vectors of views are L2-normalised first. The result for an image is NaN if one of its
-    vectors is zero.
+    The mean is over all pairs of views of the image. The vectors of the views are L2-normalised
+    first. The result for an image is NaN if one of its vectors is zero.
 
     Source: Wang and Isola, "Understanding Contrastive Representation Learning", 2020.
     """
@@ -457,11 +477,12 @@ def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray,
 
 
 def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
-    """Return the logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors.
+    """Return the uniformity of image vectors, with the values for a jackknife interval.
 
-    Uniformity is in [-8, 0]. It is 0 if all vectors have the same direction, and lower if the
-    directions are spread more evenly. It is NaN for a single image, and if a vector is zero. The
-    computation takes images^2 * dim operations.
+    The vectors are L2-normalised first. Uniformity is the logarithm of the mean of exp(-2
+    distance^2) over all pairs of vectors. It is in [-8, 0]. It is 0 if all vectors have the same
+    direction, and lower if the directions are spread more evenly. It is NaN for a single image, and
+    if a vector is zero. The computing time is proportional to images^2 * dim.
 
     Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
     """
@@ -484,9 +505,9 @@ def _normalise_or_nan(vectors: Float64[Tensor, "*batch dim"]) -> Float64[Tensor,
 
 
 def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
-    """Return the percentage of patches of each image with an unusually large norm.
+    """For each image, return the percentage of its patches that have an unusually large norm.
 
-    The norm of such a patch exceeds `factor` times the median norm of the patches of its image.
+    A norm is unusually large if it exceeds `factor` times the median norm of the image's patches.
     """
     # Scaling by a power of two is exact. It keeps the squares within the range of float32.
     scaled = patches / power_of_two(patches.abs().amax((1, 2, 3), keepdim=True))
@@ -500,7 +521,10 @@ def outlier_share(patches: Patches, factor: float) -> Float[Tensor, " images"]:
 def patch_cosine(
     tokens: Float[Tensor, "images tokens dim"], patches: Patches
 ) -> Float[Tensor, " images"]:
-    """Return the mean cosine between tokens and patches of each image. Zero tokens count as 0."""
+    """For each image, return the mean cosine similarity between its tokens and its patches.
+
+    `tokens` are [CLS] or register tokens. The cosine similarity with a zero vector is 0.
+    """
     # The mean of the dot products of unit vectors is the dot product of their means.
     token_mean = unit_vectors(tokens).mean(1)
     patch_mean = unit_vectors(patches.flatten(1, 2)).mean(1)
@@ -508,10 +532,10 @@ def patch_cosine(
 
 
 class PositionRegression:
-    """Ridge regression that predicts the position of a patch from its token in one layer.
+    """Ridge regression that predicts the position of a patch in the image from its token.
 
     Attributes:
-        fit: The trained regression. None before the first test image.
+        fit: The fitted regression. None before the first test image.
         r2: R^2 of the test images, one tensor for each batch.
     """
 
@@ -521,7 +545,10 @@ class PositionRegression:
         self._sums = {"train": PositionSums(), "selection": PositionSums()}
 
     def add(self, patches: Patches, part: str) -> None:
-        """Train on images of the parts "train" and "selection", or score images of "test"."""
+        """Use images of the parts "train" and "selection" for the fit, and score images of "test".
+
+        The regression is fitted when the first images of "test" are added.
+        """
         if part in self._sums:
             self._sums[part].add(patches)
             return
@@ -533,7 +560,7 @@ class PositionRegression:
 
 
 class PositionSums:
-    """Sums over patches from which a ridge regression can be computed."""
+    """Sums over patch tokens and their positions, from which a ridge regression is fitted."""
 
     def __init__(self) -> None:
         self.moments = Moments()
@@ -550,21 +577,21 @@ class PositionSums:
 
     @property
     def cross_covariance(self) -> Float64[Tensor, "dim 2"]:
-        """Return the covariance of tokens and positions.
+        """Return the covariance between tokens and positions.
 
-        The tokens are not centred, because the positions of each image have mean 0.
+        The tokens are not centred, because the mean of the positions is 0 in each image.
         """
         return self._crossed / self.moments.count
 
 
 @dataclass(frozen=True)
 class PositionFit:
-    """Linear prediction of the position of a patch from its token.
+    """A fitted linear map from the token of a patch to the position of the patch.
 
     Attributes:
-        mean: Mean token.
-        weight: Weights for centred tokens.
-        penalty: Ridge penalty for channels that are scaled to a variance of 1.
+        mean: Mean token of the training images.
+        weight: Weights that map a centred token to a position.
+        penalty: Ridge penalty. It applies to channels that are scaled to a variance of 1.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -572,10 +599,10 @@ class PositionFit:
     penalty: float
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
-        """Return R^2 = 1 - squared error / variance of each image, averaged over x and y.
+        """Return the R^2 of the predicted positions in each image, averaged over x and y.
 
-        An axis with a single patch has no variance and is left out. If an image has a single patch,
-        the result is NaN.
+        R^2 is 1 - squared error / variance. An axis with a single patch has no variance and is left
+        out. If an image has a single patch, the result is NaN.
         """
         rows, cols = patches.shape[1:3]
         tokens = to_float64(patches).flatten(1, 2)
@@ -589,7 +616,11 @@ class PositionFit:
 
 
 def fit_positions(train: PositionSums, selection: PositionSums) -> PositionFit:
-    """Select the penalty with the lowest error on `selection`, then fit to both sets of images."""
+    """Select the ridge penalty, and fit the position regression with it.
+
+    For each penalty, a regression is fitted to `train`. The penalty with the lowest error on
+    `selection` is selected. The returned regression is fitted to `train` and `selection` together.
+    """
     mean, covariance = train.moments.mean, train.moments.covariance
     other_mean, other_covariance = selection.moments.mean, selection.moments.covariance
     shift = other_mean - mean
@@ -617,7 +648,7 @@ def _fit_ridge(
     cross_covariance: Float64[Tensor, "dim 2"],
     penalties: Sequence[float],
 ) -> list[PositionFit]:
-    """Fit ridge regression on standardised channels, once for each penalty."""
+    """Fit one ridge regression on standardised channels for each penalty."""
     deviation = covariance.diagonal().clamp(min=0).sqrt()
     varies = deviation > _CONSTANT_CHANNEL * mean.abs()
     scale = torch.where(varies, 1 / deviation.clamp(min=1e-300), 0.0)
@@ -631,7 +662,7 @@ def _fit_ridge(
 
 
 def centred_positions(rows: int, cols: int, device: torch.device) -> Positions:
-    """Return the centre of each patch relative to the centre of the image, in (-0.5, 0.5)."""
+    """Return the centre (y, x) of each patch relative to the image's centre, in (-0.5, 0.5)."""
     place = float64_device(device)
     y = (torch.arange(rows, dtype=torch.float64, device=place) + 0.5) / rows - 0.5
     x = (torch.arange(cols, dtype=torch.float64, device=place) + 0.5) / cols - 0.5

@@ -39,23 +39,24 @@ from ssl_bench.neighbours import LabelledFeatures, knn_ranks, unit_vectors, zero
 
 @dataclass(frozen=True)
 class KNN(Probe):
-    """Classify each image by a vote of its nearest training images. Nothing is trained.
+    """A k-NN classifier: the nearest training images of an image vote for its class.
 
     Attributes:
-        protocol: Preset, "dino" or "dinov2". The input of "dinov2" has 224 x 224 pixels.
+        protocol: Name of the preset: "dino", or "dinov2" with an input of 224 x 224 pixels.
         neighbours: Number k of nearest training images that vote, or a list of numbers.
         temperature: Each vote has the weight exp(cosine similarity / temperature).
-        facet: Feature that represents an image, or a list of features. "cls" is the [CLS] token,
-            and "patch_mean" is the mean of the patches. These two are taken after the
-            encoder's final norm. The facets attn_out, attn_skip, mlp_hidden, mlp_out and submodules
-            of a block are means of the patches without a norm.
+        facet: Feature that represents an image, or a list of such features. "cls" is the [CLS]
+            token, and "patch_mean" is the mean of the patches. These two are taken after the
+            encoder's final norm. For attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a
+            block, the feature is the mean of the patches, without a norm.
         image_size: Side of the square input in pixels (default: the encoder's native size).
         crop_share: Side of the central square crop, relative to the shorter side of the image.
         train_images: Maximum number of training images that vote, drawn at random. By default all
             training images vote.
-        shots: Number n of training images of each class that vote, or a list of numbers. The values
-            of k are then n and all values of `neighbours` below n.
-        draws: Number of random draws of the shots. Scores are means over the draws.
+        shots: Number n of training images of each class that vote, or a list of such numbers. The
+            values of k are then n and all values of `neighbours` below n.
+        draws: Number of times that the training images are drawn at random if `shots` is set.
+            Scores are means over the draws.
         memory_gib: Memory limit for the features in GiB. If the features of all layers exceed it,
             the encoder processes the images several times.
         engine: Search engine: "faiss" or "torch". "auto" uses faiss for many images on a CPU.
@@ -100,7 +101,10 @@ class KNN(Probe):
         return {name: value for name, value in super().settings().items() if name not in unused}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
-        """Return a probe without default values of `neighbours` that exceed the training images."""
+        """Leave out default values of `neighbours` that exceed the number of training images.
+
+        Return the probe with the remaining values. Values that the user has set are kept.
+        """
         if "neighbours" in typed or self.shots is not None:
             return self
         images = len(self.training_images(dataset))
@@ -159,18 +163,22 @@ class KNN(Probe):
                     yield from average_over_draws(by_draw, count)
 
     def _limit_neighbours(self, num_images: int) -> list[int]:
-        """Return those `neighbours` that are at most `num_images`.
+        """Return the values of `neighbours` that do not exceed `num_images`.
 
-        If all of them are larger, return `num_images`.
+        If all of them exceed it, return `num_images` as the only value.
         """
         return [k for k in self.neighbours if k <= num_images] or [num_images]
 
     def _shot_neighbours(self, shots: int) -> tuple[int, ...]:
-        """Return the values of k that are used if `shots` training images of each class vote."""
+        """Return the numbers of neighbours to use if `shots` training images of each class vote."""
         return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def _draw_train_images(self, train: ImageSet, seed: int) -> tuple[int, ...]:
-        """Return the indices of the training images that vote, if `shots` is not set."""
+        """Return the indices of the training images that vote, if `shots` is not set.
+
+        Raises:
+            ConfigurationError: There are fewer training images than `neighbours`.
+        """
         split = TrainingSplit.draw(train, max_images=self.train_images, holdout=0.0, seed=seed)
         num_images = len(split.indices)
         if max(self.neighbours) > num_images:
@@ -192,7 +200,10 @@ class KNN(Probe):
         bank: LabelledFeatures,
         neighbours: Sequence[int],
     ) -> Iterator[Score]:
-        """Classify the query images by votes of the bank images, and yield the accuracies."""
+        """Classify the scored images by votes of training images, and yield the accuracies.
+
+        `queries` are the features of the scored images, and `bank` those of the training images.
+        """
         ranks = knn_ranks(
             queries.to(context.device),
             bank.to(context.device),
@@ -227,5 +238,5 @@ class KNN(Probe):
 
 
 def _metric_names(neighbours: Sequence[int]) -> list[str]:
-    """Return the names of the metrics in the order of the scores."""
+    """Return the metric names, such as "top1_k10", in the order in which accuracies are yielded."""
     return [f"top{top}_k{k}" for k in neighbours for top in TOP_K]

@@ -1,7 +1,7 @@
-"""PCA maps: three principal components of the patch features as red, green and blue.
+"""PCA maps: three principal components of the patch features, shown as red, green and blue.
 
-The code is in this order: the probe (`PCA`), principal components, the split into foreground and
-background, the alignment of colours, and reference maps of other checkpoints.
+The file contains, in this order: the probe (`PCA`), principal components, the split into foreground
+and background, the alignment of colours, and reference maps of other checkpoints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,19 +62,19 @@ Colours = UInt8[np.ndarray, "_rows _cols 3"]
 
 @dataclass(frozen=True)
 class PCA(Probe):
-    """PCA maps of some images, in colours that agree between blocks.
+    """A probe that draws PCA maps of some images, in colours that agree between blocks.
 
-    The score is the percentage of the variance that three principal components explain. Nothing is
-    trained.
+    A map shows three principal components of the patch features as red, green and blue. The score
+    is the percentage of the variance that they explain. Nothing is trained.
 
     Attributes:
         protocol: Images that the components are fitted to. "image" fits them to each image
-            separately. "batch" fits them to all drawn images together. "dataset" fits them to all
-            images of the dataset. With "batch" and "dataset", a colour means the same in every
-            image.
-        facet: Facet to project: token, token_normed, key, query, value, attn_out, attn_skip,
-            mlp_hidden, mlp_out, or a submodule of a block.
-        panels: Number of images to project and draw. They are spread over the whole dataset.
+            separately. "batch" fits them to all images in the figures together. "dataset" fits them
+            to all images of the dataset. With "batch" and "dataset", a colour means the same in
+            every image.
+        facet: Facet (kind of feature) to project: token, token_normed, key, query, value, attn_out,
+            attn_skip, mlp_hidden, mlp_out, or a submodule of a block.
+        panels: Number of images to show in figures. They are spread over the whole dataset.
         image_size: Longer side of the images in pixels, a multiple of the patch size. The shorter
             side is rounded to a multiple of the patch size. Null for the larger of 224 and the
             encoder's native size.
@@ -83,9 +83,10 @@ class PCA(Probe):
         background: How to treat patches of the background. "keep" shows them. "first_component"
             removes patches by a threshold on the first component, and fits the components to the
             remaining patches.
-        align_to: Folder of PCA figures, or name of a checkpoint, with whose colours the maps are
-            aligned. The checkpoint must have been probed on the same images with the same protocol
-            and output folder. Null for the colours of the encoder's own last block.
+        align_to: Source of the colours with which the maps are aligned: a folder of PCA figures, or
+            the name of a checkpoint. The checkpoint must have been probed on the same images with
+            the same protocol and output folder. Null for the colours of the encoder's own last
+            block.
         grid: File format of the overview, which shows all images and maps.
     """
 
@@ -155,7 +156,7 @@ class PCA(Probe):
 
     @property
     def figure_folder(self) -> str:
-        """Return the name of the folder of figures, which includes the name in `align_to`."""
+        """Return the name of the folder for figures. If `align_to` is set, the name includes it."""
         if self.align_to is None:
             return self._unaligned_folder
         return f"{self._unaligned_folder}-as-{file_name('-'.join(Path(self.align_to).parts[-2:]))}"
@@ -174,7 +175,7 @@ class PCA(Probe):
         return [f"{blocks_name(layers)}.{extension}" for extension in formats]
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Draw the maps, and score the variance that three components explain."""
+        """Draw the PCA maps, and score the variance that three components explain."""
         images = self.split(context.dataset)
         numbers = sample_indices(images.ids, self.panels)
         if len(numbers) < len(images):
@@ -214,9 +215,10 @@ class PCA(Probe):
         samples: Sequence[Sample],
         layers: Sequence[int],
     ) -> tuple[dict[int, list[PatchFeatures]], dict[int, Moments]]:
-        """Return the features of the drawn images by layer, and the moments of the whole dataset.
+        """Return the features of the images to draw, and the moments of the whole dataset.
 
-        Moments are computed for protocol=dataset only.
+        Both are grouped by layer. Moments (mean and covariance) are computed only for the protocol
+        "dataset".
 
         Raises:
             CheckpointError: Features are not finite.
@@ -244,7 +246,10 @@ class PCA(Probe):
         return features, moments
 
     def _fit(self, features: Sequence[PatchFeatures], moments: Moments | None) -> "BlockMaps":
-        """Fit components to `moments`, or to the features if it is None. Project the features."""
+        """Fit principal components to the features of one block, and project the features on them.
+
+        If `moments` is not None, the components are computed from these moments instead.
+        """
         block = BlockMaps([], [], [])
         for group in self._group_images(features):
             masks = [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
@@ -263,7 +268,10 @@ class PCA(Probe):
         return block
 
     def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Group the values of the images by fit: each group belongs to one set of components."""
+        """Group values of images so that each group shares one set of principal components.
+
+        With the protocol "image", each image has its own group. Otherwise there is a single group.
+        """
         return [[value] for value in values] if self.protocol == "image" else [values]
 
     def _score(self, layer: int, block: "BlockMaps", num_images: int) -> Score:
@@ -288,7 +296,7 @@ class PCA(Probe):
         samples: Sequence[Sample],
         reference: list[Map] | None,
     ) -> None:
-        """Draw a tile for each block and image, and the overview. Save the reference maps."""
+        """Save a figure for each block and image, an overview figure, and the reference maps."""
         folder = context.artifacts / self.figure_folder
         # For each image, the last map that is not constant.
         own_maps = []
@@ -330,7 +338,7 @@ class PCA(Probe):
     def _draw_overview(
         self, context: ProbeContext, folder: Path, rows: Sequence[Sequence[Picture]]
     ) -> None:
-        """Draw all images and maps in one figure. Each of the `rows` is one image with its maps."""
+        """Save one figure of all images and maps. Each of the `rows` is one image with its maps."""
         fitted = {
             "image": "fitted to each image",
             "batch": f"fitted to these {len(rows)} images",
@@ -360,17 +368,18 @@ def _tile_name(layer: int, image_id: str) -> str:
 
 @dataclass(frozen=True)
 class Projection:
-    """Three principal components.
+    """The first three principal components of some features.
 
     Attributes:
         mean: Mean of the features.
-        components: Unit vectors, sorted by decreasing variance. If features have fewer than three
-            channels, the missing components are zeros.
+        components: Unit vectors in the directions of the components, sorted by decreasing variance.
+            If features have fewer than three channels, the missing components are zeros.
         deviations: Standard deviation of the features along each component.
         explained: Percentage of the variance that each component explains, or 0 for constant
             features.
-        spread: Variance in percent of the mean square of the features. If it is small, all patches
-            are nearly equal, which a map with full contrast does not show.
+        spread: Variance of the features in percent of their mean square. If it is small, all
+            patches are nearly equal. The map does not show this, because it always has full
+            contrast.
     """
 
     mean: Float64[Tensor, " dim"]
@@ -384,7 +393,10 @@ class Projection:
         return not bool(self.explained.any())
 
     def apply(self, features: Float[Tensor, "rows cols dim"]) -> Map:
-        """Project features, and divide by the standard deviations. Constant components become 0."""
+        """Project features on the components, and divide by the standard deviations.
+
+        Components without variance become 0.
+        """
         if self.is_constant:
             return torch.zeros(*features.shape[:2], NUM_COMPONENTS, dtype=torch.float64)
         projected = (features.double() - self.mean) @ self.components.T
@@ -397,10 +409,10 @@ def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
 
 
 def principal_components(moments: Moments) -> Projection:
-    """Compute the first three principal components.
+    """Compute the first three principal components from the moments of features.
 
-    In each component, the entry of largest magnitude is positive. Signs therefore do not depend on
-    the eigensolver.
+    In each component, the entry of largest magnitude is positive. The signs therefore do not depend
+    on the eigensolver.
     """
     variances, vectors = torch.linalg.eigh(moments.covariance)
     variances = variances.clamp(min=0)
@@ -423,7 +435,10 @@ def principal_components(moments: Moments) -> Projection:
 
 
 def _pad_components(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
-    """Append zeros for missing components of features with fewer than three channels."""
+    """Append zeros until there are values for three components.
+
+    Values are missing if the features have fewer than three channels.
+    """
     missing = torch.zeros(NUM_COMPONENTS - len(values), *values.shape[1:], dtype=torch.float64)
     return torch.cat([values, missing])
 
@@ -433,11 +448,11 @@ def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
 
     A threshold on the first principal component of all images separates the two most compact groups
     (exact 2-means in one dimension). The foreground is the group that is less frequent on the image
-    borders than elsewhere, because objects are assumed to be near the centre. The result is not a
-    segmentation.
+    borders than elsewhere, because objects are assumed to be near the centre. The masks are only a
+    heuristic for figures.
 
     Source: DINOv2, https://arxiv.org/abs/2304.07193, figure 1. The authors of DINOv2 choose the
-    threshold and the side by hand.
+    threshold, and which side of it is the foreground, by hand.
     """
     projection = fit_projection(torch.cat([f.flatten(0, 1) for f in features]))
     firsts = [projection.apply(f)[..., 0] for f in features]
@@ -456,7 +471,10 @@ def foreground_masks(features: Sequence[PatchFeatures]) -> list[Mask]:
 
 
 def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
-    """Return the threshold that splits values into two groups with the least squared deviations."""
+    """Return the threshold that splits values into two groups by exact 2-means.
+
+    The sum of squared deviations from the mean of each group is as small as possible.
+    """
     ordered = values.sort().values
     below = torch.arange(1, len(ordered), dtype=torch.float64)
     above = len(ordered) - below
@@ -468,12 +486,12 @@ def two_means_threshold(values: Float64[Tensor, " values"]) -> float:
 
 @dataclass(frozen=True)
 class BlockMaps:
-    """Principal components of one block, and the maps of the drawn images.
+    """Principal components of one block's features, and the PCA maps of the images in the figures.
 
     Attributes:
         projections: One projection for each image, or a single one for all images.
-        maps: Maps of the drawn images.
-        masks: Masks of the patches that are shown, one for each drawn image.
+        maps: One map for each image.
+        masks: Masks of the patches that a map shows, one for each image.
     """
 
     projections: list[Projection]
@@ -484,7 +502,7 @@ class BlockMaps:
         return self.projections[image if len(self.projections) > 1 else 0]
 
     def title(self, layer: int, image: int) -> str:
-        """Return the title of a map, with the block and the percentage of explained variance."""
+        """Return the title of a map: the block and the percentage of the variance it explains."""
         projection = self.projection(image)
         if projection.is_constant:
             return f"block {layer}: constant"
@@ -493,9 +511,10 @@ class BlockMaps:
 
 
 def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
-    """Choose the sign of each component so that its longer tail within the masks is positive.
+    """Flip the sign of each component if necessary, so that its longer tail is positive.
 
-    Unlike the signs of `principal_components`, these signs do not change if features are rotated.
+    Only patches within the masks count. Unlike the signs of `principal_components`, these signs do
+    not change if the features are rotated.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
     signs = torch.where(values.pow(3).sum(0) < 0, -1.0, 1.0).double()
@@ -503,15 +522,18 @@ def orient_signs(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Map]:
 
 
 def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
-    """Rotate and reflect the three components of maps, so that they resemble a reference.
+    """Rotate and reflect the three components of PCA maps so that the maps resemble a reference.
 
     All maps are multiplied by the orthogonal matrix that minimises their squared distance to the
-    reference (orthogonal Procrustes). In each fit, the signs of components are arbitrary, and so
-    are the order and the mixture of components with nearly equal variance. After alignment, signs,
-    order and mixture agree with the reference. Each channel of the result is a mixture of the three
-    components.
+    reference (orthogonal Procrustes). Each channel of the result is therefore a mixture of the
+    three components.
 
-    The reference contains maps of the same images, at any resolution.
+    The alignment is necessary because PCA leaves the signs of components arbitrary. If components
+    have nearly equal variance, their order and their mixture are arbitrary, too.
+
+    Args:
+        maps: Maps to align.
+        reference: Maps of the same images, at any resolution.
 
     Source: P. Schönemann, A generalized solution of the orthogonal Procrustes problem, 1966.
     """
@@ -527,9 +549,9 @@ def align_maps(maps: Sequence[Map], reference: Sequence[Map]) -> list[Map]:
 
 
 def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
-    """Convert maps to RGB images. All maps share one range of values for each channel.
+    """Convert PCA maps to RGB images. All maps share one range of values for each channel.
 
-    The range is from the 1st to the 99th percentile, so that single extreme patches do not reduce
+    The range is from the 1st to the 99th percentile, so that a few extreme patches do not reduce
     the contrast. Constant channels are grey, and patches outside the masks are black.
     """
     values = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
@@ -544,7 +566,13 @@ def to_colours(maps: Sequence[Map], masks: Sequence[Mask]) -> list[Colours]:
 
 
 def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
-    """Save aligned maps by image id. `source` is the name of their checkpoint."""
+    """Save the aligned maps of an encoder, so that maps of other encoders can be aligned with them.
+
+    Args:
+        folder: Folder for the file.
+        source: Name of the checkpoint.
+        maps: Maps by image id.
+    """
     arrays: dict[str, Any] = {
         "source": np.array(source),
         "images": np.array(list(maps)),
@@ -554,7 +582,11 @@ def save_reference(folder: Path, source: str, maps: Mapping[str, Map]) -> None:
 
 
 def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]:
-    """Load the name of a checkpoint and its maps of some images, as `save_reference` saved them.
+    """Load maps that `save_reference` has saved. Return the checkpoint's name and the maps.
+
+    Args:
+        folder: Folder of the file.
+        images: Ids of the images whose maps are returned, in this order.
 
     Raises:
         DataError: The file is missing or damaged, or does not contain all images.
@@ -584,14 +616,14 @@ def load_reference(folder: Path, images: Sequence[str]) -> tuple[str, list[Map]]
 
 
 def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
-    """Return the folder with the reference maps.
+    """Find the folder with the reference maps that `align_to` specifies.
 
     Args:
         align_to: A folder with maps, or the beginning of a checkpoint's name in the form
             NAME-SHA256.
-        artifacts: Folder of the figures of this encoder. Other encoders have folders next to it.
-        figure_folder: Name of the folder of maps within the folder of an encoder. It states
-            protocol and facet.
+        artifacts: Folder of this encoder's figures. The folders of other encoders are next to it.
+        figure_folder: Name of the folder with the maps, inside the folder of each encoder. It
+            contains the protocol and the facet.
 
     Raises:
         ConfigurationError: There is no such folder, or there are several.

@@ -30,12 +30,12 @@ _SVG_JPEG_QUALITY = 90
 class Picture:
     """An image with titles above it.
 
-    The width of an image is limited to three times the height of the tiles. Small maps are enlarged
-    without blurring their patches.
+    In the figure, the width of an image is limited to three times `height`. Smaller images, such as
+    maps of patches, are enlarged without blurring.
 
     Attributes:
         image: RGB image with values from 0 to 255.
-        titles: Lines of text. Titles that are wider than the widest tile are shortened.
+        titles: Lines of text. Lines that are wider than three times `height` are shortened.
         shape: Height and width that define the aspect ratio in the figure. None for the aspect
             ratio of `image`. Set it to the original height and width of an image that was resized
             to a square.
@@ -49,22 +49,22 @@ class Picture:
 
     @property
     def is_map(self) -> bool:
-        """Return whether the image is so small that single patches must stay visible."""
+        """Return whether the image is a small map, whose patches are enlarged without blurring."""
         return self.image.shape[0] < self.height
 
     @property
     def lines(self) -> list[str]:
-        """Return the titles, shortened to fit into the widest tile."""
+        """Return the titles, shortened so that none is wider than three times `height`."""
         return [shorten(title, 3 * self.height - 2) for title in self.titles]
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return width and height of the image in the figure."""
+        """Return the width and height of the image in the figure, in pixels."""
         return tile_size(self.shape or self.image.shape, self.height)
 
     @property
     def width(self) -> int:
-        """Return the width of the tile, which fits both the image and its titles."""
+        """Return the width of the tile in pixels. The image and its titles fit into it."""
         return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
@@ -92,9 +92,12 @@ def draw_heading(text: str) -> Image.Image:
 
 
 def tile_size(shape: Sequence[int], tile_height: int = TILE_HEIGHT) -> tuple[int, int]:
-    """Return the width and height that an image has in a figure.
+    """Return the width and height that an image has in a figure, in pixels.
 
-    `shape` is the height and width of the image.
+    Args:
+        shape: Height and width of the image.
+        tile_height: Height of the images in the figure. The width is limited to three times this
+            value.
     """
     height, width = shape[:2]
     longest = 3 * tile_height
@@ -117,7 +120,7 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
     """Arrange tiles in rows on a white background, and save them as one PNG.
 
     The PNG text chunk `TILES` contains left, top, width and height of each image without its
-    titles. Reports use it to show a single image of a sheet.
+    titles. Reports use it to cut a single image out of the PNG.
     """
     width = max(sum(tile.width + MARGIN for tile in row) for row in rows) + MARGIN
     height = sum(max(tile.height for tile in row) + MARGIN for row in rows) + MARGIN
@@ -137,10 +140,10 @@ def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
 
 
 def save_svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
-    """Arrange pictures in rows below a heading, and save them as one SVG with selectable text.
+    """Arrange images and their titles below a heading, and save them as one SVG.
 
-    Patches of small maps are enlarged, so that viewers do not blur them. Photographs have twice
-    the resolution at which they are displayed.
+    The text can be selected. Small maps are enlarged so that viewers do not blur their patches.
+    Photographs are stored at twice the resolution at which they are displayed.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
     top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_length(heading_line))
@@ -188,7 +191,7 @@ def _svg_image(picture: Picture, left: int, top: int) -> str:
 
 
 def blocks_name(layers: Sequence[int]) -> str:
-    """Name several blocks in a file name, such as "blocks-0-2_5" for the blocks 0, 1, 2 and 5."""
+    """Return a short name for several blocks, such as "blocks-0-2_5" for 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:

@@ -1,8 +1,8 @@
 """Dense retrieval: how well do the patches of each block find patches of the same class?
 
-A memory stores features of training patches and the classes of their pixels. The nearest neighbours
-of a scored patch in this memory vote for its class. The predicted masks are scored as in the probe
-`segmentation`.
+The features of training patches, and the classes of their pixels, are stored in a memory. A patch
+of a scored image gets its class by a vote of its nearest neighbours in this memory. The predicted
+masks are scored as in the probe `segmentation`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +52,9 @@ _MAX_SIMILARITIES = 2**28
 
 @dataclass(frozen=True)
 class Retrieval(Probe):
-    """Label the patches of an image by their nearest neighbours among training patches.
+    """A probe that labels each patch of an image by its nearest neighbours among training patches.
 
-    Nothing is trained.
+    The features of the training patches are stored in a memory. Nothing is trained.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -126,7 +126,7 @@ class Retrieval(Probe):
 
     @property
     def has_matched_metric(self) -> bool:
-        """Return whether the protocol adds a metric that matches predicted to true classes."""
+        """Return whether `miou_matched` is scored, a metric that first matches the classes."""
         return self.protocol == "hbird"
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -137,10 +137,10 @@ class Retrieval(Probe):
         return dataset.train()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers. One pass over the images fills the memories of several layers.
+        """Yield the scores of all layers.
 
         Raises:
-            ConfigurationError: The memory has fewer patches than `neighbours`.
+            ConfigurationError: The memory of training patches has fewer patches than `neighbours`.
             DataError: No training patch has a labelled pixel.
         """
         images = self.split(context.dataset)
@@ -189,9 +189,9 @@ class Retrieval(Probe):
         )
 
     def _draw_patches(self, training_pass: TrainingPass, seed: int) -> Int64[Tensor, " memory"]:
-        """Draw the patches for the memory.
+        """Draw at random the training patches whose features are stored in the memory.
 
-        Return their numbers, counted over all views of all images.
+        Return their indices in ascending order, as `find_labelled_patches` numbers them.
         """
         labelled = find_labelled_patches(training_pass)
         if not len(labelled):
@@ -252,9 +252,10 @@ class Retrieval(Probe):
         memory: Float[Tensor, "memory dim"],
         shares: Float[Tensor, "memory classes"],
     ) -> Float[Tensor, "batch rows cols classes"]:
-        """Let the nearest patches in the memory vote.
+        """Return the share of the votes for each class in each patch.
 
-        Return the share of the votes for each class.
+        The nearest patches in the memory vote, weighted by similarity. The vote of a patch is
+        divided among the classes of its labelled pixels.
         """
         unit = unit_vectors(features.flatten(0, 2).float())
         if prefers_faiss(unit, memory, self.engine):
@@ -270,9 +271,9 @@ class Retrieval(Probe):
 
 
 def find_labelled_patches(training_pass: TrainingPass) -> Int64[Tensor, " labelled"]:
-    """Read all training masks, and return the numbers of the patches with a labelled pixel.
+    """Read all training masks, and return the indices of patches with a labelled pixel.
 
-    The patches of all views of all training images are numbered consecutively.
+    The patches of all views (crops) of all training images are numbered consecutively.
     """
     patch = training_pass.extractor.patch_size
     side = training_pass.label_size // patch
@@ -291,14 +292,14 @@ def encode_patches(
     patches: Int64[Tensor, " memory"],
     classes: int,
 ) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
-    """Compute the features of patches, and the share of each class in their labelled pixels.
+    """Compute features of training patches, and the share of each class in their labelled pixels.
 
-    Views that contain none of the patches are not encoded. The results are in CPU memory.
+    Crops that contain none of these patches are not encoded. The results are in CPU memory.
 
     Args:
         training_pass: Pass over the training images.
         layers: Layers of the features.
-        patches: Numbers of the patches in ascending order, as `find_labelled_patches` counts them.
+        patches: Indices of the patches in ascending order, as `find_labelled_patches` numbers them.
         classes: Number of classes.
 
     Raises:
@@ -339,10 +340,10 @@ def matched_score(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return the mean IoU after the predicted classes are matched one-to-one to the true classes.
+    """Return the mean IoU after matching the predicted classes one-to-one to the true classes.
 
-    The score has no interval and no values of single images, because the matching of classes
-    depends on all images.
+    The score has no interval and no values of single images, because the matching depends on all
+    images.
     """
     value, matched = matched_mean_iou(confusion)
     true, constant = confusion.sum(1), np.zeros_like(confusion)

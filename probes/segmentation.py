@@ -1,11 +1,12 @@
 """Linear segmentation: how well can a linear head segment images with the patches of each block?
 
-One head is trained for each block and each learning rate, all on the same features of the training
-images. Some training images are held out to select the learning rate. The heads then predict the
-class of each pixel of the scored images. The scores are mean IoU and pixel accuracy.
+The frozen encoder computes patch features of the training images. For each block and each learning
+rate, one head is trained on them. Some training images are held out to select the learning rate.
+The heads then predict the class of each pixel of the scored images. The scores are mean IoU and
+pixel accuracy.
 
-The source of a head is the block, or the group of concatenated blocks, whose features are its
-input.
+The source of a head is the block whose features it receives. It may also be a group of blocks whose
+features are concatenated.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -97,8 +98,8 @@ class Steps(StepTraining):
 
     Attributes:
         optimizer: AdamW, or SGD with momentum.
-        schedule: Learning rate after the warmup. "drop" divides it by ten after four fifths of the
-            steps that follow the warmup.
+        schedule: Course of the learning rate after the warmup. "drop" divides it by ten after four
+            fifths of the steps that follow the warmup.
         warmup: Fraction of the steps in which the learning rate rises.
         weight_decay: Weight decay of the optimizer.
     """
@@ -136,10 +137,11 @@ class PatchRegression(LogisticRegression):
 
 @dataclass(frozen=True)
 class Segmentation(Probe):
-    """Segment images with linear heads on the patches of each block.
+    """A probe that segments images with linear heads on the patch features of each block.
 
     The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. Without held-out images, it processes the images in figures once more.
+    each image only once. Without held-out images, it processes the images that figures show a
+    second time.
 
     Attributes:
         protocol: Name of the preset that sets the default values.
@@ -231,7 +233,10 @@ class Segmentation(Probe):
         return parse_patch_facet(self.facet, self.norm)
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """Return the layers that each head receives."""
+        """Return the groups of layers whose features the heads receive.
+
+        A group consists of one layer, or of several layers whose features are concatenated.
+        """
         return group_layers(layers, self.layers_mode)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -273,7 +278,7 @@ class Segmentation(Probe):
         return "-".join([self.protocol, *features])
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the heads of all layers.
+        """Train the heads of all layers, and yield their scores.
 
         Raises:
             DataError: There are too few training images, too few classes, or no labelled pixel.
@@ -285,11 +290,12 @@ class SegmentationRun:
     """Linear segmentation with one encoder on one dataset. The constructor computes no features.
 
     Attributes:
-        sources: Layers that each head receives.
-        split: Training images, some of which are held out.
-        training_pass: Pass that computes the features and labels of the training images.
-        head_spec: Loss, classes and initialisation of the heads.
-        scored_images: Images to score.
+        sources: Groups of layers whose features the heads receive. There is one head for each group
+            and each learning rate or C.
+        split: The training images, and which of them are held out.
+        training_pass: Pass over the training images that computes their features and labels.
+        head_spec: Loss, normalisation, number of classes and seed of the heads.
+        scored_images: Images on which the heads are scored.
     """
 
     def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
@@ -326,7 +332,7 @@ class SegmentationRun:
         self._maps: dict[str, UInt8[Tensor, "sources _height _width"]] = {}
 
     def scores(self) -> Iterator[Score]:
-        """Train the heads, score them, draw figures, and yield the scores of all sources.
+        """Train and score the heads, draw figures, and yield the scores of all layers.
 
         Raises:
             DataError: The training masks have fewer than two classes, or the scored images have no
@@ -362,7 +368,8 @@ class SegmentationRun:
     def features(self) -> TrainingFeatures:
         """Compute the features of the training images, or load them from the cache.
 
-        With the tier "stream", features are computed later, each time they are read.
+        If the feature storage (`tier`) is "stream", features are computed later, each time they are
+        read.
         """
         probe = self.probe
         return self.training_pass.run(
@@ -370,7 +377,7 @@ class SegmentationRun:
         )
 
     def train(self, features: TrainingFeatures) -> TrainedHeads:
-        """Train the heads of all sources on the images that are not held out.
+        """Train the heads of all layers on the images that are not held out.
 
         Raises:
             DataError: The masks of these training images have fewer than two classes.
@@ -388,7 +395,10 @@ class SegmentationRun:
     def _train_on(
         self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
     ) -> TrainedHeads:
-        """Train heads on `entries`. If a killed run has already trained them, load its heads."""
+        """Train heads on the training views with the indices `entries`.
+
+        If a killed run has already trained these heads, load them instead.
+        """
         context, journal = self.context, self._open_journal("heads", entries=entries.tolist())
         if journal.entries and "trained" in journal.entries[-1]:
             trained = journal.entries[-1]["trained"] | {"sources": tuple(self.sources)}
@@ -405,10 +415,12 @@ class SegmentationRun:
     def count_held_out(
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
-        """Return the pixel counts of each class, summed over the held-out images.
+        """Count the pixels of each class in the held-out images, for all heads.
 
-        The counts are those of `class_counts`. The result is None if no images are held out. The
-        predictions are computed from the stored features of the first view.
+        The predictions are computed from the stored features of the first view of each image.
+
+        Returns:
+            The counts of `class_counts`, summed over the images. None if no images are held out.
         """
         if not self.split.held_out:
             return None
@@ -426,10 +438,10 @@ class SegmentationRun:
         return total.cpu().numpy()
 
     def count_scored(self, heads: TrainedHeads, chosen: Sequence[int] | None = None) -> ImageCounts:
-        """Predict all scored images. Return the pixel counts of each class for each image.
+        """Predict all scored images with all heads. Return pixel counts of each image and class.
 
-        Images are skipped if a killed run has saved their counts. The predictions of images in
-        figures are kept.
+        Images whose counts a killed run has saved are skipped. The predictions of images that
+        figures show are kept.
 
         Args:
             heads: Heads from `train`.
@@ -480,7 +492,7 @@ class SegmentationRun:
         return predicted
 
     def prepare(self, sample: Sample) -> ScoredImage:
-        """Convert an image to the encoder's input, in the form that `predict` expects."""
+        """Convert a dataset sample to the encoder's input, in the form that `predict` expects."""
         probe = self.probe
         return probe.inference.prepare(sample, probe.image_size, self.context.encoder.mean)
 
@@ -495,7 +507,12 @@ class SegmentationRun:
         Int64[Tensor, "images sources values 3 classes"],
         dict[str, UInt8[Tensor, "sources values _height _width"]],
     ]:
-        """Return the counts of each image, and the classes of the `kept` images, in CPU memory."""
+        """Predict a batch of images with all heads.
+
+        Returns:
+            The pixel counts of each image, and the predicted classes of the images in `kept`, both
+            in CPU memory.
+        """
         extractor = self.training_pass.extractor
         windows = torch.cat([image.windows for image in batch])
         ids = [image.image_id for image in batch for _ in image.windows]
@@ -519,7 +536,10 @@ class SegmentationRun:
     ) -> tuple[
         UInt8[Tensor, "sources values height width"], Int64[Tensor, "sources values 3 classes"]
     ]:
-        """Predict the class of each pixel of one image. Also return the `class_counts`."""
+        """Predict the class of each pixel of one image with all heads.
+
+        Also return the pixel counts of each class, as `class_counts` computes them.
+        """
         by_source = []
         for index, source in enumerate(heads.sources):
             windows = torch.cat([features[layer].float() for layer in source], -1)
@@ -541,10 +561,11 @@ class SegmentationRun:
         miou_held_out: Float64[np.ndarray, " values"] | None,
         shared_details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of one source. Each metric selects a learning rate or C.
+        """Yield the scores of the heads of one source, the one with the index `index`.
 
-        "miou_oracle" selects the value with the highest mean IoU on the scored images. The other
-        metrics use the value with the index `chosen`.
+        A source is a layer or a group of layers. Its heads differ in their learning rate or C. The
+        metric "miou_oracle" scores the head with the highest mean IoU on the scored images. The
+        other metrics score the head with the index `chosen`.
         """
         training, source = self.probe.training, self.sources[index]
         values, hyperparameter = training.values, training.hyperparameter
@@ -579,7 +600,7 @@ class SegmentationRun:
             yield mask_score(cell, metric, counts, (index, choice), names, details)
 
     def _shared_details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
-        """Return those details of the records that are the same for the heads of all blocks."""
+        """Return the details that all scores share, such as the number of training images."""
         num_held_out = len(self.split.held_out)
         is_ignored = ~features.present[:: self.probe.views, :IGNORED].any(1)
         num_trained = len(self.split.indices) - (0 if self.probe.training.refit else num_held_out)
@@ -597,10 +618,10 @@ class SegmentationRun:
     # Files
 
     def _draw_panels(self, heads: TrainedHeads, chosen: Sequence[int]) -> None:
-        """Draw images with their ground truth, the prediction of each source, and a legend.
+        """Save figures of some images: photograph, ground truth, predictions and a legend.
 
-        Images whose predictions were not kept are predicted again. They were scored by a run that
-        was killed, or before the learning rate or C was known.
+        If the predictions of an image were not kept, it is predicted again. This happens if a
+        killed run has scored it, or if it was scored before the learning rate or C was selected.
         """
         ids = self.scored_images.ids
         indices = sample_indices(ids, self.probe.panels)
@@ -625,12 +646,12 @@ class SegmentationRun:
             save_sheet(rows, self.context.artifacts / self.probe.panel_name(sample.image_id))
 
     def _open_journal(self, name: str, **dependencies: Any) -> Journal:
-        """Return the journal from which the next run continues if this run is killed.
+        """Open a file for unfinished work, from which the next run continues if this one is killed.
 
         Args:
             name: Beginning of the file name.
-            dependencies: Values that the entries depend on, in addition to the features and the
-                training.
+            dependencies: Values that the entries of the journal depend on, in addition to the
+                features and the training.
         """
         header = {
             "training": repr((self.head_spec, self.probe.training)),
@@ -651,14 +672,14 @@ class SegmentationRun:
 
 
 def _best_indices(counts: Int64[np.ndarray, "sources values 3 classes"]) -> list[int]:
-    """Return the index of the learning rate or C with the highest mean IoU for each source."""
+    """For each source, return the index of the learning rate or C with the highest mean IoU."""
     return [_best_index(mean_iou(by_value)) for by_value in counts]
 
 
 def _select_maps(
     predicted: UInt8[Tensor, "sources values height width"], chosen: Sequence[int]
 ) -> UInt8[Tensor, "sources height width"]:
-    """Select the predictions of the chosen learning rate or C of each source."""
+    """For each source, select the class maps that the chosen learning rate or C gives."""
     return torch.stack([by_value[value] for by_value, value in zip(predicted, chosen, strict=True)])
 
 
@@ -670,7 +691,7 @@ def _best_index(by_value: Float64[np.ndarray, " values"]) -> int:
 def overlay_classes(
     image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Blend the colours of the classes into an image. Ignored pixels do not change."""
+    """Blend the colour of each pixel's class into an image. Ignored pixels do not change."""
     blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
     return np.where((mask == IGNORED)[..., None], image, blended)
 
@@ -678,7 +699,7 @@ def overlay_classes(
 def _draw_legend(
     masks: Iterable[UInt8[np.ndarray, "height width"]], class_names: Sequence[str]
 ) -> Image.Image:
-    """Draw the colours and names of the most frequent classes of some masks."""
+    """Draw a legend with the colours and names of the most frequent classes in some masks."""
     pixels = np.asarray(sum(np.bincount(mask.ravel(), minlength=256) for mask in masks))
     order = np.argsort(-pixels[: len(class_names)], kind="stable")
     classes = [int(number) for number in order if pixels[number] > 0][:_LEGEND_LINES]

@@ -1,7 +1,7 @@
 """Compute condition numbers and ranks in float64 from singular values or eigenvalues.
 
-The probe `conditioning` uses the functions of singular values. The probe `geometry` uses the ranks
-of sets of vectors.
+The probe `conditioning` measures matrices by the functions `condition_number` and `effective_rank`.
+The probe `geometry` measures sets of feature vectors by the other functions.
 """
 
 import math
@@ -23,12 +23,12 @@ _CONSTANT = 1e-12
 
 
 def singular_values(matrices: Float[Tensor, "*batch rows cols"]) -> Values:
-    """Return all singular values in descending order."""
+    """Return all singular values of each matrix, in descending order and in float64."""
     return torch.linalg.svdvals(matrices.double())
 
 
 def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
-    """Return the condition number, the largest singular value divided by the smallest.
+    """Return the condition number: the largest singular value divided by the smallest.
 
     A matrix counts as singular if its smallest singular value is at most size * 2.2e-16 times the
     largest. Rounding errors can turn a zero into such a small value. A zero matrix is singular,
@@ -44,9 +44,10 @@ def condition_number(values: Values, size: int) -> Float64[Tensor, "*batch"]:
 
 
 def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
-    """Return the exponential of the entropy of the normalised singular values.
+    """Return the effective rank of each matrix, given its singular values.
 
-    The rank is 0 for a zero matrix.
+    The singular values are divided by their sum. The effective rank is the exponential of the
+    entropy of these shares. It is 0 for a zero matrix.
 
     Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
     """
@@ -57,15 +58,15 @@ def effective_rank(values: Values) -> Float64[Tensor, "*batch"]:
 
 
 def rankme(moments: Moments) -> float:
-    """Return the RankMe of a set of vectors, without subtracting their mean.
+    """Return RankMe, a smooth rank of a set of vectors. Their mean is not subtracted.
 
     RankMe is exp(-sum p ln p) with p = s / sum(s) + 1e-7. Here, s are the singular values of the
     matrix of all vectors. The shares p are not normalised again. The rank is 1 if all vectors are
     equal, and NaN if all are zero. Without the constant 1e-7, the rank would be at most
     min(vectors, dim).
 
-    The singular values are square roots of the eigenvalues of the second-moment matrix. Singular
-    values below 1e-7 times the largest one are therefore lost in rounding errors.
+    The singular values are computed as square roots of the eigenvalues of the second-moment matrix.
+    Singular values below 1e-7 times the largest one are therefore lost in rounding errors.
 
     Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885.
     """
@@ -75,9 +76,9 @@ def rankme(moments: Moments) -> float:
 
 
 def centred_effective_rank(moments: Moments) -> float:
-    """Return the effective rank of vectors minus their mean, in [1, min(vectors - 1, dim)].
+    """Return the effective rank of a set of vectors after subtracting their mean.
 
-    The rank is NaN if all vectors are equal.
+    The rank is in [1, min(vectors - 1, dim)]. It is NaN if all vectors are equal.
     """
     if is_constant(moments):
         return math.nan
@@ -85,13 +86,13 @@ def centred_effective_rank(moments: Moments) -> float:
 
 
 def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Fit a power law to the eigenvalues of the covariance, and return its exponent.
+    """Fit a power law to the eigenvalues of the covariance (alpha-ReQ), and return its exponent.
 
     The exponent is the slope of ln(eigenvalue) over -ln(rank), fitted by least squares with weights
     1 / rank.
 
     Args:
-        moments: Moments of the vectors.
+        moments: Moments of the vectors, which include their covariance.
         ranks: First and last rank of the fit. The largest eigenvalue has rank 1.
 
     Returns:
@@ -116,12 +117,13 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
-    """Return LiDAR: the effective rank of image means, relative to the spread of their views.
+    """Return LiDAR: the effective rank of image vectors, relative to the spread of their views.
 
     LiDAR is exp(-sum p ln p) with p = l / sum(l) + 1e-7. Here, l are the eigenvalues of the matrix
-    W^-1/2 B W^-1/2. B is the covariance of the mean of each image. W is the covariance of the views
-    around these means, with `delta` added to its diagonal. All `dim` eigenvalues count, including
-    zeros, so the rank can be slightly above min(images - 1, dim).
+    W^-1/2 B W^-1/2. The vector of an image is the mean of its views. B is the covariance of these
+    means. W is the covariance of the views around the mean of their image, with `delta` added to
+    its diagonal. All `dim` eigenvalues count, including zeros, so the rank can be slightly above
+    min(images - 1, dim).
 
     The result is NaN for a single image, and if all images have the same mean.
 
@@ -172,8 +174,9 @@ def _eigenvalues(matrix: Float64[Tensor, "dim dim"], limit: int) -> Float64[Tens
 
 
 def _rank_with_constant(values: Float64[Tensor, " values"]) -> float:
-    """Return the exponential of the entropy of the values' shares in their sum.
+    """Return the effective rank of non-negative values, with a small constant added.
 
-    `SHARE_EPS` is added to each share first.
+    The values are divided by their sum, and `SHARE_EPS` is added to each share. The rank is the
+    exponential of the entropy of the shares.
     """
     return float(torch.special.entr(values / values.sum() + SHARE_EPS).sum().exp())

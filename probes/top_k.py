@@ -28,10 +28,17 @@ def top_k_score(
     num_classes: int,
     details: Mapping[str, Any],
 ) -> Score:
-    """Return the top-k accuracy in percent. It is NaN if there are fewer than k classes.
+    """Return a score with the top-k accuracy in percent, or NaN if there are fewer than k classes.
 
-    The value of k is `top`. `hits` states whether the true class of each image is among its first k
-    predictions. The baseline always predicts the k most frequent classes in `labels`.
+    Args:
+        layer: Layer of the score.
+        facet: Facet (kind of feature) of the score.
+        metric: Name of the metric.
+        hits: Whether the true class of each image is among its first k predictions.
+        labels: True class of each image. The baseline always predicts the k most frequent classes.
+        top: Value of k.
+        num_classes: Number of classes.
+        details: Further details to store with the score.
     """
     share, value, ci95 = Share(hits.numpy()), math.nan, None
     own_details: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
@@ -43,16 +50,16 @@ def top_k_score(
 
 
 def shot_metric_name(metric: str, shots: int) -> str:
-    """Return the name of the metric for a number of shots, such as "top1_k1_5shot"."""
+    """Append the number of shots to the name of a metric, as in "top1_k1_5shot"."""
     return f"{metric}_{shots}shot"
 
 
 def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator[Score]:
     """Yield the mean of each score over several draws of training images.
 
-    The interval is Student's t interval over the draws. The interval over scored images is stored
-    as the detail "ci95_over_images". A detail that differs between the draws becomes a list with
-    one item for each draw, and its name gets the suffix "_by_draw".
+    The confidence interval of the mean is Student's t interval over the draws. The interval over
+    scored images is stored as the detail "ci95_over_images". A detail that differs between the
+    draws becomes a list with one item for each draw, and its name gets the suffix "_by_draw".
 
     Args:
         draws: Scores of each draw. All draws have the same metrics in the same order.

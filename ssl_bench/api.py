@@ -1,6 +1,6 @@
 """The Python API: probe an encoder, read results, extract features, and show tables and figures.
 
-Errors and messages show hints as keyword arguments instead of command-line flags.
+Error messages suggest keyword arguments instead of command-line flags.
 """
 
 import inspect
@@ -64,12 +64,13 @@ _TABLE_KEYWORDS = {"--format": "style"}
 
 @dataclass(frozen=True)
 class Results:
-    """Records of probes. Methods return them as tables, a data frame or a figure.
+    """Results of probes, which can be returned as tables, a data frame or a figure.
 
     A notebook displays this object as tables.
 
     Attributes:
-        records: One record for each block, facet and metric.
+        records: One record for each score. It stores the block, facet (kind of feature), metric,
+            value and settings.
     """
 
     records: tuple[Record, ...]
@@ -102,7 +103,7 @@ class Results:
 
     @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Return a matplotlib figure of scores over blocks, with a panel for each table.
+        """Return a matplotlib figure of scores over blocks, with one panel for each table.
 
         Bands around the curves show 95 % confidence intervals.
 
@@ -167,14 +168,15 @@ def probe(
             list of blocks. `Encoder.from_module` converts such a module.
         task: A task such as "tokencut", several tasks separated by commas, or "all" for all tasks
             that fit. `ssl-bench keys` lists the tasks.
-        dataset: Name of a dataset, such as "voc2012" (default: "toy", or your own datasets).
+        dataset: Name of a dataset, such as "voc2012". By default, `train`, `val` and `images` are
+            used, or "toy" if none of them is given.
         data_root: Folder of the dataset.
         train: Your own training images: a dataset of torchvision or Hugging Face, or any sequence
             of pairs (image, target). `ssl_bench.data.layouts.python_dataset` describes the targets.
         val: Your own images to score.
         images: Your own images for tasks without training, such as "pca" or "tokencut".
         layer: Block indices, 0-based: "all", 11, -1, "0,5,11" or a list.
-        out: Folder of records and figures.
+        out: Folder to which records of the results and figures are written.
         device: Name of a torch device. By default, a torch module stays on its device. Other
             encoders use a GPU if there is one.
         overwrite: Compute finished results again.
@@ -267,18 +269,18 @@ def extract_features(
         images: A batch of RGB images, or a list of files, arrays and tensors. A batch has values in
             [0, 1], and its height and width are multiples of the patch size. The images of a list
             are resized to squares.
-        layers: See `layer` of `probe`.
-        facets: Names of facets, as in `ssl_bench.features.FeatureExtractor`. "cls" and "token" are
-            the output of a block. "cls_normed" and "token_normed" are this output after the
-            encoder's final norm. The k-NN and classification probes use the features after the
-            final norm for `probe.facet` "cls" and "patch_mean".
+        layers: Block indices, in the format of the argument `layer` of `probe`.
+        facets: Names of facets (kinds of features), as in `ssl_bench.features.FeatureExtractor`.
+            "cls" and "token" are the output of a block. "cls_normed" and "token_normed" are this
+            output after the encoder's final norm. The k-NN and classification probes use the
+            features after the final norm for `probe.facet` "cls" and "patch_mean".
         image_size: Side of the square in pixels (default: the encoder's own size).
         batch_size: Images per forward pass.
         device: See `probe`.
 
     Returns:
-        Features by block and facet. Their shape is batch x rows x cols x dim. It is batch x dim for
-        "cls" and "cls_normed", and batch x registers x dim for "registers".
+        Features by block index and facet. Their shape is batch x rows x cols x dim. It is batch x
+        dim for "cls" and "cls_normed", and batch x registers x dim for "registers".
 
     Raises:
         SslBenchError: An argument, the encoder or an image is invalid.
@@ -308,9 +310,10 @@ def extract_features(
 
 
 def _settings_as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments of `probe` to KEY=VALUE overrides.
+    """Convert keyword arguments of `probe` to KEY=VALUE overrides of the configuration.
 
-    A name without a dot is a setting of the probe, unless it is a short form or a top-level key.
+    For example, `image_size=224` becomes `probe.image_size=224`. Short names such as `limit`,
+    top-level keys such as `seed`, and names that contain a dot are not prefixed with `probe.`.
     """
     overrides = []
     for name, value in settings.items():
@@ -345,7 +348,7 @@ def _prepare_encoder(
 ) -> Generator[tuple[Encoder, torch.device]]:
     """Yield an encoder and its device.
 
-    On exit, a module or `Encoder` of the user returns to its original device.
+    On exit, a module or `Encoder` that the user passed is moved back to its original device.
     """
     if isinstance(encoder, str):
         yield models.load_encoder(encoder), choose_device(device)
@@ -387,7 +390,7 @@ def _require_unit_range(images: Tensor, dimensions: int) -> Tensor:
     """Return the images unchanged if they are floats in [0, 1] with 3 channels.
 
     Otherwise, raise ConfigurationError. Images must not be normalised, because `FeatureExtractor`
-    normalises them.
+    normalises them. Small overshoots of the range are accepted.
     """
     if images.ndim != dimensions or images.shape[-3] != 3:
         expected = "3 x height x width" if dimensions == 3 else "a batch of N x 3 x height x width"

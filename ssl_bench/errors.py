@@ -52,7 +52,10 @@ class SslBenchError(Exception):
 
     @property
     def hint(self) -> tuple[str, ...]:
-        """Return the words to type, or the hint of `__cause__` if this error has no hint."""
+        """Return what the user should type instead, as a tuple of words.
+
+        If this error has no hint of its own, the hint of its `__cause__` is returned.
+        """
         cause = self.__cause__
         return self._hint or (cause.hint if isinstance(cause, SslBenchError) else ())
 
@@ -108,11 +111,11 @@ class MachineError(SslBenchError, OSError):
 
 
 class BrokenFile(MachineError):
-    """Raised if a Python file cannot be run, such as a probe with a syntax error."""
+    """Raised if a Python file cannot be run, for example because it has a syntax error."""
 
 
 class Preempted(SslBenchError):
-    """Raised if the scheduler stops a run. The same command continues it from its saved state."""
+    """Raised if the scheduler stops a run. The same command then resumes the saved run."""
 
     exit_code = 75
 
@@ -120,8 +123,9 @@ class Preempted(SslBenchError):
 def broken_file_error(error: Exception, packages: Sequence[str] = PACKAGES) -> BrokenFile:
     """Return an error that states the Python file and the line where an exception was raised.
 
-    They come from the innermost frame of the traceback whose file belongs to one of `packages`. If
-    there is no such frame, they come from the innermost frame of all.
+    The file and line are those of the innermost traceback frame that belongs to one of `packages`.
+    If no frame does, they are those of the innermost frame. For a SyntaxError, they are those of
+    the invalid code.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
@@ -147,10 +151,11 @@ _UNQUOTED = ("{number}", "{value}")
 def with_hint(
     message: str, *, hint: Sequence[str], keyword_names: Mapping[str, str] | None = None
 ) -> str:
-    """Append a hint to a message, without the words that the message already contains.
+    """Append a hint (what the user should type instead) to an error message.
 
-    The hint is shown as keyword arguments if `keyword_names` is given or `hints_for_python` is
-    active, and as flags otherwise.
+    Alternatives that the message already contains are left out. The hint is shown as keyword
+    arguments if `keyword_names` is given or `hints_for_python` is active, and as command-line flags
+    otherwise.
     """
     names = _keyword_names.get() if keyword_names is None else keyword_names
     ways = dict.fromkeys(
@@ -167,10 +172,11 @@ def _mentions(message: str, words: str) -> bool:
 
 @contextmanager
 def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
-    """Show hints as keyword arguments of a Python function instead of flags and KEY=VALUE.
+    """In this context, show the hints of errors as Python keyword arguments.
 
-    `keyword_names` maps some flags and keys to argument names, such as {"--checkpoint": "encoder"}.
-    `format_keywords` describes the names of all other flags and keys.
+    Elsewhere, hints are shown as flags and KEY=VALUE settings. `keyword_names` maps some flags and
+    keys to argument names, such as {"--checkpoint": "encoder"}. For all others, `format_keywords`
+    chooses the names.
     """
     token = _keyword_names.set(keyword_names)
     try:
@@ -184,29 +190,38 @@ def hints_for_python(keyword_names: Mapping[str, str]) -> Generator[None]:
 
 
 def join_alternatives(*ways: Sequence[str]) -> tuple[str, ...]:
-    """Join several alternatives into one hint. Empty alternatives are left out."""
+    """Join alternative suggestions into one hint, separated by the word "or".
+
+    Empty suggestions are left out.
+    """
     return tuple(word for way in filter(None, ways) for word in ("or", *way))[1:]
 
 
 def split_alternatives(hint: Sequence[str]) -> list[tuple[str, ...]]:
-    """Split a hint at the word "or" into alternatives, from which the user chooses one."""
+    """Split a hint into the alternative suggestions that are separated by the word "or"."""
     groups = groupby(hint, key=lambda word: word == "or")
     return [tuple(words) for is_separator, words in groups if not is_separator]
 
 
 def escape_braces(text: str) -> str:
-    """Double the braces of a text, so that a hint does not read them as a placeholder."""
+    """Double the braces in a text, so that a hint shows {name} unchanged."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def fill_placeholders(word: str, fill: Callable[[str], str]) -> str:
-    """Replace each placeholder {name} in a word by `fill(name)`, and undo `escape_braces`."""
+    """Replace each placeholder {name} in a word of a hint by `fill(name)`.
+
+    Double braces from `escape_braces` become single braces.
+    """
     pattern = r"\{\{|\}\}|\{(\w+)\}"
     return re.sub(pattern, lambda match: fill(match[1]) if match[1] else match[0][0], word)
 
 
 def format_command(words: Sequence[str]) -> str:
-    """Return the words of a hint as text for a shell, with placeholders in capital letters."""
+    """Join the words of an error's hint into a shell command.
+
+    Placeholders such as {folder} become words in capital letters.
+    """
     return " ".join(_quote(fill_placeholders(word, str.upper)) for word in words)
 
 
@@ -218,11 +233,15 @@ def _quote(word: str) -> str:
 
 
 def format_keywords(words: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return the words of a hint as Python keyword arguments.
+    """Convert the words of an error's hint to Python keyword arguments.
 
     `--dtype float32` becomes `dtype="float32"`, and `probe.tau=0.3` becomes `tau=0.3`. Other keys
-    with dots are passed as a dictionary, such as `**{"dataset.num_val": 4}`. Whole commands stay
-    commands.
+    with dots are passed as a dictionary, such as `**{"dataset.num_val": 4}`. Complete `ssl-bench`
+    commands are not converted.
+
+    Args:
+        words: Words of the hint.
+        names: Names of keyword arguments for some flags and keys.
     """
     if words[0] == "ssl-bench":
         return format_command(words)

@@ -1,7 +1,7 @@
 """Evaluate probes on the blocks of a frozen encoder.
 
 `Probe` is the base class of all probes. `Evaluation.run` runs a probe to compute the results that
-are missing from the store, and saves each record as soon as its score is computed.
+are missing from the results folder. It saves each record as soon as its score is computed.
 """
 
 import math
@@ -61,14 +61,14 @@ Progress = Callable[..., Iterable[Any]]
 
 
 class FeatureCache(UserDict[Any, Any]):
-    """Features of the current encoder and image set, shared by consecutive probes.
+    """Cache of features of the current encoder and images, shared by consecutive probes.
 
-    Call `select` before each probe to free memory. A key must contain everything that affects the
-    features that are stored under it.
+    Call `select` before each probe to free memory. The key of an entry must contain everything that
+    affects its features.
 
     Attributes:
-        started_files: Files that an earlier probe of the same command has created. Later probes
-            append to these files, even with `overwrite`.
+        started_files: Files that earlier probes of the same run have created. Later probes append
+            to these files, even with `overwrite`.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,11 @@ class FeatureCache(UserDict[Any, Any]):
     def select(
         self, encoder: Encoder, role: str, images: str, corruption: str | None = None
     ) -> None:
-        """Drop features of other encoders, roles and images.
+        """Drop cached features that the next probe cannot use, to free memory.
 
-        If only the corruption changes, features that were used since the previous change are kept.
-        They include the features of training images, which are never corrupted.
+        If the encoder, the role or the images change, all features are dropped. If only the
+        corruption changes, only features that were not used since the previous change are dropped.
+        The features of training images are thus kept, because training images are never corrupted.
 
         Args:
             encoder: Encoder of the next probe.
@@ -125,10 +126,11 @@ class ProbeContext:
         progress: Function that wraps an iterable to show progress.
         overwrite: Whether to ignore results and files of earlier runs.
         say: Function that prints a message for the user. Messages are not stored in records.
-        known: Stored records of the requested results. `run` may leave out their scores.
+        known: Records of the requested results that are already stored. `Probe.run` need not yield
+            their scores again.
         features: Cache of features that earlier probes computed with this encoder.
-        later: Later probes on the same blocks for which `Probe.serves` is true, each with the
-            folder for its figures.
+        later: Probes that run next on the same blocks and can use encoder outputs of this run, each
+            with the folder for its figures. `Probe.serves` selects them.
     """
 
     encoder: Encoder
@@ -146,13 +148,16 @@ class ProbeContext:
     later: Sequence[tuple["Probe", Path]] = ()
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """Return a feature extractor with the device and precision of this context."""
+        """Return a feature extractor that uses the device and precision of this context."""
         return FeatureExtractor(
             self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
         )
 
     def stages(self) -> list["ProbeContext"]:
-        """Split the context into parts with blocks of the same token grid and feature width."""
+        """Split the context into one context per stage of the encoder.
+
+        The blocks of a stage have the same token grid and feature width.
+        """
         return [
             replace(self, encoder=encoder, layers=layers)
             for encoder, layers in self.encoder.stages(self.layers)
@@ -165,7 +170,7 @@ class Score:
 
     Attributes:
         layer: Block index, 0-based.
-        facet: Facet of the block, such as "token" or "cls".
+        facet: Kind of feature of the block, such as "token" or "cls".
         metric: Name of the metric.
         value: The score, in percent if `unit` is "%".
         ci95: 95 % confidence interval (low, high). None if it cannot be computed.
@@ -203,15 +208,14 @@ class Score:
 
 
 class Probe:
-    """Base class of probes, which are frozen dataclasses.
-
-    Users can set the fields of the dataclass.
+    """Base class of probes. A subclass is a frozen dataclass whose fields are settings for users.
 
     Attributes:
         task: Name of the probe on the command line.
         role: What the dataset must support, a key of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
         protocol: Name of the preset, which sets the defaults of other fields.
-        facet: Field with one or several names of facets to score. None for probes without facets.
+        facet: Facets (kinds of features) to score: one name such as "token", or several. None if
+            the probe has no facets.
         known_facets: Names that `facet` accepts, in addition to submodules of blocks.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
@@ -260,7 +264,9 @@ class Probe:
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return settings that replace the defaults for a dataset, unless the user sets them.
+        """Return settings that replace the probe's defaults on a dataset.
+
+        Settings of the user take precedence over them.
 
         Args:
             roles: What the dataset supports, keys of `ssl_bench.data.samples.ROLE_ANNOTATIONS`.
@@ -273,22 +279,25 @@ class Probe:
         raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the layers of the context, and yield each score as soon as it is computed."""
+        """Score the layers that `context` selects, and yield each score when it is computed."""
         raise NotImplementedError
 
     @property
     def facet_spec(self) -> FacetSpec | None:
-        """Return the parsed `facet` field. None for probes without facets."""
+        """Return the facets (kinds of features) to score, or None for probes without facets."""
         return parse_facets(self.facet, self.known_facets) if self.known_facets else None
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        """Return the names of the facets to score, as they are stored in records."""
+        """Return the names of the facets (kinds of features) to score, as stored in records."""
         return self.facet_spec.names if self.facet_spec else ()
 
     @property
     def scored_facet(self) -> Facet:
-        """Return the facet of a probe that scores exactly one facet."""
+        """Return the only facet (kind of feature) that the probe scores.
+
+        Probes that score several facets must not use it.
+        """
         return self.facets[0]
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
@@ -299,7 +308,7 @@ class Probe:
             )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
-        """Return the probe with default values that suit the dataset.
+        """Return a copy of the probe whose default settings are adapted to the dataset.
 
         Args:
             dataset: Dataset that the probe runs on.
@@ -310,21 +319,25 @@ class Probe:
 
     @property
     def resize(self) -> Resize:
-        """Return the size at which the encoder receives the images."""
+        """Return how images are resized before the encoder receives them."""
         return Resize(self.image_size)
 
     def with_native_size(self, native_size: tuple[int, int]) -> Any:
-        """Return the probe with settings for an encoder's native height and width in pixels."""
+        """Return the probe, adapted to the encoder's native image size.
+
+        Args:
+            native_size: Native height and width in pixels.
+        """
         del native_size
         return self
 
     def with_squares(self, side: int) -> Any:
-        """Return the probe with square images of `side` pixels, the encoder's only valid size."""
+        """Return the probe with square images of `side` pixels, the encoder's only image size."""
         own: Any = self
         return self if self.image_size is None else replace(own, image_size=side)
 
     def serves(self, other: "Probe") -> bool:
-        """Return whether `run` can also compute the encoder outputs that a later probe needs.
+        """Return whether `run` can also compute encoder outputs that a later probe needs.
 
         If so, `ProbeContext.later` contains the later probe `other`.
         """
@@ -341,23 +354,23 @@ class Probe:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that affect the result, as JSON types."""
+        """Return the settings that affect the probe's results, as JSON types."""
         own: Any = self
         return {n: v for n, v in asdict(own).items() if n not in self.excluded_from_identity}
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        """Return the layers that each figure of a run shows.
+        """Return the figures that `run` draws, as a dictionary from path to layers in the figure.
 
-        The keys are paths of figures, relative to `ProbeContext.artifacts`.
+        The paths are relative to `ProbeContext.artifacts`.
         """
         del layers, images, seed
         return {}
 
 
 def display_name(probe: Probe) -> str:
-    """Return the name of the task, followed by the protocol if it is a secondary one."""
+    """Return the name of the probe's task, followed by the protocol if it is a secondary one."""
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
@@ -395,11 +408,11 @@ class Evaluation:
         """Compute the results that are missing from the store, and save each result immediately.
 
         Args:
-            store: Store of finished and new results.
+            store: Results folder with finished results, to which new results are added.
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
-            later: Later probes on the same dataset for which `Probe.serves` is true.
+            later: Probes that run next on the same dataset and can use encoder outputs of this run.
 
         Returns:
             The records of all requested results, both stored and new.
@@ -510,7 +523,7 @@ class Evaluation:
         return f"{display_name(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
 
     def _describe_cost(self, images: ImageSet, num_images: int, seconds: float) -> str:
-        """Describe the time and the memory of the probe, with the number of its images."""
+        """Return a message about speed and memory, such as "500 images in 40 s, 12.5 images/s"."""
         peak = peak_memory(self.device)
         memory = f", peak memory so far {peak / 2**30:.2f} GiB" if peak is not None else ""
         return (
@@ -546,9 +559,10 @@ class Evaluation:
 
 
 def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score:
-    """Remove an interval that does not contain its score.
+    """Return a score without data that should not be stored.
 
-    If the score is not a percentage, remove its per-image contributions, too.
+    A confidence interval is removed if it does not contain the score's value, and a message says
+    so. Per-image contributions are removed if the score is not a percentage.
     """
     if score.ci95 and not interval_contains(score.ci95, score.value):
         low, high = score.ci95
@@ -563,7 +577,7 @@ def _drop_unusable(score: Score, task: str, say: Callable[[str], None]) -> Score
 
 @dataclass(frozen=True)
 class WorkPlan:
-    """Results and figures of a probe that are still missing.
+    """The results and figures of a probe that are still missing.
 
     Attributes:
         pending: Keys of the results that have no complete stored record.
@@ -585,9 +599,9 @@ def find_pending(
 ) -> WorkPlan:
     """Find the results that have no complete record, and the layers that must be run.
 
-    A record is incomplete if its per-image contributions are missing. Layers must be run if they
-    have such results or missing figures. If a figure shows several layers and one of them must be
-    run, all of them are run, so that the figure is complete.
+    A record is incomplete if the probe stores per-image contributions, but this record has none. A
+    layer must be run if one of its results has no complete record, or if a figure of the layer is
+    missing. If a figure shows several layers and one of them must be run, all of them are run.
     """
     finished = {}
     for key in keys:
@@ -616,7 +630,7 @@ def find_pending(
 def _list_figures(
     probe: Probe, keys: Sequence[ResultKey], images: ImageSet
 ) -> dict[str, tuple[int, ...]]:
-    """Return the layers that each figure shows. The keys are paths of figures."""
+    """Return a dictionary from the path of each figure to the layers that the figure shows."""
     stages: dict[int | None, list[ResultKey]] = {}
     for key in keys:
         stages.setdefault(block_stride(key.architecture, key.layer), []).append(key)
@@ -649,7 +663,7 @@ def result_keys(
     settings: Mapping[str, Any],
     seed: int,
 ) -> list[ResultKey]:
-    """Return the keys of all results of a probe.
+    """Return the keys that identify the results of a probe, one for each layer, facet and metric.
 
     Args:
         probe: The probe.
@@ -683,9 +697,10 @@ def result_keys(
 def result_settings(
     probe: Probe, dataset: Dataset, dtype: object, *, allow_overlap: bool = False
 ) -> dict[str, Any]:
-    """Return the settings that the keys of all results of a probe contain.
+    """Return the settings that affect all results of a probe, as JSON types.
 
-    Call this function only once, because it reads all training images to compute their fingerprint.
+    They include the training images, corruption and unreadable images. Call this function only
+    once, because it reads all training images to compute their fingerprint.
 
     Args:
         probe: The probe.
@@ -713,7 +728,7 @@ def describe_training_images(images: ImageSet) -> TrainingImages:
 
 
 def unreadable_ids(dataset: Dataset) -> dict[str, list[str]]:
-    """Return the ids of the unreadable images that each split leaves out."""
+    """Return the ids of the unreadable images that were left out, by the name of their split."""
     original = dataset.dataset if isinstance(dataset, CachedDataset) else dataset
     return original.unreadable_ids() if isinstance(original, ReadableDataset) else {}
 
@@ -776,10 +791,11 @@ def _set_only_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collec
 
 
 def position_details(probe: Probe, encoder: Encoder, layer: int) -> dict[str, str]:
-    """Return how position embeddings were resampled, for the details of a record.
+    """Describe how position embeddings were resampled, as an entry for the details of a record.
 
-    The result is empty if they were not. If images keep their aspect ratio, the embeddings count as
-    resampled, because hardly any image has the token grid of the stored embeddings.
+    Return an empty dictionary if they were not resampled. If images keep their aspect ratio,
+    embeddings count as resampled, because hardly any image has the token grid of the stored
+    embeddings.
     """
     resize = probe.resize
     side = resize.square_side(encoder.native_size, encoder.stride(layer))

@@ -1,6 +1,6 @@
 """Extract features of the blocks of a frozen encoder.
 
-All probes use `FeatureExtractor`. This file also contains image transforms that they share.
+All probes use `FeatureExtractor`. This file also contains image transforms that several probes use.
 """
 
 import difflib
@@ -116,9 +116,10 @@ class FeatureExtractor:
             self._widths |= self._measure_widths()
 
     def _measure_widths(self) -> dict[Facet, int]:
-        """Measure the number of channels of each facet, in a trial pass with two zero images.
+        """Measure the number of channels of each facet (kind of feature) with two zero images.
 
-        Only facets that are captured inside blocks are measured.
+        Only facets inside a block are measured, because the width of a block's output is already
+        known.
         """
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
@@ -135,13 +136,16 @@ class FeatureExtractor:
         return widths
 
     def width(self, facet: Facet) -> int:
-        """Return the number of channels of a facet. If layers differ, use the deepest layer."""
+        """Return the number of channels of a facet (kind of feature).
+
+        If layers have different widths, the width of the deepest layer is returned.
+        """
         return self._widths[facet]
 
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> Features:
-        """Return the features of images by layer and facet, as float32 tensors.
+        """Extract features of images, and return them as float32 tensors by layer and facet.
 
         Args:
             images: RGB images with values in [0, 1]. The extractor normalises them.
@@ -174,8 +178,8 @@ class FeatureExtractor:
         If memory runs out, the batch size is halved for this call and all later calls.
 
         Returns:
-            The features, and their sums over all axes except the batch. Each layer has one row of
-            sums for each facet.
+            The features, and their sums over all axes except the batch. The sums have one row for
+            each pair of layer and facet.
         """
         while True:
             batch = max(1, min(self._max_batch, len(images)))
@@ -260,7 +264,7 @@ class FeatureExtractor:
     def require_size(self, height: int, width: int) -> None:
         """Raise an error if the encoder does not accept images of this height and width in pixels.
 
-        If images are padded, pass their size after padding.
+        If the extractor pads images, pass the padded size.
         """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
@@ -430,7 +434,10 @@ def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Fac
 
 
 def block_tokens(output: Any) -> Tensor:
-    """Return the tokens in a block's output. In a tuple or list, they are the first item."""
+    """Return the tokens in a block's output.
+
+    If the output is a tuple or list, the tokens are its first item.
+    """
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
@@ -444,14 +451,14 @@ def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
 
 @dataclass(frozen=True)
 class _Tap:
-    """Position in one block where a facet is captured.
+    """Position in one block at which a hook captures a facet (kind of feature).
 
     Attributes:
         layer: Index of the block.
         facet: Name of the facet.
         name: Name of the position in error messages.
-        modules: Submodules. The facet is captured at the submodule that is called first.
-        side: Whether the input or the output of the submodule is captured.
+        modules: Submodules of the block. The facet is captured at the one that is called first.
+        side: "input" or "output", the side of the submodule that is captured.
     """
 
     layer: int
@@ -462,7 +469,11 @@ class _Tap:
 
 
 def _find_tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
-    """Return the position in a block where a facet is captured, or raise UnfitEncoder."""
+    """Return the position in a block at which a facet (kind of feature) is captured.
+
+    Raises:
+        UnfitEncoder: The block does not have this facet.
+    """
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     parts = dict(block.named_modules())
     path = submodule_name(facet)
@@ -522,9 +533,9 @@ def _list_children(names: list[str], parent: str) -> str:
 def _find_layouts(
     shape: Sequence[int], batch: int, grid: Grid, num_prefix_tokens: int
 ) -> list[Layout]:
-    """Return the layouts that a tensor of this shape can have.
+    """Return the layouts that a feature tensor of this shape can have, such as "channels_last".
 
-    If the numbers of rows and columns in the grid differ, there is at most one.
+    If the patch grid has different numbers of rows and columns, at most one layout fits.
     """
     patches = grid[0] * grid[1]
     token_counts = (patches, num_prefix_tokens + patches)
@@ -538,7 +549,7 @@ def _find_layouts(
 
 @dataclass(frozen=True)
 class Resize:
-    """The size at which an encoder receives images.
+    """Rule for resizing images before an encoder receives them.
 
     Attributes:
         side: Side of squares in pixels, or longer side of images that keep their aspect ratio. None
@@ -555,7 +566,10 @@ class Resize:
     round_to_patch: bool = False
 
     def square_side(self, native_size: tuple[int, int], patch_size: int = 1) -> int:
-        """Return the side of the squares in pixels, for an encoder's native height and width."""
+        """Return the side in pixels of the square images.
+
+        If `side` is None, it is the smaller of the encoder's native height and width.
+        """
         return self._round(self.side or min(native_size), patch_size)
 
     def output_size(self, height: int, width: int, patch_size: int = 1) -> tuple[int, int]:
@@ -581,7 +595,7 @@ def resize_image(
 ) -> Float[Tensor, "3 new_height new_width"]:
     """Resize an image to a height and width, by bilinear interpolation with antialiasing.
 
-    Values from 0 to 255 become values in [0, 1].
+    The input has values from 0 to 255, and the output has values in [0, 1].
     """
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 255
     return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)[0]
@@ -590,7 +604,10 @@ def resize_image(
 def pad_to_patch(
     images: Float[Tensor, "*batch 3 height width"], patch_size: int
 ) -> Float[Tensor, "*batch 3 padded_height padded_width"]:
-    """Pad images with zeros on the right and at the bottom to a multiple of the patch size."""
+    """Pad the height and width of images to multiples of the patch size.
+
+    Zeros are added on the right and at the bottom.
+    """
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch_size, 0, -height % patch_size))
 
@@ -600,12 +617,12 @@ def central_square(
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Resize an image by bicubic interpolation with antialiasing, and crop the central square.
 
-    Pixels outside of the square are not computed. Up to rounding, the result equals torchvision's
-    `Resize` followed by `CenterCrop`. DINO's evaluation uses these transforms.
+    Up to rounding, the output equals torchvision's `Resize` followed by `CenterCrop`, which DINO's
+    evaluation uses. For speed, pixels outside of the square are not computed.
 
     Args:
         image: RGB image with values from 0 to 255.
-        size: Side of the result in pixels.
+        size: Side of the output in pixels.
         share: Ratio of the square's side to the shorter side of the image, in (0, 1]. For example,
             if `share` is 0.875 and `size` is 224, the shorter side is resized to 256 pixels.
     """

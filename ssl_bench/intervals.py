@@ -1,4 +1,4 @@
-"""Compute 95 % confidence intervals of scores, and p-values of differences.
+"""Compute 95 % confidence intervals of scores, and p-values of differences between scores.
 
 The images are treated as a random sample, so an interval estimates the score on infinitely many
 images of the same kind. results/tables/intervals.md compares the coverage of these intervals with
@@ -34,13 +34,13 @@ _NO_CHANGE = 1e-9
 
 @runtime_checkable
 class Estimate(Protocol):
-    """A score in percent, with the data that its interval is computed from."""
+    """A score in percent, with the data from which its confidence interval is computed."""
 
     @property
     def value(self) -> float: ...
 
     def ci95(self) -> Interval | None:
-        """Return the 95 % interval, or None if all images affect the score equally."""
+        """Return the 95 % confidence interval, or None if all images affect the score equally."""
         ...
 
     def difference_ci95(self, first: Any) -> Interval | None:
@@ -48,9 +48,10 @@ class Estimate(Protocol):
         ...
 
     def difference_p(self, first: Any) -> float:
-        """Return the two-sided p-value of the difference, or NaN if the difference has no interval.
+        """Return the two-sided p-value of the difference from the score `first`.
 
-        The p-value is the smallest significance level at which the interval excludes 0.
+        The p-value is the smallest significance level at which the interval excludes 0. It is NaN
+        if the difference has no interval.
         """
         ...
 
@@ -66,7 +67,9 @@ class Share:
         return 100.0 * float(self.hits.mean())
 
     def ci95(self) -> Interval:
-        """Return the exact interval. It covers the true value in at least 95 % of all cases.
+        """Return the exact 95 % confidence interval.
+
+        It covers the true percentage in at least 95 % of all cases.
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
@@ -79,7 +82,7 @@ class Share:
         return 100.0 * float(low), 100.0 * float(high)
 
     def difference_ci95(self, first: "Share") -> Interval:
-        """Return the adjusted Wald interval for paired proportions.
+        """Return the adjusted Wald interval of the difference between paired proportions.
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
@@ -96,10 +99,10 @@ class Share:
         return 2 * float(ndtr(-abs(difference) / error))
 
     def _difference(self, first: "Share") -> tuple[float, float]:
-        """Return the difference of the two proportions, and its standard error.
+        """Return the difference between the two proportions, and its standard error.
 
-        Two artificial images are added. One is a hit only for this score, the other only for
-        `first`.
+        Two artificial images are added to the sample: one is a hit only for this score, the other
+        only for `first`.
         """
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
@@ -108,14 +111,17 @@ class Share:
 
 
 class _StudentT:
-    """Base class that compares two estimates in percent, with Student's t distribution.
+    """Base class of score estimates that can be compared by Student's t distribution.
 
-    Subclasses define `value`, `num_images`, `_subtract`, and `margin`, which is half the width of
-    the interval, or NaN if there is no interval.
+    Subclasses define `value` in percent, `num_images`, `_subtract`, and `margin`. The margin is
+    half of the width of the confidence interval, or NaN if there is no interval.
     """
 
     def difference_ci95(self: Any, first: Any) -> Interval | None:
-        """Return the interval of the difference. If both scores are biased, most bias cancels."""
+        """Return the 95 % interval of this score minus the score `first` on the same images.
+
+        If both scores are biased in the same direction, most of the bias cancels.
+        """
         difference = self._subtract(first)
         return _clip_interval(
             difference.value - difference.margin, difference.value + difference.margin, least=-100.0
@@ -170,7 +176,9 @@ class Jackknife(_StudentT):
 
 @dataclass(frozen=True, eq=False)
 class MeanIoU(Jackknife):
-    """Mean IoU of a dataset. It is biased downwards if there are few images and many classes.
+    """Jackknife estimate of a dataset's mean IoU.
+
+    Mean IoU is biased downwards if there are few images and many classes.
 
     Attributes:
         over_true_classes: Mean IoU over the classes that occur in the ground truth. `value` also
@@ -180,11 +188,11 @@ class MeanIoU(Jackknife):
     over_true_classes: float
 
     def ci95(self) -> Interval | None:
-        """Return an interval that is widened by the bias correction.
+        """Return a 95 % interval that is widened by the bias correction.
 
-        The upper end is computed from `over_true_classes`, because the IoU of a class that occurs
-        only in the prediction is unknown on images that show the class. The interval covers the
-        mean IoU on infinitely many images and on other image sets of the same size.
+        The upper end starts from `over_true_classes`, which leaves out classes that are only
+        predicted. Their IoU is 0 here, but it is unknown for images that show them. The interval
+        covers the mean IoU on infinitely many images and on other image sets of the same size.
         """
         low = self.value + min(self.correction, 0.0) - self.margin
         high = self.over_true_classes + max(self.correction, 0.0) + self.margin
@@ -212,7 +220,10 @@ class Bootstrap(_StudentT):
 
     @property
     def margin(self) -> float:
-        """Return Student's t times the standard error, or NaN if there is no interval."""
+        """Return half of the width of the 95 % interval, or NaN if there is no interval.
+
+        It is the standard error times a quantile of Student's t distribution.
+        """
         from scipy.special import stdtrit
 
         scores, others = self.sample_scores, self.num_images - 1
@@ -222,7 +233,7 @@ class Bootstrap(_StudentT):
         return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
 
     def ci95(self) -> Interval | None:
-        """Return an interval that is symmetric on the logit scale, so it lies within 0 to 100 %."""
+        """Return a 95 % interval within 0 to 100 %. It is symmetric on the logit scale."""
         from scipy.special import expit, logit
 
         share = self.value / 100
@@ -238,7 +249,7 @@ class Bootstrap(_StudentT):
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
-    """Return the bootstrap estimate of a score that is computed from summed counts.
+    """Return the bootstrap estimate of a score that is computed from counts summed over images.
 
     Use it instead of `Jackknife` if the score is not a smooth function of the counts of each image.
 
@@ -260,7 +271,9 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
     """Return the jackknife estimate of mean IoU.
 
-    `per_image` has the numbers of correct, predicted and ground-truth pixels of each class.
+    Args:
+        per_image: Numbers of correct, predicted and ground-truth pixels of each class in each
+            image.
     """
     correct, predicted, true = per_image.astype(np.int64).swapaxes(0, 1)
     union = predicted + true - correct
@@ -274,7 +287,12 @@ def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Mea
 
 
 def pixel_accuracy_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Jackknife:
-    """Return the jackknife estimate of pixel accuracy, from the counts of `mean_iou_estimate`."""
+    """Return the jackknife estimate of pixel accuracy.
+
+    Args:
+        per_image: Numbers of correct, predicted and ground-truth pixels of each class in each
+            image.
+    """
     summed = per_image.sum(-1, keepdims=True, dtype=np.int64)
     total = summed.sum(0)
     return Jackknife(float(pixel_accuracy(total)), pixel_accuracy(total - summed))
@@ -288,7 +306,10 @@ def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
 
 
 def few_images_warning(num_images: int) -> list[str]:
-    """Return warnings for the record of a mean IoU, or an empty list if there are enough images."""
+    """Return a list with a warning if there are too few images for a reliable interval of mean IoU.
+
+    With enough images, the list is empty.
+    """
     if num_images >= FEW_IMAGES:
         return []
     coverage = "may contain the true value in less than 90 % of all cases"
@@ -296,10 +317,10 @@ def few_images_warning(num_images: int) -> list[str]:
 
 
 def interval_contains(ci95: Interval | None, value: float) -> bool:
-    """Return whether a value lies in its interval, up to rounding errors.
+    """Return whether a value lies in its confidence interval, up to rounding errors.
 
-    An interval of None contains every value, and an end of NaN does not bound the value. An
-    interval whose low end exceeds its high end contains no value.
+    An interval of None contains every value. An end of NaN sets no limit. An interval whose low end
+    exceeds its high end contains no value.
     """
     if ci95 is None:
         return True
@@ -313,8 +334,8 @@ def interval_contains(ci95: Interval | None, value: float) -> bool:
 def holm(ps: Sequence[float]) -> list[float]:
     """Return p-values corrected for multiple tests by Holm's method.
 
-    The correction bounds the probability of at least one false positive. The tests may depend on
-    each other in any way. A p-value of NaN stays NaN and does not count as a test.
+    The correction bounds the probability of at least one false positive. The tests need not be
+    independent. A p-value of NaN stays NaN and does not count as a test.
 
     Source: Holm, Scandinavian Journal of Statistics 6, 1979.
     """

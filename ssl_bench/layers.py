@@ -1,4 +1,4 @@
-"""Parse the blocks and the facets that a user selects."""
+"""Parse the user's selection of blocks and facets (kinds of features)."""
 
 import re
 from collections.abc import Sequence
@@ -29,12 +29,13 @@ _RANGE = re.compile(r"(-?\d{1,4})(?:\.\.(-?\d{1,4})|-(\d{1,4}))")
 
 @dataclass(frozen=True)
 class FacetSpec:
-    """The facets that a probe scores.
+    """The facets (kinds of features) that a probe scores.
 
     Attributes:
-        names: Facet names as stored in records. In a submodule's name, * stands for the block
-            index, as in "blocks.*.mlp.fc1", because the record's layer states the block.
-        block: Block index in the name of a submodule. None if the user stated no block index.
+        names: Facet names as stored in records. The name of a submodule has * instead of the block
+            index, as in "blocks.*.mlp.fc1", because the record has its own field for the block.
+        block: Block index in the name of a submodule, such as 7 in "blocks.7.mlp.fc1". None if the
+            user stated no block index.
     """
 
     names: tuple[Facet, ...]
@@ -44,10 +45,10 @@ class FacetSpec:
 def parse_facets(
     facet: str | Sequence[str], known: Sequence[Facet], key: str = "probe.facet"
 ) -> FacetSpec:
-    """Parse one or several facet names.
+    """Parse one or several names of facets (kinds of features).
 
     "blocks.7.mlp.fc1" is the output of a submodule of block 7. "blocks.*.mlp.fc1" is the output of
-    that submodule in every block. Submodules of several single blocks raise an error.
+    that submodule in every block. Several submodules must have the same block index or *.
 
     Args:
         facet: One or several names from the user.
@@ -56,6 +57,9 @@ def parse_facets(
 
     Returns:
         The facets in the order of `known`, followed by the submodules.
+
+    Raises:
+        ConfigurationError: A name is unknown, or submodules have different block indices.
     """
     requested = [facet] if isinstance(facet, str) else list(facet)
     matches = {name: _SUBMODULE.fullmatch(name) for name in requested}
@@ -78,14 +82,19 @@ def parse_facets(
 
 
 def submodule_name(facet: Facet) -> str | None:
-    """Return a submodule's name within its block, or None for other facets."""
+    """Return a submodule's name within its block, such as "mlp.fc1" for "blocks.*.mlp.fc1".
+
+    Return None if the facet is not the output of a submodule.
+    """
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
 
 def select_layers(
     spec: FacetSpec | None, layers: str | int | Sequence[int], depth: int
 ) -> tuple[int, ...]:
-    """Return the block indices to score. If a facet's name states a block, only this one is scored.
+    """Return the indices of the blocks to score.
+
+    If a facet's name contains a block index, as in "blocks.7.mlp.fc1", only this block is scored.
 
     Args:
         spec: Facets of the probe, or None for a probe without facets.
@@ -133,7 +142,7 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
 
 
 def parse_layer_numbers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
-    """Return the numbers in a selection of layers. They may be negative or too large.
+    """Return the numbers in a selection of layers, without checking that these layers exist.
 
     Args:
         layers: A selection other than "all", in a format of `resolve_layers`.

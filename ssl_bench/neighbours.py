@@ -1,4 +1,4 @@
-"""Find exact nearest neighbours of unit vectors, and classify images by a weighted vote.
+"""Find exact nearest neighbours of unit vectors, and classify images by a weighted k-NN vote.
 
 The search uses faiss or a matrix product. Both give the same neighbours.
 """
@@ -47,7 +47,7 @@ class LabelledFeatures:
         return LabelledFeatures(self.features.to(device), self.labels.to(device))
 
     def take(self, rows: Int64[Tensor, " rows"]) -> "LabelledFeatures":
-        """Return the features and labels of some of the images."""
+        """Return the features and labels of the images at the given row indices."""
         return LabelledFeatures(self.features[rows], self.labels[rows])
 
 
@@ -62,14 +62,20 @@ def knn_ranks(
 ) -> Int64[Tensor, "numbers queries"]:
     """Return the rank of each query's true class in the k-NN vote, for each k in `neighbours`.
 
-    Each of the k nearest images of the bank votes for its class with the weight
-    exp(s / temperature), where s is its cosine similarity to the query. If two images are equally
-    near, the earlier image counts as nearer. The class with most votes has rank 0. If two classes
-    have equal votes, the class with the lower index comes first. A true class without votes has the
-    rank `num_classes`, so it never counts as correct, even in the top 5.
+    Each of the k training images that are nearest to the query votes for its own class. Its vote
+    has the weight exp(s / temperature), where s is its cosine similarity to the query. The class
+    with most votes has rank 0. A true class without votes has the rank `num_classes`, so it never
+    counts as correct, even in the top 5.
 
-    Each number in `neighbours` is at most the size of the bank. A smaller temperature gives the
-    nearest images more weight. The engine does not change the result.
+    Equally near images are ordered by index, and so are classes with equal votes.
+
+    Args:
+        queries: Features and true classes of the images to classify.
+        bank: Features and classes of the training images.
+        num_classes: Number of classes.
+        neighbours: Numbers of neighbours k, at most the number of training images.
+        temperature: A smaller value gives the nearest images more weight.
+        engine: Search engine, which does not change the ranks.
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
@@ -93,16 +99,17 @@ def knn_ranks(
 def unit_vectors(vectors: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
     """Return L2-normalised vectors. Zero vectors stay zero.
 
-    Each vector is first divided by a power of two near its largest entry, which is exact. Without
-    this division, the squares of entries below 2^-63 or above 2^63 would leave the range of
-    float32, and `F.normalize` would divide very short vectors by 1e-12.
+    Each vector is first divided by a power of two near its largest entry, which causes no rounding
+    error. Without this division, the squares of entries below 2^-63 or above 2^63 would leave the
+    range of float32. `F.normalize` would also divide very short vectors by 1e-12 instead of their
+    length.
     """
     largest = vectors.abs().amax(-1, keepdim=True)
     return F.normalize(vectors / power_of_two(largest), dim=-1)
 
 
 def zero_vectors_warning(unit: Float[Tensor, "vectors dim"]) -> list[str]:
-    """Return a warning for the record if any vector is zero."""
+    """Return a list with a warning if any vector is zero, or an empty list otherwise."""
     zeros = int((unit == 0).all(1).sum())
     if not zeros:
         return []
@@ -128,14 +135,19 @@ def nearest_vectors(
     *,
     engine: Engine = "auto",
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
-    """Return cosine similarities and indices of the nearest vectors, nearest first.
+    """Return cosine similarities and indices of the nearest vectors to each query, nearest first.
 
-    If similarities are equal, the vector with the lower index comes first. Both engines give the
-    same result, because faiss only proposes candidates and a matrix product ranks them. If faiss
-    may have missed a neighbour because of rounding, a matrix product searches all vectors instead.
-    "auto" selects faiss for sizes at which faiss was faster in measurements.
+    If similarities are equal, the vector with the lower index comes first. Both search engines give
+    the same output, because faiss only proposes candidates and a matrix product ranks them. If
+    faiss may have missed a neighbour because of rounding, a matrix product searches all vectors
+    instead.
 
-    `queries` and `memory` contain float32 unit vectors, and `memory` contains at least `count`.
+    Args:
+        queries: Unit vectors in float32.
+        memory: Unit vectors in float32 that are searched, at least `count`.
+        count: Number of neighbours of each query.
+        engine: "faiss", "torch" for a matrix product, or "auto" for the engine that is faster at
+            these sizes according to measurements.
 
     Raises:
         MachineError: The vectors are on a GPU, the engine is "faiss", and faiss has no GPU kernels.
@@ -158,7 +170,7 @@ def faiss_nearest(
 ) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
     """Find the nearest vectors with faiss. Return similarities and indices, nearest first.
 
-    The order of equally near vectors is arbitrary. Contiguous tensors are not copied.
+    The order of equally near vectors is arbitrary. The data of contiguous tensors is not copied.
 
     Raises:
         MachineError: The vectors are on a GPU and faiss has no GPU kernels.
@@ -177,7 +189,10 @@ def faiss_nearest(
 def prefers_faiss(
     queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], engine: Engine
 ) -> bool:
-    """Return whether to use faiss. "auto" uses it on a CPU if there are enough queries."""
+    """Return whether the engine setting selects faiss for these vectors.
+
+    The setting "auto" selects it on a CPU if there are enough queries.
+    """
     is_faster = memory.device.type == "cpu" and queries.numel() >= _FAISS_MIN_ENTRIES
     return engine == "faiss" or (engine == "auto" and is_faster)
 
@@ -202,7 +217,11 @@ def nearest(
 
 
 def _should_use_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
-    """Return whether to use faiss. Engine "auto" uses it only if it saves time."""
+    """Return whether to use faiss for this search.
+
+    faiss is not used if it cannot run or could change the output. With the engine "auto", it must
+    also save time.
+    """
     on_gpu, candidates = memory.device.type != "cpu", count + _EXTRA_CANDIDATES
     if candidates >= len(memory) or (on_gpu and candidates > _FAISS_MAX_ON_GPU):
         return False
@@ -231,9 +250,10 @@ def _rerank(
     memory: Float[Tensor, "memory dim"],
     count: int,
 ) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
-    """Return the nearest of all candidates, or search all vectors if a neighbour may be missing.
+    """Return the nearest neighbours among the candidates that faiss proposed.
 
-    `farthest` is the similarity that faiss computed for the last candidate of each query.
+    If a neighbour may be missing from the candidates, all vectors are searched instead. `farthest`
+    is the similarity that faiss computed for the last candidate of each query.
     """
     columns = candidates.unique()
     values, index = nearest(queries @ memory[columns].T, count)

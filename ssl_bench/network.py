@@ -36,7 +36,7 @@ class DownloadError(MachineError):
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Address, digest and size of a file on a public server.
+    """Address, digest and size of a file that can be downloaded from a public server.
 
     The digest (hexadecimal) and the size (in bytes) are None if they are not published.
     """
@@ -57,20 +57,20 @@ Check = Callable[[Path], object]
 def download(published: PublishedFile, path: Path, check: Check | None = None) -> Path:
     """Download a published file unless it already exists, and return its path.
 
-    The bytes are written to `path` + ".part". The file is renamed to `path` after it was verified.
-    A file that already exists is verified, too. An interrupted download is continued if a digest is
-    published, and otherwise starts again. If several processes download the same file, one
-    downloads it and the others wait.
+    The bytes are written to `path` + ".part". After this file has been verified, it is renamed to
+    `path`. A file that already exists is verified, too. An interrupted download is continued if a
+    digest is published, and otherwise starts again. If several processes download the same file,
+    one downloads it and the others wait.
 
     Args:
-        published: Address of the file. If its digest is published, the digest verifies the file.
+        published: Address of the file, and its digest if one is published.
         path: Path to write the file to.
-        check: Function that raises DataError for a wrong file. It verifies the file if no digest is
+        check: Function that raises DataError for a wrong file. It is called if no digest is
             published.
 
     Raises:
-        DownloadError: The server is unreachable, the transfer was interrupted, or the received
-            file is wrong. In these cases, no file is left at `path`.
+        DownloadError: The server is unreachable, the transfer was interrupted, or the received file
+            is wrong. In these cases, no file is left at `path`.
         MachineError: The file cannot be written.
         DataError: The file that exists at `path` is not the published file.
     """
@@ -113,7 +113,7 @@ def offline_variable() -> str | None:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path at which the incomplete download of a file is stored."""
+    """Return the path at which a file is stored while its download is incomplete."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -152,7 +152,10 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> str | None:
-    """Return the reason why a file is not the published file, or None if no problem was found."""
+    """Return text that says why a file is not the published file, such as a wrong digest.
+
+    Return None if no problem was found.
+    """
     try:
         if published.digest is not None:
             digest = published.hexdigest(file)
@@ -171,8 +174,8 @@ def _find_problem(published: PublishedFile, file: Path, check: Check | None) -> 
 def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
     """Append the bytes that an incomplete download lacks.
 
-    The file is emptied first if no digest can verify the joined parts, if it is longer than the
-    published file, or if the server ignores the requested range.
+    The download starts again with an empty file if the file is too long or if the server ignores
+    the requested range. It also starts again if no digest is published to verify the joined parts.
     """
     start = file.seek(0, os.SEEK_END)
     if start and start == published.size:
@@ -215,7 +218,7 @@ def _append_missing(published: PublishedFile, file: BinaryIO) -> None:
 
 
 def _read_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the received bytes until the response ends or the connection breaks."""
+    """Yield the received chunks of bytes until the response ends or the connection breaks."""
     with suppress(OSError, ValueError, http.client.HTTPException):
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk

@@ -61,7 +61,7 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset, both built from the configuration.
+    """A probe and the dataset that it runs on, both built from the configuration.
 
     Attributes:
         probe: The probe, not yet adapted to an encoder.
@@ -84,12 +84,12 @@ class PlannedProbe:
 
     @property
     def chosen_fields(self) -> frozenset[str]:
-        """Return the names of the probe's fields that were set by the user or for the dataset."""
+        """Return the names of the probe's fields that the user or the dataset has set."""
         names = (override.partition("=")[0] for override in self.overrides)
         return frozenset(name.removeprefix("probe.") for name in names if name.startswith("probe."))
 
     def require_images(self) -> None:
-        """Open the splits that the probe uses.
+        """Check the images of this probe by opening the splits that it uses.
 
         Raises:
             DataError: A split is incomplete, or scored images are also training images although
@@ -100,9 +100,9 @@ class PlannedProbe:
             count_shared_files(training, scored, allowed=self.allow_overlap)
 
     def fit_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
-        """Return the probe with facets and image sizes that fit the encoder and the images.
+        """Return the probe, adapted to the encoder and the dataset.
 
-        Fields that the user set are not changed.
+        Facets (kinds of features) and image sizes may change, except in fields that the user set.
 
         Raises:
             ConfigurationError: The encoder does not accept an image size that the user set.
@@ -119,7 +119,11 @@ class PlannedProbe:
     def find_served_probes(
         self, later: Sequence["PlannedProbe"], encoder: Encoder | EncoderIdentity
     ) -> list[Probe]:
-        """Return the later probes for which `Probe.serves` is true, adapted to an encoder."""
+        """Return the later probes of a plan that can reuse encoder outputs of this probe's run.
+
+        `Probe.serves` decides which probes can. They must also have the same dataset, precision and
+        seed. The returned probes are adapted to the encoder.
+        """
         probes, inputs = list[Probe](), (self.dataset, self.dtype, self.seed)
         for other in later:
             has_same_inputs = (other.dataset, other.dtype, other.seed) == inputs
@@ -130,7 +134,7 @@ class PlannedProbe:
         return probes
 
     def plan_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return one copy of this planned probe for each secondary protocol of the probe.
+        """Return one copy of this planned probe for each secondary protocol (preset) of the probe.
 
         A protocol is left out if it sets a field that the user or the dataset has already set.
         """
@@ -149,9 +153,13 @@ def plan_probes(
     overrides: Sequence[str] = (),
     roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Pair tasks with datasets. This is a short form of `plan_request` for scripts.
+    """Pair each task with each dataset. This is a short form of `plan_request` for scripts.
 
-    `overrides` are KEY=VALUE settings. `roots` maps the names of datasets to their folders.
+    Args:
+        tasks: Names of probes, such as "tokencut".
+        datasets: Names of datasets, such as "voc2012".
+        overrides: KEY=VALUE settings.
+        roots: Folders of datasets, by the name of the dataset.
     """
     return plan_request(ProbeRequest(tasks, datasets, overrides, roots or {}))
 
@@ -160,7 +168,8 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
     """Pair tasks with datasets that support them, and build the probe and the dataset of each pair.
 
     No image is read. An override with a `probe.` or `dataset.` key applies to the tasks or datasets
-    that have this key. For each corruption in `corrupt=`, all pairs are planned once.
+    that have this key. If `corrupt=` lists several corruptions, every pair is planned once for each
+    corruption.
 
     Returns:
         The plan, ordered by dataset. For each dataset, slow probes come last. Probes that use the
@@ -198,7 +207,10 @@ def plan_request(request: ProbeRequest) -> list[PlannedProbe]:
 
 
 def require_images(plan: Sequence[PlannedProbe]) -> None:
-    """Call `PlannedProbe.require_images` for each planned probe, and open each split only once."""
+    """Check the images of all planned probes with `PlannedProbe.require_images`.
+
+    Each split is opened only once, even if several probes use it.
+    """
     for planned in open_datasets_once(plan):
         planned.require_images()
 
@@ -229,7 +241,7 @@ def evaluate(
     Args:
         plan: Planned probes, as `plan_request` returns them.
         encoder: The encoder, with its weights loaded.
-        store: Store of finished and new results.
+        store: Results folder with finished results, to which new results are added.
         layers: Block indices, in a format of `ssl_bench.layers.resolve_layers`.
         device: Device of the computation.
         overwrite: Compute finished results again.
@@ -286,7 +298,14 @@ def evaluate(
 def _assign_overrides(
     overrides: Sequence[str], pairs: Sequence[_Pair]
 ) -> tuple[dict[_Pair, list[str]], dict[str, set[str]]]:
-    """Return the overrides that apply to each pair, and the tasks that ignore each override."""
+    """Decide which overrides apply to which pairs of a task and a dataset.
+
+    Returns:
+        The overrides that apply to each pair, and the names of the tasks that ignore each override.
+
+    Raises:
+        ConfigurationError: An override applies to no pair.
+    """
     configs = {pair: _compose_with_choices(pair, overrides) for pair in pairs}
     settings: dict[_Pair, list[str]] = {pair: [] for pair in pairs}
     ignored_by: dict[str, set[str]] = {}
@@ -310,9 +329,9 @@ def _assign_overrides(
 
 
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the default config of a pair, with the config files and protocols of `overrides`.
+    """Compose the default config of a pair, with the config files and protocols in `overrides`.
 
-    They determine which other keys exist. Overrides that set values are not applied.
+    The selected files determine which other keys exist. All other overrides are not applied.
     """
     config = probing_config(*pair, ())
     chosen = [
@@ -327,7 +346,7 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
     """Return the valid values of an override whose key selects a config file or a protocol.
 
-    For other keys, the list is empty.
+    If the key sets an ordinary value instead, return an empty list.
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:
@@ -337,7 +356,10 @@ def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[
 
 
 def _override_applies(task: str, config: dict[str, Any], override: str) -> bool:
-    """Return whether an override applies to a task. Keys such as `seed` apply to every task."""
+    """Return whether an override applies to a task.
+
+    Keys that do not begin with `probe.` or `dataset.`, such as `seed`, apply to every task.
+    """
     key, _, value = override.partition("=")
     if names := _selectable_names(override, task, config):
         return value in names
@@ -409,8 +431,15 @@ def _build_pair(
 ) -> PlannedProbe:
     """Build a dataset, and a probe with settings that suit the dataset.
 
-    All pairs of a plan share three caches: `datasets` and `views` contain datasets and views of
-    them by configuration, and `checked_images` the images that were found readable or unreadable.
+    All pairs of a plan share the three caches.
+
+    Args:
+        pair: Names of the task and the dataset.
+        overrides: KEY=VALUE settings that apply to the pair.
+        request: The user's request.
+        datasets: Cache of datasets by their configuration.
+        views: Cache of datasets with selected or corrupted images, by their configuration.
+        checked_images: Cache of images that were found readable or unreadable.
     """
     root = request.data_roots.get(pair[1])
     config = probing_config(*pair, overrides, root)
@@ -452,7 +481,7 @@ def _build_pair(
 
 
 def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> list[PlannedProbe]:
-    """Return the planned probes that are supported by their dataset.
+    """Return the planned probes whose dataset has the annotations that the probe needs.
 
     A task that no dataset supports is an error, unless the user requested all tasks.
     """
@@ -475,7 +504,7 @@ def _select_supported(plan: Sequence[PlannedProbe], request: ProbeRequest) -> li
 
 
 def _describe_missing(plan: Sequence[PlannedProbe]) -> str:
-    """Describe the missing annotations, such as "folder has no boxes for discovery"."""
+    """Describe the annotations that datasets lack, such as "folder has no boxes for discovery"."""
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for planned in plan:
         tasks[planned.dataset.name, ROLE_ANNOTATIONS[planned.probe.role]].add(planned.probe.task)

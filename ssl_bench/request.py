@@ -34,7 +34,8 @@ class ProbeRequest:
         out: Folder of results.
         device: Name of a torch device (default: a GPU if there is one).
         overwrite: Whether to compute finished results again.
-        sets: The user's own datasets in Python by role, for the dataset "python".
+        sets: Datasets that the user passed in Python, such as "train" and "val". They form the
+            dataset "python".
     """
 
     tasks: Sequence[str]
@@ -125,7 +126,10 @@ def require_dataset(text: str) -> tuple[str, str | None]:
 
 
 def split_dataset(text: str) -> tuple[str, str | None]:
-    """Split NAME:FOLDER into the name and the folder of a dataset. A plain NAME has folder None."""
+    """Split NAME:FOLDER into the name and the folder of a dataset.
+
+    If the text is only a name, the folder is None.
+    """
     name, colon, root = text.partition(":")
     if colon and not root:
         raise ConfigurationError(
@@ -187,7 +191,7 @@ def probing_config(
 ) -> dict[str, Any]:
     """Compose the configuration of a task on a dataset in the folder `root`.
 
-    If `dataset` is NAME:FOLDER, its folder replaces `root`.
+    If `dataset` is NAME:FOLDER, FOLDER is used instead of `root`.
     """
     name, own_root = split_dataset(dataset)
     base = [f"probe={task}", f"dataset={name}"]
@@ -195,7 +199,10 @@ def probing_config(
 
 
 def _has_folder(dataset: str) -> bool:
-    """Return whether a dataset is read from a folder. For other packages, this is assumed."""
+    """Return whether a dataset is read from a folder.
+
+    Datasets that another package registers are assumed to be read from a folder.
+    """
     is_ours = dataset in config_names("dataset")
     return not is_ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
 
@@ -215,7 +222,7 @@ def _drop_broken_tasks(tasks: Sequence[str]) -> list[str]:
 def _batch_size_overrides(tasks: Sequence[str], size: int) -> list[str]:
     """Return the overrides that set the number of images in a forward pass of the encoder.
 
-    The batch size of training is not changed, because it affects scores.
+    The batch size for training heads is not changed, because it affects scores.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
     keys = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]

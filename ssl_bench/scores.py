@@ -51,7 +51,7 @@ DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
     """Return the intersection over union (IoU) of each class in percent.
 
-    It is NaN for a class that occurs neither in the prediction nor in the ground truth.
+    The IoU is NaN for a class that occurs neither in the prediction nor in the ground truth.
     """
     correct, predicted, true = (counts[..., row, :].astype(np.int64) for row in range(3))
     return iou_from_counts(correct, predicted + true - correct)
@@ -77,8 +77,8 @@ def matched_mean_iou(
 ) -> tuple[float, Integer[np.ndarray, " classes"]]:
     """Match predicted classes one-to-one to true classes, and compute the mean IoU in percent.
 
-    The matching maximises the mean IoU. The mean is over all classes, and the IoU of an absent
-    class is 0.
+    The matching maximises the mean IoU. Classes without any pixels have an IoU of 0, and are
+    included in the mean.
 
     Args:
         confusion: Numbers of pixels by true class (rows) and predicted class (columns).
@@ -100,9 +100,9 @@ def matched_mean_iou(
 def predict_constant_class(
     counts: Integer[np.ndarray, "3 classes"],
 ) -> tuple[int, Integer[np.ndarray, "3 classes"]]:
-    """Return the most frequent true class, and the counts if this class is predicted everywhere.
+    """Return the most frequent true class, and the pixel counts if it is predicted for every pixel.
 
-    Predicting any other single class gives no larger mean IoU or accuracy on these pixels.
+    No other constant class has a higher mean IoU or accuracy on these pixels.
     """
     true = counts[2]
     most_frequent = int(true.argmax())
@@ -163,11 +163,14 @@ def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
 def object_counts(
     mask: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
 ) -> Int64[np.ndarray, " 4"]:
-    """Return the `ObjectCounts` of a mask.
+    """Count the pixels from which the scores of an object mask are computed.
 
     Args:
         mask: Predicted pixels of the object.
         truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
+
+    Returns:
+        Numbers of correctly predicted, predicted, true and scored pixels, as in `ObjectCounts`.
     """
     is_scored, is_true = truth != IGNORED, truth == 1
     is_found = mask & is_scored
@@ -176,7 +179,10 @@ def object_counts(
 
 
 def centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
-    """Return the pixels whose centres lie in the centre box."""
+    """Return a mask of the centred box that has half of the area of the image.
+
+    A pixel belongs to the mask if its centre lies in the box. `size` is (height, width).
+    """
     height, width = size
     x0, y0, x1, y1 = centre_box((height, width))
     x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
@@ -184,7 +190,7 @@ def centre_mask(size: tuple[int, ...]) -> Bool[np.ndarray, "height width"]:
 
 
 def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
-    """Return the centred box (x0, y0, x1, y1) with half of the area of the image.
+    """Return the centred box (x0, y0, x1, y1) that has half of the area of the image.
 
     The box has the aspect ratio of the image. `size` is (height, width) in pixels.
     """
@@ -196,10 +202,13 @@ def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
 def constant_masks(
     centre_counts: Int64[np.ndarray, "images 4"],
 ) -> dict[str, Int64[np.ndarray, "images 4"]]:
-    """Return the `ObjectCounts` of image-independent masks, by name.
+    """Return the pixel counts of three masks that do not depend on the image, by the mask's name.
 
-    Each metric uses the mask with the highest score as its baseline. For pixel accuracy, the best
-    mask is the empty mask if objects are small, and the whole image if objects are large.
+    The best of these masks is the baseline of a metric. For pixel accuracy, it is the empty mask if
+    objects are small, and the whole image if objects are large.
+
+    Args:
+        centre_counts: Pixel counts of the centre box for each image, as in `ObjectCounts`.
     """
     _, _, true, total = centre_counts.T
     zero = np.zeros_like(true)
@@ -223,7 +232,7 @@ or 1, so all thresholds below 1 give the same mean. `object_f_beta` therefore ne
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
-    """Return whether a box (x0, y0, x1, y1) has an IoU of at least 0.5 with a ground-truth box.
+    """Return whether a box (x0, y0, x1, y1) has an IoU of at least 0.5 with any ground-truth box.
 
     The comparison 2 * intersection >= union is exact for integer coordinates.
     """
@@ -245,11 +254,16 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     For each IoU threshold and each of 101 recalls, find the highest precision at this recall or a
     higher recall. AP is the mean of these precisions.
 
-    Boxes of one rank have equal confidence, so AP must not depend on their order. Every part of a
-    rank is therefore assumed to have the same fraction of correct boxes as the whole rank.
+    Predicted boxes are grouped into ranks of equal confidence. AP must not depend on the order of
+    boxes within a rank. Every part of a rank is therefore assumed to have the same fraction of
+    correct boxes as the whole rank.
 
     If no two boxes share a rank, the result equals `stats[0]` of COCOeval. For a single threshold,
     it equals `stats[1]`. If boxes have equal scores, COCOeval's AP depends on the order of images.
+
+    Args:
+        counts: Numbers of ground-truth boxes, predicted boxes and correct boxes by rank and IoU
+            threshold, as in `DetectionCounts`.
 
     Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3.
     """
@@ -276,8 +290,8 @@ def coco_average_precision(
 ) -> float:
     """Return COCOeval's average precision (its `stats[0]`) in percent, or NaN without true boxes.
 
-    COCOeval sorts boxes of equal rank by image. Unlike `average_precision`, the value therefore
-    depends on the order of the images.
+    The n-th boxes of all images have equal confidence. COCOeval sorts them by image, so unlike
+    `average_precision`, the value depends on the order of the images.
 
     Args:
         predicted: Boxes (x0, y0, x1, y1) of each image, in descending order of confidence.
@@ -297,9 +311,9 @@ def coco_average_precision(
 
 
 def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
-    """Return a COCO object of pycocotools that holds the boxes of each image.
+    """Return a pycocotools `COCO` object that contains the boxes of all images.
 
-    The earlier a box comes in the array of its image, the higher is its score.
+    The confidence scores decrease in the order of an image's boxes.
     """
     ranked = [(n, rank, box) for n, some in enumerate(boxes) for rank, box in enumerate(some)]
     annotations = [
@@ -320,7 +334,7 @@ def _index_boxes(boxes: Sequence[Float64[np.ndarray, "_boxes 4"]]) -> Any:
 
 
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
-    """Return the recall in percent, averaged over IoU thresholds.
+    """Return the recall of ground-truth boxes in percent, averaged over IoU thresholds.
 
     It equals `stats[8]` of COCOeval. It is NaN if there is no ground-truth box.
     """
@@ -335,9 +349,10 @@ def _precision_within_rank(
     rank: int,
     needed: Float64[np.ndarray, "*some 1 recalls"],
 ) -> Float64[np.ndarray, "*some thresholds recalls"]:
-    """Return the precision when just enough boxes of a rank are added to reach each recall.
+    """Return the precision at each recall that is reached within a rank of equally confident boxes.
 
-    It is 0 if a recall is reached without boxes of this rank.
+    Just enough boxes of the rank are added to the boxes of earlier ranks to reach the recall. The
+    precision is 0 if earlier ranks already reach the recall.
 
     Args:
         correct: Cumulative number of correct boxes up to each rank.
@@ -356,7 +371,7 @@ def _precision_within_rank(
 
 
 def index_coco(content: Mapping[str, Any]) -> Any:
-    """Return pycocotools' index of the content of a COCO instances file.
+    """Return a pycocotools `COCO` object for the content of a COCO instances file.
 
     If the content has another format, pycocotools may raise any exception.
     """

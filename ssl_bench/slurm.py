@@ -20,7 +20,7 @@ _MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class CommandTask:
-    """A command that runs again after it is preempted by SLURM or reaches its time limit.
+    """A command that SLURM queues again if it is preempted or reaches its time limit.
 
     Every SLURM task imports this file to unpickle the class, so this file imports no large package.
     """
@@ -36,7 +36,11 @@ class CommandTask:
             raise RuntimeError(f"command failed with exit code {code}: {shlex.join(self.words)}")
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
-        """Return this task unchanged, to queue it again. The command skips finished results."""
+        """Return this task unchanged, so that submitit queues it again.
+
+        submitit calls this method if the task is preempted or reaches its time limit. The command
+        then skips finished results.
+        """
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -45,7 +49,7 @@ class CommandTask:
 def array_settings(
     *, minutes: int, gpus: int, cpus: int, partition: str | None = None
 ) -> dict[str, str | int]:
-    """Return the settings of a SLURM array under submitit's names.
+    """Return the settings of a SLURM array, named as in submitit.
 
     Args:
         minutes: Time limit of each task. A task that reaches it is queued again.
@@ -65,10 +69,10 @@ def submit_array(
     settings: Mapping[str, Any],
     cluster: Literal["slurm", "local", "debug"] = "slurm",
 ) -> "list[submitit.Job[None]]":
-    """Submit one task for each command, and return without waiting for the tasks.
+    """Submit one SLURM task for each command, and return without waiting for the tasks.
 
-    Every node must have access to the folder of logs. The clusters "local" and "debug" run the
-    tasks on this machine. The environment variables SBATCH_* set other options of sbatch.
+    Every node must have access to the folder `logs`. The clusters "local" and "debug" run the tasks
+    on this machine. The environment variables SBATCH_* set other options of sbatch.
     """
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if cluster == "slurm" and missing:

@@ -1,4 +1,4 @@
-"""Split a request into jobs, and run the jobs that have pending results.
+"""Split a request for probes into jobs, and run the jobs that have pending results.
 
 There is at least one job for each combination of encoder, probe and dataset. If a job fails, the
 other jobs continue. `ssl_bench.slurm` submits the same commands as a SLURM array.
@@ -52,7 +52,8 @@ class Job:
         encoder: Identity of the encoder. Its weights are not loaded yet.
         planned: The probe and the dataset.
         layers: Block indices, 0-based.
-        is_share: Whether other jobs score the remaining requested blocks.
+        is_share: Whether the job evaluates only some of the requested blocks, and other jobs
+            evaluate the rest.
         dataset: Name of the scored images, such as "voc2012-limit8".
         split: Name of the split of the scored images.
         keys: Keys of all results of the job.
@@ -77,7 +78,10 @@ class Job:
 
     @property
     def blocks(self) -> str:
-        """Return text such as ", blocks 0 to 3" for a share of the blocks, else an empty string."""
+        """Return text such as ", blocks 0 to 3" if the job evaluates only some requested blocks.
+
+        Otherwise, return an empty string.
+        """
         ends = dict.fromkeys([self.layers[0], self.layers[-1]])
         return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
 
@@ -85,9 +89,12 @@ class Job:
 def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = True) -> list[Job]:
     """Return the jobs that a request needs, ordered by encoder. No result is computed or written.
 
-    If there are fewer than `min_jobs` jobs, the blocks that a probe evaluates are divided among
-    several jobs. Each of these jobs encodes all images again. With `skip_unfit`, probes that do
-    not fit an encoder are left out, and a message says so.
+    Args:
+        request: The requested encoders, probes, datasets and blocks.
+        min_jobs: Minimum number of jobs. If there are fewer, the blocks that a probe evaluates are
+            divided among several jobs where possible. Each of these jobs encodes all images again.
+        skip_unfit: Leave out probes that do not fit an encoder, and print a message. If False,
+            raise an error unless the encoder is a baseline.
     """
     require_layers(request.layers, request.checkpoints)
     uris = encoder_addresses(request.checkpoints, baselines=request.baselines)
@@ -145,9 +152,9 @@ def plan_sweep(request: ProbeRequest, *, min_jobs: int = 1, skip_unfit: bool = T
 
 
 def _open_images(planned: PlannedProbe) -> tuple[ImageSet, dict[str, Any]]:
-    """Return the scored images of a planned probe, and the settings of its results.
+    """Return the scored images of a planned probe, and the settings that affect its results.
 
-    The settings of the probe itself are added later, because they depend on the encoder.
+    The settings of the probe itself are left out, because they depend on the encoder.
     """
     planned.require_images()
     probe, dataset = planned.probe, planned.dataset
@@ -168,7 +175,10 @@ def _distinct_encoders(uris: Sequence[str]) -> list[EncoderIdentity]:
 def _split_layers(
     planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
 ) -> list[tuple[int, ...]]:
-    """Split the blocks into `count` shares, unless one result or figure needs several blocks."""
+    """Split the blocks into `count` groups of consecutive blocks, one for each job.
+
+    If one result or figure needs several blocks, all blocks stay in one group.
+    """
     count = min(count, len(layers))
     ends = [len(layers) * number // count for number in range(count + 1)]
     shares = [layers[start:end] for start, end in pairwise(ends)]
@@ -203,7 +213,7 @@ def _probe_arguments(
 
 
 def format_plan(jobs: Sequence[Job]) -> str:
-    """Return a table with a row for each job, and a line with the totals."""
+    """Return a table of the jobs as text, followed by a line with the totals."""
     names = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
     counts = Counter(names.values())
     rows = [("checkpoint", "task", "dataset", "finished", "pending")]
@@ -235,7 +245,7 @@ def probe_command(job: Job) -> list[str]:
 def run_in_this_process(
     jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs one after the other, and yield the outcome of each.
+    """Run jobs one after the other, and yield each job with its outcome.
 
     Consecutive jobs with the same encoder load it only once. Consecutive probes on the same images
     share features. With `debug`, the first error is raised.
@@ -265,11 +275,16 @@ def run_in_this_process(
 def run_in_processes(
     jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Run up to `count` jobs at a time in separate processes, and yield the outcome of each job.
+    """Run jobs in separate processes, and yield each job with its outcome.
 
     The processes share the CPU cores. If a job runs out of memory, it is run again alone after all
-    other jobs. If `devices` contains values of CUDA_VISIBLE_DEVICES, each process sees the one that
-    the fewest jobs use. If it is empty, each process sees all GPUs of this process.
+    other jobs.
+
+    Args:
+        jobs: The jobs to run.
+        count: Maximum number of jobs that run at the same time.
+        devices: Values of CUDA_VISIBLE_DEVICES. Each process gets the value that the fewest running
+            jobs use. If it is empty, each process sees all GPUs of this process.
     """
     retried, load, lock = list[Job](), dict.fromkeys(devices, 0), threading.Lock()
     # All numerical libraries read OMP_NUM_THREADS.
@@ -278,7 +293,7 @@ def run_in_processes(
 
     @contextmanager
     def acquire_device() -> Generator[Mapping[str, str]]:
-        """Yield environment variables for a job that select the device with the fewest jobs."""
+        """Yield environment variables that select the GPU with the fewest running jobs."""
         if not load:
             yield environment
             return

@@ -1,4 +1,4 @@
-"""Check the shapes of tensors if SSL_BENCH_CHECK_SHAPES=1, and load the fixtures of all tests.
+"""Load the fixtures of all tests, and check tensor shapes if SSL_BENCH_CHECK_SHAPES=1.
 
 `make test-all`, `make coverage` and `make mutants` enable the checks.
 """

@@ -1,4 +1,4 @@
-"""Fixtures and hooks of all tests."""
+"""Pytest fixtures and hooks that all tests share."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def no_running_processes() -> Iterator[None]:
-    """Fail a test that leaves a child process running, because pytest could not exit."""
+    """Fail a test that leaves a child process running, because pytest could then not exit."""
     yield
     children = active_children()
     for child in children:
@@ -81,7 +81,7 @@ def photos(shared_data: Path) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    """Yield a local web server that serves one file."""
+    """Yield a local web server that serves a single file."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with WebServer() as server:
         yield server
@@ -90,7 +90,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create `encoder.safetensors`, and four images in `photos`. Return the folder of both."""
+    """Create `encoder.safetensors` and four images in `photos`, and change to their folder.
+
+    Return the folder.
+    """
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
@@ -105,9 +108,9 @@ def pretrained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use an empty cache of file digests, and return its folder.
+    """Let the suite use an empty cache of file digests, and return the cache's folder.
 
-    The cache also stores digests of files that have just been changed.
+    Digests of files that have just been changed are cached as well.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprints, "RACY_NS", 0)
@@ -116,7 +119,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list. Whenever the content of a file is read, its name is added to the list."""
+    """Return a list to which the name of each file is added when the file's content is read."""
     names: list[str] = []
     original = fingerprints._read
 
@@ -130,7 +133,7 @@ def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Yield a headless Chromium, or skip the test if it is not installed."""
+    """Yield a headless Chromium browser, or skip the test if it is not installed."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:

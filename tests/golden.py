@@ -1,12 +1,13 @@
-"""Save or compare all numbers that the commands compute on small data.
+"""Save all numbers that the commands compute on small data, or compare them with saved numbers.
 
     python -m tests.golden write FILE       # takes minutes on one core
     python -m tests.golden compare FILE     # prints each value that differs, and exits with 1
 
-Each of three objectives trains an encoder with and one without skips. Each run stops after five of
-ten steps and is resumed. Its weights and the log of each step are saved. Then all tasks evaluate
-these encoders and both demo encoders on small data. The value and the interval of each record are
-saved. All values are bitwise identical only on the same machine with the same version of torch.
+With each of three objectives, an encoder with skip connections and one without are trained. Each
+run stops after five of ten steps and is resumed. Its weights and the log of each step are saved.
+Then all tasks evaluate these encoders and both demo encoders on small data. The value and the
+interval of each record are saved. All values are bitwise identical only on the same machine with
+the same version of torch.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ FEW = (
 def compute_values(folder: Path) -> dict[str, Any]:
     """Run all commands in a folder.
 
-    Return a dictionary that maps the name of each training step or record to its numbers.
+    Return the numbers that they compute, by the name of the training step or record.
     """
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()
@@ -81,7 +82,10 @@ def _run(*words: str) -> None:
 
 
 def _save_photographs(folder: Path) -> Path:
-    """Save four crops of each of scikit-learn's two photographs. Each photograph is a class."""
+    """Save four crops of each of scikit-learn's two sample photographs.
+
+    Each photograph is a class.
+    """
     for number, pixels in enumerate(load_sample_images().images):
         parent = folder / f"class{number}"
         parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Plant the faults of tests/mutants.yaml one at a time and check that a test notices each.
+"""Plant the faults listed in tests/mutants.yaml one at a time, and check that tests catch them.
 
     python -m tests.mutants [NAME ...] [--jobs N]
 
@@ -42,9 +42,9 @@ FORK = mp.get_context("fork")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to plant: the first `old` in `file` becomes `new`.
+    """A fault to plant in the code: in `file`, the first occurrence of `old` is replaced by `new`.
 
-    At least one of `tests` must fail.
+    At least one of `tests` must then fail.
     """
 
     name: str
@@ -86,7 +86,7 @@ class FirstFailure:
 def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None:
     """Run tests in the current process, which must be a fork.
 
-    Send the exit code of pytest, and the name of the first failed test, through `connection`.
+    Send the exit code of pytest and the name of the first failed test through `connection`.
     """
     os.setsid()
     os.chdir(tree)
@@ -107,7 +107,7 @@ def run_pytest(tree: Path, tests: Sequence[str], connection: Connection) -> None
 def find_failure(tree: Path, tests: Sequence[str]) -> str:
     """Run tests in a copy of the checkout.
 
-    Return the name of the first failure, or "" if all pass.
+    Return the name of the first failed test or another reason for the failure, or "" if all pass.
     """
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=run_pytest, args=(tree, tests, sender))
@@ -135,8 +135,8 @@ def find_failure(tree: Path, tests: Sequence[str]) -> str:
 def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
     """Plant a fault in a copy of the checkout and run its tests. Return the outcome as text.
 
-    `passing` holds the tests that are known to pass without any fault. Tests that are newly found
-    to pass are added to it.
+    `passing` has the tests that are known to pass without any fault. Further such tests are added
+    to it.
     """
     tree = original.with_name(fault.name)
     shutil.copytree(original, tree, symlinks=True, copy_function=os.link)
@@ -156,7 +156,7 @@ def check_fault(fault: Fault, original: Path, passing: set[str]) -> str:
 
 
 def check_faults(faults: Sequence[Fault], original: Path) -> None:
-    """Check faults and print a line for each. Exit with 1 if any fault is not caught."""
+    """Check faults and print a line for each. Exit with 1 if any fault is not caught by a test."""
     passing: set[str] = set()
     results = []
     for fault in faults:
@@ -167,7 +167,7 @@ def check_faults(faults: Sequence[Fault], original: Path) -> None:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy all files of the checkout that git does not ignore, and their bytecode."""
+    """Copy all files of the checkout that git does not ignore, and compile them to bytecode."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(words, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():

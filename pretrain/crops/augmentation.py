@@ -1,8 +1,8 @@
 """Augment and normalise a whole batch of crops on its device.
 
-The augmentations are flip, colour jitter, conversion to grey, blur and solarization. Each view has
-its own random parameters. The parameters stay in CPU memory, so that selecting the views for an
-operation never waits for a GPU.
+A view is a random crop of an image. The augmentations are flip, colour jitter, conversion to grey,
+blur and solarization. Each view has its own random parameters. The parameters stay in CPU memory,
+so that selecting the views for an operation never waits for a GPU.
 
 Source: the operations of torchvision.transforms.v2.functional for float images. The official DINO
 uses PIL on 8-bit images. PIL rounds after each operation and approximates a Gaussian blur by
@@ -31,12 +31,13 @@ _GREY_WEIGHTS = (0.2989, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """The random parameters of each view, except those of its crop.
+    """Random augmentation parameters, with one row for each view (cropped image).
 
     Attributes:
         flip: Whether a view is flipped horizontally.
         jitter: Whether colour jitter is applied.
-        order: Order in which BRIGHTNESS, CONTRAST, SATURATION and HUE are applied.
+        order: Order in which the jitters BRIGHTNESS, CONTRAST, SATURATION and HUE are applied to a
+            view.
         factors: Strength of each jitter, in the order BRIGHTNESS, CONTRAST, SATURATION, HUE. A view
             does not change with 0 for HUE and 1 for the other jitters.
         grey: Whether a view is converted to grey.
@@ -53,7 +54,7 @@ class AugmentationParams:
     solarize: Bool[Tensor, " views"]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "AugmentationParams":
-        """Apply a function to the tensor of each parameter, and return the new parameters."""
+        """Apply a function to each parameter tensor, and return the results as new parameters."""
         return AugmentationParams(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
@@ -86,7 +87,7 @@ def augment(
 def _change_colours_on_cpu(
     pixels: UInt8[Tensor, "views 3 height width"], params: AugmentationParams
 ) -> Images:
-    """Flip the views, jitter their colours and convert them to grey, each only where it is needed.
+    """Apply flip, colour jitter and conversion to grey, each only to the views that need it.
 
     For DINO's crops on one CPU core, this is 2.5 to 5 times as fast as `jitter_all`, which computes
     every jitter for every view. The results are bitwise identical.
@@ -101,10 +102,10 @@ def _change_colours_on_cpu(
 def _change_colours_on_gpu(
     pixels: UInt8[Tensor, "views 3 height width"], params: AugmentationParams
 ) -> Images:
-    """Flip, jitter and convert to grey with one compiled function for all views.
+    """Apply flip, colour jitter and conversion to grey, each computed for all views.
 
-    Computing each operation only for the views that need it would launch many small kernels, which
-    takes longer.
+    The results are used only for the views that need them. Computing an operation only for these
+    views would launch many small kernels, which takes longer.
     """
     names = ("flip", "jitter", "order", "factors", "grey")
     flip, wanted, order, factors, grey = (
@@ -134,10 +135,11 @@ def jitter_all(
     kind: Int64[Tensor, " views"],
     factor: Float32[Tensor, " views"],
 ) -> Images:
-    """Apply one jitter to each view in which `wanted` is true, and return all views.
+    """Apply one colour jitter to each view for which `wanted` is true, and return all views.
 
-    Each jitter is computed for each view, and the result is selected for each pixel. The compiled
-    function reads the pixels only twice.
+    `kind` states which jitter a view gets, such as HUE. All kinds are computed for all views, and
+    the right result is selected for each view. The function is meant to be compiled, so that it
+    reads the pixels only twice.
     """
     is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
     changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
@@ -150,13 +152,13 @@ def jitter(
     order: Int64[Tensor, "views kinds"],
     factors: Float32[Tensor, "views kinds"],
 ) -> None:
-    """Apply the colour jitters to the views in place, in a separate order for each view.
+    """Apply all colour jitters to each view in place. Each view has its own order of jitters.
 
     Args:
         images: Images with values in [0, 1].
         wanted: Whether each view is changed.
-        order: Order of the jitters, as in `AugmentationParams`. It has four columns, or three if
-            HUE is left out.
+        order: Order of the jitters for each view, as in `AugmentationParams`. It has four columns,
+            or three if HUE is left out.
         factors: Strength of the jitters, as in `AugmentationParams`.
     """
     for kind, factor in zip(order.T, factors.gather(1, order).T, strict=True):
@@ -170,7 +172,10 @@ def jitter(
 def apply_to_views(
     images: Images, wanted: Bool[Tensor, " views"], operation: Callable[[Images, Rows], Images]
 ) -> None:
-    """Apply `operation(views, rows)` in place to the views in which `wanted` is true."""
+    """Replace the views for which `wanted` is true by the result of `operation`, in place.
+
+    `operation` receives these views and their row numbers in `images`.
+    """
     rows = wanted.nonzero()[:, 0]
     if len(rows) == len(images):
         images.copy_(operation(images, rows))
@@ -183,10 +188,10 @@ def apply_to_views(
 def blend(
     images: Images, kind: Int64[Tensor, " views"], factor: Float32[Tensor, " views"]
 ) -> Images:
-    """Change the brightness, contrast or saturation of each view.
+    """Change the brightness, contrast or saturation of each view. `kind` states which of them.
 
-    The result is factor * image + (1 - factor) * other, clipped to [0, 1]. The other image is black
-    for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
+    The result is factor * image + (1 - factor) * other, clipped to [0, 1]. Here, `other` is a black
+    image for BRIGHTNESS, the mean grey value for CONTRAST, and the grey image for SATURATION.
     """
     grey = to_grey(images)
     mean = grey.mean(dim=(2, 3), keepdim=True)
@@ -219,7 +224,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
 
 
 def to_grey(images: Images) -> Float[Tensor, "views 1 height width"]:
-    """Return the greyscale images, computed as luma by ITU-R 601-2."""
+    """Convert RGB images to greyscale, as luma by ITU-R 601-2."""
     red, green, blue = images.split(1, dim=1)
     return _GREY_WEIGHTS[0] * red + _GREY_WEIGHTS[1] * green + _GREY_WEIGHTS[2] * blue
 
@@ -238,9 +243,9 @@ def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
 
 
 def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "views {size} {size}"]:
-    """Return the matrix that blurs one axis, for each view.
+    """Return for each view the matrix that blurs its rows or columns of `size` pixels.
 
-    Row i contains the weight of each pixel for the blurred pixel i.
+    Row i contains the weight of each pixel in the blurred pixel i.
     """
     i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
     j = i.T

@@ -1,4 +1,4 @@
-"""The multi-crop augmentation of DINO. The CPU cuts 8-bit crops, and the device does the rest."""
+"""The multi-crop augmentation of DINO. The CPU cuts crops, and the device augments them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,11 @@ _PerCrop = Annotated[Sequence[Fraction], ListLength(3, 3)]
 
 @dataclass(frozen=True)
 class CropGroup:
-    """All 8-bit views of one size: the first views of all images, then the second, and so on."""
+    """Crops (views) of equal size for a chunk of images, and the parameters of their augmentation.
+
+    The 8-bit pixels of the first view of all images come first, then those of the second view, and
+    so on.
+    """
 
     pixels: UInt8[Tensor, "views 3 size size"]
     params: AugmentationParams
@@ -64,15 +68,16 @@ class MultiCrop(ViewMaker):
     Attributes:
         global_scale: Minimum and maximum area of a global crop, as a share of the image's area.
         local_scale: Minimum and maximum area of a local crop, as a share of the image's area.
-        local_size: Side length of a local crop in pixels if that of the global crops is 224. For
-            another side length of the global crops, it is scaled in proportion.
+        local_size: Side length of a local crop in pixels for global crops of 224 pixels. It is
+            scaled in proportion to the side length of the global crops.
         aspect_ratio: Minimum and maximum of width / height before resizing.
         brightness: Maximum relative change of brightness.
         hue: Maximum shift of the hue, as a share of the colour circle.
         blur_sigma: Minimum and maximum standard deviation of the Gaussian blur in pixels.
-        blur_probability: Probabilities for the first global crop, the second and the local crops.
-        solarize_probability: Probabilities for the first global crop, the second and the local
-            crops.
+        blur_probability: Probability of a blur for the first global crop, the second global crop,
+            and each local crop.
+        solarize_probability: Probability of solarization for the first global crop, the second
+            global crop, and each local crop.
         solarize_threshold: Solarization inverts 8-bit values at or above this threshold. With 256
             it inverts none.
 
@@ -107,7 +112,7 @@ class MultiCrop(ViewMaker):
         )
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Return the side lengths of the global crops and, if there are any, of the local crops.
+        """Return the side lengths of global crops and, if there are any, of local crops, in pixels.
 
         The side length of the local crops is rounded to a multiple of the patch size.
         """
@@ -118,7 +123,7 @@ class MultiCrop(ViewMaker):
     def cut(
         self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
-        """Return the global crops and the local crops of all images, without augmentation."""
+        """Cut the global crops and the local crops of all images, without augmenting them."""
         images = [image_to_tensor(sample.image) for sample in samples]
         boxes, params = self.draw(generators, np.array([image.shape[:2] for image in images]))
         first_local, groups = 2 * len(images), []
@@ -138,14 +143,14 @@ class MultiCrop(ViewMaker):
     def draw(
         self, generators: Generators, image_sizes: Int64[np.ndarray, "images 2"]
     ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
-        """Draw the boxes and the augmentation of all views.
+        """Draw random crop boxes and augmentation parameters for all views.
 
         Args:
-            generators: One generator for each image.
+            generators: One random number generator for each image.
             image_sizes: Height and width of each image in pixels.
 
         Returns:
-            Top, left, height and width of each box in pixels, and the parameters of all views. The
+            Top, left, height and width of each box in pixels, and the augmentation parameters. The
             first views of all images come first, then the second views, and so on.
         """
         # Each generator is called only once, because a call takes longer than drawing the numbers.
@@ -182,7 +187,7 @@ class MultiCrop(ViewMaker):
     def join(
         self, chunks: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
-        """Copy the groups of several chunks of images to the device, and join them."""
+        """Copy the crops of several chunks of images to the device, and join them."""
         copies = [[_copy_group(group, device) for group in chunk] for chunk in chunks]
         num_views = (2, self.num_locals)
         return tuple(
@@ -196,7 +201,7 @@ class MultiCrop(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, ...]:
-        """Return the augmented and normalised views on the device, one tensor for each group."""
+        """Augment and normalise crops on the device. Return one tensor for each crop size."""
         return tuple(
             augment(
                 group.pixels.to(device, non_blocking=True),
@@ -214,16 +219,16 @@ def _flatten_views(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
 
 
 def _copy_group(group: CropGroup, device: torch.device) -> CropGroup:
-    """Copy a group: its pixels to the device, and its parameters within CPU memory."""
+    """Return a copy of a group, with its pixels on the device and its parameters in CPU memory."""
     # A copy of pinned pixels does not wait for the device.
     pixels = group.pixels.to(device, non_blocking=True, copy=True)
     return CropGroup(pixels, group.params.map(Tensor.clone))
 
 
 def _join_groups(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
-    """Join the groups of several chunks of images, where each image has `num_views` views.
+    """Join the crops of several chunks of images. Each image has `num_views` crops (views).
 
-    In the result, the first views of all images come first.
+    In the result, the first views of all images come first, then the second views, and so on.
     """
 
     def join(tensors: Iterable[Tensor]) -> Tensor:

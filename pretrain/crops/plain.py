@@ -1,4 +1,4 @@
-"""The base class of view makers, and random resized crops, as in MAE."""
+"""The base class for random crops of images, and the random resized crops of MAE."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,9 @@ Generators = Iterable[np.random.Generator]
 
 
 class ViewMaker(ABC):
-    """A converter of samples to views. `cut` runs in data workers, and `finish` on the device.
+    """Base class of view makers, which turn images into views (such as random crops) for training.
+
+    `cut` runs on the CPU in data workers, and `finish` on the device.
 
     A DataLoader transfers the result of `cut`. It turns tuples into lists, and calls the method
     `pin_memory` of other objects. The result must therefore be a tensor, a list of tensors, or an
@@ -36,7 +38,7 @@ class ViewMaker(ABC):
     """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        """Return the side length in pixels of each kind of view.
+        """Return the side length in pixels of each kind of view, such as global and local crops.
 
         Args:
             image_size: Side length of the encoder's images in pixels.
@@ -47,7 +49,7 @@ class ViewMaker(ABC):
 
     @abstractmethod
     def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Any:
-        """Return 8-bit views of all samples.
+        """Return the 8-bit views of all samples, such as random crops.
 
         Args:
             samples: Images with their labels.
@@ -56,10 +58,10 @@ class ViewMaker(ABC):
         """
 
     def join(self, chunks: Iterable[Any], device: torch.device) -> Any:
-        """Join several results of `cut` on the device.
+        """Copy the results of several calls of `cut` to the device, and join them.
 
-        The result is the same as if all samples had been cut at once. Each chunk is copied as soon
-        as it arrives, which frees the shared memory of its worker.
+        The result is the same as if all samples had been cut at once. Each result is copied as soon
+        as it arrives, which frees the shared memory of its data worker.
         """
         return torch.cat([chunk.to(device, non_blocking=True, copy=True) for chunk in chunks])
 
@@ -67,7 +69,7 @@ class ViewMaker(ABC):
     def finish(
         self, groups: Any, device: torch.device, mean_std: Normalization = IMAGENET_NORMALIZATION
     ) -> Sequence[Tensor]:
-        """Return normalised views on the device, and labels if the learner needs them.
+        """Return normalised views on the device, followed by labels if the objective needs them.
 
         Args:
             groups: Result of `cut` or `join`.
@@ -105,7 +107,7 @@ class PlainCrop(ViewMaker):
     def cut_one(
         self, image: UInt8[np.ndarray, "height width 3"], generator: np.random.Generator, size: int
     ) -> UInt8[Tensor, "3 {size} {size}"]:
-        """Return a random part of an image, resized to a square and possibly flipped."""
+        """Return a random crop of an image, resized to a square and possibly flipped."""
         sizes, scales = np.array([image.shape[:2]]), np.array([self.scale])
         numbers = generator.random((1, 1, BOX_NUMBERS))
         box = place_boxes(numbers, sizes, scales, self.aspect_ratio)[0, 0]
@@ -118,7 +120,7 @@ class PlainCrop(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images]:
-        """Return the normalised images on the device."""
+        """Return the normalised crops on the device."""
         return (normalise(groups.to(device, non_blocking=True).float() / 255, mean_std),)
 
 
@@ -144,8 +146,8 @@ def place_boxes(
     """Compute the box of each crop from uniform random numbers.
 
     Args:
-        numbers: Numbers in [0, 1): ten for the area, ten for the aspect ratio, two for the
-            position.
+        numbers: Random numbers in [0, 1) for each crop: ten for the area, ten for the aspect ratio,
+            two for the position.
         image_sizes: Height and width of each image in pixels.
         scales: Minimum and maximum area, as a share of the image's area.
         aspect_ratio: Minimum and maximum of width / height.

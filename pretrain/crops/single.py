@@ -58,9 +58,9 @@ _POSTERIZE = "PosterizeIncreasing"
 
 
 def _make_signed_operation(largest: float, center: float = 0.0) -> tuple[_Argument, bool]:
-    """Return an entry of `OPERATIONS` with the argument center + largest * level.
+    """Return the entry in `OPERATIONS` of an operation with the argument center + largest * level.
 
-    The level may be negated.
+    The level of such a RandAugment operation is negated with probability 0.5.
     """
     return lambda level: center + largest * level, True
 
@@ -90,7 +90,7 @@ _NAMES = list(OPERATIONS)
 
 @dataclass(frozen=True)
 class Mixture:
-    """The way in which a micro-batch is mixed with itself in reverse order.
+    """Parameters of mixup or CutMix, which mix the images of a micro-batch in pairs.
 
     The first image is mixed with the last, the second with the last but one, and so on. If the
     number of images is odd, the middle image stays unchanged.
@@ -107,18 +107,18 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LabelledCrops:
-    """The 8-bit crops of a micro-batch, and the parameters of augmentations on the device.
+    """The 8-bit crops of a micro-batch, and parameters of augmentations that are applied later.
 
     Attributes:
         pixels: One crop of each image.
         labels: Class of each image.
         order: Order in which brightness (0), contrast (1) and saturation (2) are jittered.
         factors: Strength of the three jitters: brightness, contrast and saturation.
-        cutout: Edges of the square that Cutout replaces.
+        cutout: Edges of the square that Cutout fills.
         erased: Edges of the rectangle that is filled with noise. All edges are 0 if nothing is
             erased.
         noise_seed: Seed of the noise for the whole micro-batch.
-        mixture: Mixture of the whole micro-batch.
+        mixture: Parameters of mixup or CutMix for the whole micro-batch.
     """
 
     pixels: UInt8[Tensor, "batch 3 size size"]
@@ -209,10 +209,10 @@ class SingleCrop(ViewMaker):
         )
 
     def draw_operations(self, generator: np.random.Generator) -> list[Operation]:
-        """Draw the operations of RandAugment for one crop, in the order of their application.
+        """Draw the RandAugment operations for one crop, in the order in which they are applied.
 
-        Each of `num_ops` operations is drawn from all operations and kept with probability 0.5.
-        Magnitudes below 0 become 0, and magnitudes above 10 become 10.
+        `num_ops` operations are drawn from all operations. Each of them is kept with probability
+        0.5. Magnitudes below 0 become 0, and magnitudes above 10 become 10.
 
         Source: RandAugment, https://arxiv.org/abs/1909.13719, as in timm 1.0.31,
         timm/data/auto_augment.py. The defaults are timm's "rand-m9-mstd0.5-inc1" with bicubic
@@ -233,7 +233,7 @@ class SingleCrop(ViewMaker):
         ]
 
     def draw_mixture(self, generator: np.random.Generator, size: int) -> Mixture:
-        """Draw one mixture for a micro-batch of square images with `size` pixels per side.
+        """Draw the parameters of mixup or CutMix for a micro-batch.
 
         Source: mixup, https://arxiv.org/abs/1710.09412, and CutMix,
         https://arxiv.org/abs/1905.04899, as in timm 1.0.31, timm/data/mixup.py, `Mixup` in mode
@@ -257,10 +257,10 @@ class SingleCrop(ViewMaker):
         return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
     def join(self, chunks: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
-        """Move the crops of several chunks to the device, and join them.
+        """Copy the crops of several chunks to the device, and join them to a micro-batch.
 
-        The first chunk determines the noise and the mixture, because it contains the first image of
-        the micro-batch.
+        The noise seed and the mixture are those of the first chunk, because it contains the first
+        image of the micro-batch.
         """
         copies = []
         for chunk in chunks:
@@ -281,10 +281,10 @@ class SingleCrop(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
-        """Return augmented and normalised images, their classes, and the weight of these classes.
+        """Augment and normalise the crops on the device. Return them, their classes, and a weight.
 
-        If images are mixed in pairs, the class of the other image has the rest of the weight.
-        Otherwise, the weight is 1.
+        The weight is a scalar. If images are mixed in pairs, it is the weight of an image's own
+        class, and the class of the other image has the remaining weight. Otherwise, it is 1.
         """
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
@@ -300,9 +300,9 @@ class SingleCrop(ViewMaker):
 
 
 def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
-    """Return the argument of a RandAugment operation for a level in [0, 1].
+    """Return the argument of a RandAugment operation, such as an angle, for a level in [0, 1].
 
-    `negate` has no effect on operations whose level cannot be negated.
+    If `negate` is true, the level is negated, except for operations without negative levels.
     """
     argument, is_signed = OPERATIONS[name]
     return 0 if argument is None else argument(-level if negate and is_signed else level)
@@ -311,7 +311,7 @@ def compute_argument(name: str, level: float, *, negate: bool) -> int | float:
 def apply_operations(
     pixels: UInt8[Tensor, "3 height width"], operations: Sequence[Operation]
 ) -> UInt8[Tensor, "3 height width"]:
-    """Apply operations of RandAugment one after the other.
+    """Apply a sequence of RandAugment operations to an image.
 
     The operations use PIL, which is two to three times as fast as operations on tensors.
     """
@@ -334,7 +334,9 @@ def apply_operations(
 
 
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
-    """Draw a square whose center is anywhere in the image. The square may extend beyond the border.
+    """Return the edges of a random square, whose center may be anywhere in the image.
+
+    The square may extend beyond the border of the image.
 
     Source: Cutout, https://arxiv.org/abs/1708.04552.
     """
@@ -345,9 +347,9 @@ def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
     """Return the edges of a random rectangle to erase, or zeros if nothing is erased.
 
-    The area is between 2 % and a third of the image, and the ratio height / width between 0.3 and 1
-    / 0.3. Nothing is erased with probability 1 - `probability`, or if none of ten random sizes
-    fits into the image.
+    The area is between 2 % and a third of the image. The ratio height / width is between 0.3 and
+    3.33. Nothing is erased with probability 1 - `probability`, or if none of ten random sizes fits
+    into the image.
 
     Source: random erasing, https://arxiv.org/abs/1708.04896, as in timm 1.0.31,
     timm/data/random_erasing.py. Areas and ratios are the default values of `RandomErasing`.
@@ -380,7 +382,7 @@ def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
 
 
 def mix(images: Images, mixture: Mixture) -> Images:
-    """Mix the images of a micro-batch in place."""
+    """Mix the images of a micro-batch in pairs by mixup or CutMix, in place."""
     if mixture.box is not None:
         top, bottom, left, right = mixture.box
         inside = images[:, :, top:bottom, left:right]

@@ -1,7 +1,7 @@
 """DINO: a student predicts the output of a teacher for other crops of the same image.
 
-The teacher is the exponential moving average of the student. The loss over all pairs of views is
-computed in one pass and has a hand-written gradient, which saves memory.
+The teacher is the exponential moving average of the student. The loss compares all pairs of crops
+(views). It is computed in one pass, and its gradient is hand-written to save memory.
 """
 
 import copy
@@ -41,7 +41,7 @@ class Dino(Objective):
         norm_last_layer: Whether all prototypes are kept L2-normalised. Training is then more
             stable, but the encoder is slightly less accurate.
         freeze_last_layer_epochs: Number of epochs at the start of the run in which the last layer
-            is not trained. The default is 1 epoch, but at most a tenth of the run.
+            of the head is not trained. The default is 1 epoch, but at most a tenth of the run.
         teacher_temperature_epochs: Number of epochs in which the temperature of the teacher rises.
             The default is 30 epochs, but at most three tenths of the run.
         momentum: Momentum of the teacher at the first step, from which it rises to 1. Use 0.9995
@@ -74,7 +74,7 @@ class Dino(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """Return a learner whose teacher is a copy of its student. Class names are ignored.
+        """Build a learner whose teacher starts as a copy of its student. Class names are ignored.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer.
@@ -88,7 +88,7 @@ class Dino(Objective):
 
 
 class DinoLearner(Learner):
-    """The student, the teacher, and the centre of the teacher's outputs."""
+    """The student and teacher networks, and the centre of the teacher's outputs."""
 
     options: Dino
     student: "DinoNetwork"
@@ -124,7 +124,7 @@ class DinoLearner(Learner):
         """Compute the cross-entropy between student and teacher over all pairs of views.
 
         Args:
-            network: The student, possibly wrapped for several devices.
+            network: The student network, possibly wrapped for training on several devices.
             views: The global crops [2 * batch, 3, H, W], then the local crops if there are any.
                 Each tensor contains the first crops of all images, then the second crops of all
                 images, and so on.
@@ -156,7 +156,7 @@ class DinoLearner(Learner):
     ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
         """Return the teacher's probabilities for the global crops, and their mean entropy in nats.
 
-        The centre is subtracted from the logits before the softmax.
+        The centre is subtracted from the teacher's logits before the softmax.
         """
         head = self.teacher.head
         output = head.last_layer(head(self.teacher.backbone(views)))
@@ -168,7 +168,7 @@ class DinoLearner(Learner):
         return targets.unflatten(0, (2, -1)), entropy
 
     def freeze_gradients(self, step: int) -> None:
-        """Remove the gradients of the last layer during the first steps of the run."""
+        """Remove the gradients of the head's last layer during the first steps of the run."""
         if step < self.frozen_steps:
             for parameter in self.student.head.last_layer.parameters():
                 parameter.grad = None
@@ -177,8 +177,8 @@ class DinoLearner(Learner):
     def update_teacher(self, step: int, found_inf: Bool[Tensor, ""]) -> None:
         """Move the centre towards the teacher's mean output, and the teacher towards the student.
 
-        The centre changes once per batch, so the number of micro-batches has no effect. The centre
-        does not change if a gradient or the mean output is not finite.
+        The centre changes once per batch, so the number of micro-batches has no effect. If a
+        gradient or the mean output is not finite, the centre does not change.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
         self._teacher_means.clear()
@@ -199,9 +199,9 @@ class DinoLearner(Learner):
         }
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if the teacher has collapsed.
+        """Return an error if this row of the log shows that the teacher has collapsed.
 
-        This means that its output is the same for every image: equal probabilities for all
+        A collapsed teacher gives the same output for every image: equal probabilities for all
         prototypes, or always the same prototype.
         """
         ceiling = math.log(self.options.out_dim)
@@ -221,7 +221,7 @@ class DinoLearner(Learner):
 
 
 class DinoNetwork(nn.Module):
-    """An encoder and a projection head."""
+    """An encoder with a projection head, as used for both student and teacher."""
 
     def __init__(self, backbone: VisionTransformer, head: "DinoHead") -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class DinoNetwork(nn.Module):
 
 
 class DinoHead(nn.Module):
-    """The projection head: a three-layer perceptron, L2 normalisation and linear prototypes."""
+    """DINO's projection head: a three-layer perceptron, L2 normalisation, and linear prototypes."""
 
     def __init__(self, in_dim: int, options: Dino) -> None:
         super().__init__()
@@ -263,9 +263,9 @@ class DinoHead(nn.Module):
         )
 
     def forward(self, features: Float[Tensor, "images dim"]) -> Float[Tensor, "images bottleneck"]:
-        """Return L2-normalised embeddings.
+        """Return L2-normalised embeddings, without applying `last_layer`.
 
-        `last_layer` is not applied here, because the loss multiplies by the prototypes in chunks.
+        The loss multiplies the embeddings by the prototypes in `last_layer`, in chunks.
         """
         return F.normalize(self.mlp(features), dim=1)
 
@@ -283,7 +283,10 @@ class Prototypes(nn.Module):
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
 
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
-        """Return the logits in float32 or float64. The normalised weights are not stored."""
+        """Return the logits of the prototypes in float32 or float64.
+
+        The normalised weight matrix is not stored.
+        """
         logits = compute_logits(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
 
@@ -296,12 +299,12 @@ def cross_view_loss(
     *,
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Compute the mean cross-entropy over all pairs of a student view and a different teacher view.
+    """Compute the DINO loss: the mean cross-entropy over all pairs of student and teacher views.
 
-    Let z be the logits of a student view. Let q be the mean of the teacher's probabilities over the
-    m teacher views that differ from this view. The number m is 1 for the two views that the teacher
-    sees, and 2 for the others. The loss terms of the student view sum to m (logsumexp(z) - <q, z>),
-    and their gradient is m (softmax(z) - q).
+    Pairs of the same view are left out. Let z be the logits of a student view. Let q be the mean of
+    the teacher's probabilities over the m teacher views that differ from this view. The number m is
+    1 for the two views that the teacher sees, and 2 for the others. The loss terms of the student
+    view sum to m (logsumexp(z) - <q, z>), and their gradient is m (softmax(z) - q).
 
     To save memory, the student's logits are computed for one chunk of prototypes at a time. They
     are computed twice, once for the normalisers and once for the gradient. Matrix products use the
@@ -313,7 +316,7 @@ def cross_view_loss(
         directions: Directions of the prototypes, as vectors of any non-zero length.
         lengths: Lengths of the prototypes. The logits are embeddings @ (lengths * unit).T /
             temperature, where `unit` contains the L2-normalised directions.
-        targets: Probabilities of the teacher for each prototype.
+        targets: Probabilities that the teacher gives to the prototypes.
         temperature: Temperature of the student.
 
     Source: `DINOLoss` of
@@ -349,10 +352,10 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Return scaled prototypes, the student's logits, and targets for the two global views.
+            """Return scaled prototypes, the student's logits, and the targets of the global views.
 
-            The target of a global view is the teacher's output for the other global view. The mean
-            of the two targets is the target of every local view.
+            The target of a global view is the teacher's output for the other global view. The
+            target of every local view is the mean of these two targets.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)
@@ -396,7 +399,7 @@ class _CrossView(torch.autograd.Function):
 def compute_logits(
     embeddings: Float[Tensor, "*images dim"], weights: Float[Tensor, "out dim"]
 ) -> Float[Tensor, "*images out"]:
-    """Return embeddings @ weights.T in float32.
+    """Compute the logits embeddings @ weights.T, and return them in float32.
 
     Both factors are first converted to the dtype that autocast would use for the embeddings. If
     this is float64, the result is float64, too.

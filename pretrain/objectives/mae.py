@@ -1,4 +1,4 @@
-"""MAE: the encoder sees some of the patches, and a small decoder predicts the other patches."""
+"""MAE: the encoder sees some patches of an image, and a small decoder predicts the others."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,8 @@ class Mae(Objective):
         mask_ratio: Share of the patches that the encoder does not see.
         normalised_pixels: Whether the pixels of each target patch are shifted and scaled to mean 0
             and standard deviation 1. Otherwise the targets are the pixels of the normalised image.
-        gray_decoder: Whether the blocks of the decoder apply the token graying of the encoder.
+        gray_decoder: Whether the blocks of the decoder gray tokens in the same way as the blocks of
+            the encoder.
 
     Source: https://arxiv.org/abs/2111.06377, and
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
@@ -75,7 +76,7 @@ class Mae(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "MaeLearner":
-        """Return a learner with an encoder and a decoder. Class names are ignored.
+        """Build a learner with an encoder and a decoder. Class names are ignored.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer, or the mask ratio hides none
@@ -107,7 +108,7 @@ class Mae(Objective):
 
 
 class MaeLearner(Learner):
-    """An encoder with a decoder, and the loss on the hidden patches."""
+    """An encoder with a decoder, and the MAE loss on the hidden patches."""
 
     options: Mae
     student: "MaeNetwork"
@@ -121,17 +122,17 @@ class MaeLearner(Learner):
         """Compute the mean squared error of the pixels in the hidden patches.
 
         The patches to hide are drawn from PyTorch's global generator, which the trainer seeds at
-        each step. Two micro-batches therefore get other masks than one batch of the same images.
+        each step. If a batch is divided into micro-batches, other patches are therefore hidden.
 
         Args:
-            network: The student, possibly wrapped for several devices.
+            network: The student network, possibly wrapped for training on several devices.
             views: One tensor of normalised images [batch, 3, height, width].
             step: Ignored.
 
         Returns:
-            The loss, and `mean_loss` for the log. `mean_loss` is the loss of a decoder that
-            predicts the mean of each hidden patch. If `normalised_pixels` is false, the prediction
-            is the mean colour of all hidden pixels of the image.
+            The loss, and `mean_loss` for the log. It is the loss of a decoder that predicts the
+            mean of each hidden patch. If `normalised_pixels` is false, it is the loss of a decoder
+            that predicts the mean colour of all hidden pixels.
         """
         del step
         (images,) = views
@@ -149,7 +150,7 @@ class MaeLearner(Learner):
         return loss, {"mean_loss": targets.square().mean()}
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
-        """Return the pixels of each patch, normalised if `normalised_pixels` is true."""
+        """Return the target pixels of each patch, normalised if `normalised_pixels` is true."""
         patches = patchify(images, self.student.backbone.config.patch_size)
         if not self.options.normalised_pixels:
             return patches
@@ -157,7 +158,7 @@ class MaeLearner(Learner):
         return (patches - mean) / (variance + _EPS).sqrt()
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if the decoder predicts no better than the mean of each target."""
+        """Return an error if this row of the log shows that the decoder predicts only a mean."""
         if row["loss"] < _LEARNED_SHARE * row["mean_loss"]:
             return None
         return ConfigurationError(
@@ -171,7 +172,7 @@ class MaeLearner(Learner):
 
 
 class MaeNetwork(nn.Module):
-    """An encoder and a decoder."""
+    """An encoder for the visible patches, and a decoder that predicts all patches."""
 
     def __init__(
         self, backbone: VisionTransformer, decoder: "MaeDecoder", num_visible: int
@@ -256,9 +257,10 @@ class MaeDecoder(nn.Module):
 
 
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
-    """Return the pixels of all patches in row-major order.
+    """Divide images into patches in row-major order, and return the pixels of each patch.
 
-    The pixels of a patch are in row-major order, too. The three values of a pixel are consecutive.
+    The pixels of a patch are in row-major order, too. The three colour values of a pixel are
+    consecutive.
     """
     tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # batch 3 rows height cols width -> batch rows cols height width 3
@@ -268,5 +270,5 @@ def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches va
 def gather_patches(
     values: Float[Tensor, "batch patches dim"], numbers: Int64[Tensor, "batch selected"]
 ) -> Float[Tensor, "batch selected dim"]:
-    """Select patches of each image by their indices."""
+    """Select patches of each image by their indices in `numbers`."""
     return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))

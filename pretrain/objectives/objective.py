@@ -1,7 +1,7 @@
 """Base classes of objectives: `Objective` contains the options, `Learner` computes the loss.
 
-The trainer accesses an objective only through these classes. It passes views of images, and gets a
-loss.
+The trainer uses every objective through these two classes. It passes views of images (such as
+crops) to a learner, and receives a loss.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ _PART = 3
 
 
 class Learner(nn.Module, ABC):
-    """The networks to train and their loss, without the optimizer.
+    """Base class of learners: the networks to train and their loss, without the optimizer.
 
     Attributes:
         options: The objective that built this learner.
@@ -40,18 +40,18 @@ class Learner(nn.Module, ABC):
 
     @property
     def encoder(self) -> EncoderModule:
-        """The encoder that is saved and evaluated."""
+        """Return the encoder that is saved and evaluated."""
         return self.student.backbone
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
-        """All encoders that start from the weights of `init_from`, including `encoder`."""
+        """Return all encoders, including `encoder`, that start from the checkpoint `init_from`."""
         return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
-        """Return the modules that may be compiled.
+        """Return the modules that `torch.compile` may compile.
 
-        Their inputs must have equal shapes in all steps.
+        The shapes of their inputs must be the same in all steps.
         """
         return self.encoders
 
@@ -62,7 +62,7 @@ class Learner(nn.Module, ABC):
         """Compute the loss of a micro-batch.
 
         Args:
-            network: The student. If there are several processes, it is wrapped in
+            network: The student network. If there are several processes, it is wrapped in
                 DistributedDataParallel.
             views: Views as returned by `ViewMaker.finish`.
             step: Number of the optimizer step, from 0.
@@ -84,12 +84,12 @@ class Learner(nn.Module, ABC):
         """
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the scheduled values of an optimizer step, such as a momentum. They are logged."""
+        """Return the scheduled values of an optimizer step for the log, such as a momentum."""
         del step
         return {}
 
     def diagnose(self, row: Mapping[str, Any]) -> ConfigurationError | None:
-        """Return an error if this row of the log is typical of a failed run, or None if not.
+        """Return an error if this row of the log is typical of a run that does not learn.
 
         The error is raised after `train.collapse_patience` consecutive rows of this kind. Its hint
         recommends options that may help.
@@ -98,7 +98,7 @@ class Learner(nn.Module, ABC):
 
 
 class PeriodicEvaluation(ABC):
-    """An evaluation of the learner every few epochs. It does not change the learner.
+    """Base class of evaluations that a run repeats every few epochs without changing the learner.
 
     Attributes:
         cost_options: Names of the options that determine how long an evaluation takes. The message
@@ -115,12 +115,12 @@ class PeriodicEvaluation(ABC):
             step: Number of optimizer steps that the run has completed.
 
         Returns:
-            Percentages by name. The mapping is empty if no evaluation is due after this step.
+            Metrics by name. The mapping is empty if no evaluation is due after this step.
         """
 
 
 class Objective(ABC):
-    """Hyperparameters of an objective. A subclass is a frozen dataclass.
+    """Base class of objectives, whose fields are hyperparameters. A subclass is a frozen dataclass.
 
     Attributes:
         crops: The `ViewMaker` that turns samples into views.
@@ -157,18 +157,18 @@ class GeneratingObjective(Objective, ABC):
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """Return the samples of an epoch, which take the place of training images."""
+        """Return placeholders for the samples of an epoch, in the form of an image set."""
 
     @abstractmethod
     def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:
-        """Return the object that evaluates the learner during training.
+        """Return an object that evaluates the learner during training.
 
-        It takes the monitor's place.
+        The run uses it instead of the evaluation that the options `monitor` describe.
         """
 
 
 def derive_seed(seed: int, part: str) -> int:
-    """Derive the seed of a part of the learner, such as "head" or "decoder", from the run's seed.
+    """Derive the seed of a network part, such as "head" or "decoder", from the seed of the run.
 
     If a part used the seed of the run itself, it would get the same random numbers as the encoder.
     """

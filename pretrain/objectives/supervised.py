@@ -20,11 +20,11 @@ from ssl_bench.models import EncoderConfig, build_encoder
 
 @dataclass(frozen=True)
 class Supervised(Objective):
-    """Cross-entropy between the predicted and the true class of each image.
+    """Objective of supervised training: the cross-entropy between predicted and true classes.
 
     Attributes:
         num_classes: Expected number of classes. If the training images have another number of
-            classes, the run is refused.
+            classes, the run ends with an error.
         label_smoothing: Share of the target probability that is spread over all classes.
 
     Source: head and label smoothing of DeiT, https://arxiv.org/abs/2012.12877.
@@ -45,7 +45,7 @@ class Supervised(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "SupervisedLearner":
-        """Return a learner with an encoder and a head that has one output for each class.
+        """Build a learner with an encoder and a linear head, which has one output for each class.
 
         Raises:
             ConfigurationError: The images have fewer than two classes, or another number than
@@ -76,22 +76,22 @@ class Supervised(Objective):
 
 
 class SupervisedLearner(Learner):
-    """An encoder with a linear head, and the classification loss."""
+    """An encoder with a linear head, and its classification loss."""
 
     options: Supervised
 
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Compute the cross-entropy of images, which mixup or CutMix may have mixed in pairs.
+        """Compute the cross-entropy for images that mixup or CutMix may have mixed in pairs.
 
         Image i is mixed with image batch - 1 - i. The loss and the accuracy are weighted means over
         the classes of these two images.
 
         Args:
-            network: The student, possibly wrapped for several devices.
-            views: Images [batch, 3, height, width], their classes [batch], and the weight of each
-                image in its mixture as a scalar in [0, 1].
+            network: The student network, possibly wrapped for training on several devices.
+            views: Images [batch, 3, height, width], their classes [batch], and a scalar between 0
+                and 1: the weight of every image's own class.
             step: Ignored.
 
         Returns:

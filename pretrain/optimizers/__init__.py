@@ -1,4 +1,4 @@
-"""Optimizers of pretraining. `SOAP` is a `torch.optim.Optimizer` for any model."""
+"""Optimizers for pretraining. `SOAP` is a `torch.optim.Optimizer` that works with any model."""
 
 from pretrain.optimizers.soap import SOAP
 

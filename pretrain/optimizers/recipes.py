@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
 class OptimizerRecipe:
-    """Hyperparameters of an optimizer. A subclass is a frozen dataclass.
+    """Base class for the hyperparameters of an optimizer. A subclass is a frozen dataclass.
 
     Attributes:
         lr: Learning rate for batch size 256. The trainer multiplies it by batch size / 256.
@@ -37,13 +37,13 @@ class OptimizerRecipe:
     lr: RateOrZero
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return an optimizer for these parameter groups."""
+        """Build the optimizer for some parameter groups."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerRecipe):
-    """AdamW with the hyperparameters of DINO. The update is one fused kernel."""
+    """Hyperparameters of AdamW, with DINO's values as defaults. An update uses one fused kernel."""
 
     lr: RateOrZero = 5e-4
     betas: _Betas = (0.9, 0.999)
@@ -59,7 +59,7 @@ class AdamW(OptimizerRecipe):
 
 @dataclass(frozen=True)
 class Soap(OptimizerRecipe):
-    """SOAP with the published decay rates and refresh frequency.
+    """Hyperparameters of SOAP, with the published decay rates and refresh frequency.
 
     Args:
         lr: Learning rate for batch size 256. No learning rate of SOAP has been published for DINO,
@@ -67,7 +67,7 @@ class Soap(OptimizerRecipe):
             16 times the default. The class `SOAP` has another default, 3e-3, which is meant for
             language models.
         shampoo_beta: Decay rate of the statistics. The default is `betas[1]`.
-        precondition_frequency: Number of steps between two refreshes of a basis.
+        precondition_frequency: Number of steps between two refreshes of an eigenbasis.
         max_precond_dim: Maximum length of an axis of a parameter that has a basis.
         stagger: Whether the refreshes of different bases take place at different steps. All steps
             then take equally long. The mean time of a step is longer, because a GPU decomposes many
@@ -97,14 +97,14 @@ def parameter_groups(
     layer_decay: float = 1.0,
     decay_tokens: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups with and without weight decay. Frozen parameters are left out.
+    """Divide parameters into groups with and without weight decay. Frozen parameters are left out.
 
     Biases and parameters with one axis have no weight decay. The official DINO applies weight decay
     to the class token, registers, the mask token and the position embedding. timm and DeiT do not
     (`decay_tokens=False`).
 
     Args:
-        named_parameters: Names and parameters of a student.
+        named_parameters: Names and parameters of the student network.
         layer_decay: Factor by which the learning rate decreases from each layer to the one below,
             in (0, 1].
         decay_tokens: Whether tokens and position embeddings have weight decay.
@@ -112,8 +112,8 @@ def parameter_groups(
     Returns:
         A group with weight decay and a group without. If `layer_decay` is not 1, there is such a
         pair for each layer. The layers are the embedding, each module of `blocks`, and finally
-        `norm` together with everything outside the encoder. The value of the key `lr_scale` is
-        `layer_decay` to the power of the number of higher layers.
+        `norm` together with everything outside the encoder. Each group then has the key `lr_scale`.
+        Its value is `layer_decay` to the power of the number of layers above.
 
     Raises:
         ConfigurationError: `layer_decay` is not 1, and the encoder has no sequence of blocks.
@@ -164,7 +164,7 @@ def _split_by_decay(
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, *, whole: bool = False
 ) -> Float[Tensor, " parameters"]:
-    """Clip the norm of each gradient, or that of all gradients together, in place.
+    """Clip the norm of each gradient tensor, or of all gradients together, in place.
 
     Args:
         parameters: Parameters, some of which may have no gradient.

@@ -1,6 +1,6 @@
 """SOAP: Adam in the eigenbases of Shampoo's statistics.
 
-Parameters of the same shape are stacked, so that one kernel updates all of them.
+Parameters of the same shape are stacked into one tensor, so that one kernel updates all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,16 +25,17 @@ Matrices = dict[int, Float[Tensor, "members _ _"]]
 
 
 class SOAP(torch.optim.Optimizer):
-    """SOAP with the same results as the reference implementation and far fewer kernel launches.
+    """A SOAP optimizer with the reference's results and far fewer kernel launches.
 
-    The first gradient of a parameter only initialises its statistics and bases. The parameter is
-    neither updated nor decayed. Each parameter has its own step count. If a parameter has no
-    gradients in early steps, its bias correction starts with its own first gradient.
+    The first gradient of a parameter only initialises its statistics and bases. In this step, the
+    parameter is neither updated nor decayed. Each parameter has its own step count. If a parameter
+    has no gradients in early steps, its bias correction starts with its own first gradient.
 
-    Each axis of a parameter with two or more dimensions has a basis, and axes are not merged. This
-    is the default of the reference. A patch embedding therefore has four bases. Vectors and scalars
-    are updated by plain Adam. The state and the decompositions are float64 for float64 parameters
-    and float32 otherwise. The reference always uses float32.
+    Each axis of a parameter with two or more dimensions has its own basis, as by default in the
+    reference. Axes of length 1 or longer than `max_precond_dim` have none. The convolution of a
+    patch embedding therefore has four bases. Vectors and scalars are updated by plain Adam. The
+    state and the decompositions are float64 for float64 parameters and float32 otherwise. The
+    reference always uses float32.
 
     A step waits for the device only if a parameter has its first gradient. If the attribute
     `found_inf` is 1, as set by torch.amp.GradScaler, the step changes no parameter, moment,
@@ -121,7 +122,7 @@ class SOAP(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        Return the loss of `closure`, if it is given.
+        If `closure` is given, call it first and return the loss that it returns.
         """
         loss = None
         if closure is not None:
@@ -171,7 +172,7 @@ class SOAP(torch.optim.Optimizer):
                     )
 
     def _update_stacks(self) -> None:
-        """Build the stacks again if the set of parameters with a gradient has changed."""
+        """Build the stacks of parameters again if other parameters have a gradient than before."""
         active = [
             [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
         ]
@@ -188,7 +189,7 @@ class SOAP(torch.optim.Optimizer):
     def _make_stacks(
         self, group: dict[str, Any], skipped_by_step: dict[int, Float[Tensor, ""]]
     ) -> list["Stack"]:
-        """Stack the parameters of a group that have a gradient.
+        """Stack those parameters of a group that have a gradient.
 
         Stacks with the same step count share the count of skipped steps in `skipped_by_step`.
         """
@@ -213,14 +214,15 @@ class SOAP(torch.optim.Optimizer):
 
 @dataclass
 class Stack:
-    """Parameters of one group with the same shape and step count, and their stacked state.
+    """Parameters of the same shape and step count, with their optimizer states stacked in tensors.
 
-    `Optimizer.state` contains views of the stacked tensors for each parameter. These views are
-    sufficient to build the stack again.
+    All of them belong to one parameter group. `Optimizer.state` contains views of the stacked
+    tensors for each parameter. These views are sufficient to build the stack again.
 
     Attributes:
-        parameters: The members of the stack.
-        step: Number of gradients after the first gradient. It is -1 before the first gradient.
+        parameters: Parameters in the stack, which are called its members.
+        step: Number of gradients that each member has received after its first one, or -1 before
+            the first one.
         skipped: Number of steps that were skipped after the first gradient, as a scalar on the
             device. Stacks with the same step count share it.
         phases: Number of steps by which the bases of each member are refreshed earlier, because
@@ -250,7 +252,10 @@ class Stack:
         return stacked.to(self.exp_avg.dtype)
 
     def due_members(self, frequency: int) -> Iterator[slice]:
-        """Yield slices of consecutive members whose bases must be refreshed at this step."""
+        """Yield slices of those members whose bases must be refreshed at this step.
+
+        A slice contains consecutive members (parameters in the stack).
+        """
         is_due = [(self.step + phase) % frequency == 0 for phase in self.phases]
         for run_is_due, run in groupby(range(len(is_due)), key=is_due.__getitem__):
             if run_is_due:
@@ -258,7 +263,7 @@ class Stack:
                 yield slice(members[0], members[-1] + 1)
 
     def member_state(self, member: int) -> dict[str, Any]:
-        """Return the state of one parameter as views of the stacked tensors."""
+        """Return the optimizer state of one parameter, as views of the stacked tensors."""
         return {
             "step": self.step,
             "skipped": self.skipped,
@@ -277,7 +282,7 @@ def make_stack(
     index: int,
     skipped: Float[Tensor, ""],
 ) -> Stack:
-    """Stack parameters together with their optimizer states.
+    """Stack parameters of equal shape together with their optimizer states.
 
     A parameter without a state gets one that contains zeros.
 
@@ -333,7 +338,7 @@ def make_first_state(parameter: nn.Parameter, group: dict[str, Any], phase: int)
 
 
 class Factors:
-    """The scalars by which one optimizer step multiplies tensors, as tensors on the device.
+    """Scalar factors of one optimizer step, such as decay rates and step sizes, on the device.
 
     If the step is skipped, factors are 1 and step sizes are 0, so that nothing changes. Each scalar
     is computed only once.
@@ -349,7 +354,7 @@ class Factors:
         self._sizes: dict[tuple[Any, ...], Tensor] = {}
 
     def multiply(self, tensors: Sequence[Tensor], value: float) -> None:
-        """Multiply tensors by a value in place, or by 1 if the step is skipped."""
+        """Multiply tensors by a value in place, or leave them unchanged if the step is skipped."""
         for dtype in {tensor.dtype for tensor in tensors}:
             # A factor of another dtype would need one kernel launch for each tensor.
             factor = self._factors.get((value, dtype))
@@ -359,7 +364,7 @@ class Factors:
             torch._foreach_mul_([t for t in tensors if t.dtype == dtype], factor)
 
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the negative learning rate with Adam's bias correction, or 0 in a skipped step.
+        """Return the negative learning rate with Adam's bias correction, or 0 for a skipped step.
 
         Stacks with the same step count and dtype get the same tensor.
         """
@@ -405,9 +410,9 @@ def take_adam_step(
 def update_statistics(
     stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, factors: Factors
 ) -> None:
-    """Update the moving average of g @ g.T for each mode.
+    """Update the moving average of g @ g.T for each axis (mode) of the parameters.
 
-    Here g is the gradient unfolded along this mode. In a skipped step, no average changes.
+    Here g is the gradient, unfolded along this axis. In a skipped step, no average changes.
     """
     averages = [average for stack in stacks for average in stack.statistics.values()]
     factors.multiply(averages, beta)
@@ -420,11 +425,11 @@ def update_statistics(
 def refresh_bases(
     stack: Stack, members: slice, is_skipped: Bool[Tensor, ""], *, shard: bool
 ) -> None:
-    """Update the bases of some members by one power iteration.
+    """Update the eigenbases of some parameters in a stack by one power iteration.
 
     The eigenvectors of a basis are sorted by descending eigenvalue. The mean gradient is rotated
-    into the new bases. The mean squared gradient cannot be rotated and is only sorted. Nothing
-    changes if the step is skipped.
+    into the new bases. The mean squared gradient cannot be rotated and is only sorted. If the step
+    is skipped, nothing changes.
     """
     bases = {mode: stacked[members] for mode, stacked in stack.bases.items()}
     exp_avg = rotate_back(stack.exp_avg[members], bases)
@@ -448,7 +453,7 @@ def refresh_bases(
 def rotate(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return the coordinates of tensors in other bases, with one basis per axis.
+    """Express tensors in other bases, one for each axis, and return their coordinates.
 
     The columns of each matrix in `bases` are the basis vectors. An axis without a basis stays
     unchanged.
@@ -467,7 +472,7 @@ def rotate(
 def rotate_back(
     tensors: Float[Tensor, " members *shape"], bases: Matrices
 ) -> Float[Tensor, " members *shape"]:
-    """Return tensors, given their coordinates in the bases. This is the inverse of `rotate`."""
+    """Undo `rotate`: compute tensors from their coordinates in the bases."""
     return rotate(tensors, {mode: basis.mT for mode, basis in bases.items()})
 
 
@@ -486,7 +491,7 @@ def compute_eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor
 
 
 def broadcast_from_rank0(bases: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"]:
-    """Return the bases of the first process in all processes.
+    """Broadcast the eigenbases of the first process to all processes, and return them.
 
     Eigenvectors of nearly equal eigenvalues depend on rounding errors. Without the broadcast,
     processes on different hardware would diverge although their gradients are equal.
@@ -507,14 +512,14 @@ def orthonormalise(
 ) -> Float[Tensor, "members n n"]:
     """Return the Q factors of the QR decompositions of all matrices.
 
-    All processes get the same Q factors.
+    All processes return the same Q factors.
 
     Args:
         matrices: Square matrices.
         fallback: Result for a matrix whose decomposition fails on a GPU.
         rank_offset: Number that is added to the rank of each process before the matrices are
-            divided among the processes. If each call for a stack of matrices has another number,
-            different processes have work even if each stack has few matrices.
+            divided among processes. Different offsets in different calls spread small stacks of
+            matrices over all processes.
         shard: Whether each process decomposes only a share of the matrices.
     """
     world = dist.get_world_size() if shard and dist.is_initialized() else 1
@@ -531,11 +536,12 @@ def orthonormalise(
 def _compute_q(
     matrices: Float[Tensor, "members n n"], fallback: Float[Tensor, "members n n"]
 ) -> Float[Tensor, "members n n"]:
-    """Return the Q factors of the QR decompositions. On a GPU, the signs of columns may differ.
+    """Return the Q factors of the QR decompositions of all matrices.
 
-    cuSOLVER decomposes stacked matrices one after the other. On an H200, this takes 88 ms for 12
-    matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for the
-    whole stack.
+    On a GPU, a Cholesky factorisation is used, and the signs of columns may differ. The reason is
+    that cuSOLVER decomposes stacked matrices one after the other. On an H200, this takes 88 ms for
+    12 matrices with 1,536 rows. The Cholesky factorisation of the matrix products takes 8 ms for
+    the whole stack.
 
     The columns have very different lengths after a power iteration, so they are scaled first. A
     single factorisation would fail if columns are linearly dependent. This is the case until there

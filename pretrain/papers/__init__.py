@@ -1,1 +1,1 @@
-"""Objectives of single papers. The trainer imports one only if a run selects it by name."""
+"""Objectives that reproduce single papers. They are imported only if a run selects them by name."""

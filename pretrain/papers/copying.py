@@ -46,7 +46,7 @@ Rows = Int64[Tensor, "batch row"]
 
 @dataclass(frozen=True)
 class Copying(GeneratingObjective):
-    """Cross-entropy of the next token in the copy of a random string.
+    """Objective of the copying task: the cross-entropy of next tokens in copies of random strings.
 
     Attributes:
         length: Number of letters in a training string.
@@ -78,10 +78,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return a placeholder for the training images.
-
-        It has one id for each string of an epoch, and its images are empty.
-        """
+        """Return a placeholder for the training images, with one id for each string of an epoch."""
         return GeneratedStrings()
 
     def build(
@@ -92,7 +89,7 @@ class Copying(GeneratingObjective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "CopyingLearner":
-        """Return a learner with a state space model.
+        """Build a learner with a state space model.
 
         Raises:
             ConfigurationError: The model is not a state space model, or has the wrong number of
@@ -121,7 +118,7 @@ class Copying(GeneratingObjective):
 
 
 class CopyingLearner(Learner):
-    """A state space model and its loss."""
+    """A state space model and the loss of the copying task."""
 
     options: Copying
 
@@ -135,8 +132,8 @@ class CopyingLearner(Learner):
         """Compute the mean cross-entropy of all tokens after the delimiter.
 
         Args:
-            network: The student, possibly wrapped for several devices.
-            views: One tensor of rows.
+            network: The student network, possibly wrapped for training on several devices.
+            views: One tensor with a row of tokens for each string, as `make_rows` returns it.
             step: Ignored.
 
         Returns:
@@ -155,7 +152,7 @@ class CopyingLearner(Learner):
 
 @dataclass(frozen=True)
 class StringMaker(ViewMaker):
-    """A view maker that draws a random string for each sample instead of cropping an image.
+    """A view maker that draws random strings, while those of other objectives crop images.
 
     Attributes:
         length: Number of letters in a string.
@@ -182,14 +179,17 @@ class StringMaker(ViewMaker):
         device: torch.device,
         mean_std: Normalization = IMAGENET_NORMALIZATION,
     ) -> tuple[Rows]:
-        """Return one tensor of rows on the device."""
+        """Return one tensor on the device, with a row of tokens for each string."""
         del mean_std
         return (make_rows(groups.to(device, non_blocking=True), self.letters),)
 
 
 @dataclass(frozen=True)
 class GeneratedStrings:
-    """An image set with an id for each string of an epoch. Its images are empty."""
+    """Placeholder for a set of training images, with one id for each string of an epoch.
+
+    Its images are empty, because the strings are drawn later.
+    """
 
     name = "copying"
     split = "train"
@@ -214,10 +214,11 @@ class GeneratedStrings:
 
 
 class CopyingTest(PeriodicEvaluation):
-    """A test of how well a model copies fixed strings, every few epochs and after the last step.
+    """A test of how well a model copies fixed strings, repeated every few epochs.
 
-    The model predicts each letter from the correct previous letters. A prediction is the most
-    likely token. The prediction of the stop is not scored.
+    The test also takes place after the last step. The model predicts each letter from the correct
+    previous letters. A prediction is the most likely token. The prediction of the stop token is not
+    scored.
     """
 
     cost_options = "objective.test_lengths, .test_strings and .test_epochs"
@@ -226,7 +227,7 @@ class CopyingTest(PeriodicEvaluation):
         self.options, self.model, self.timeline = options, model, timeline
 
     def measure_if_due(self, step: int) -> Mapping[str, float]:
-        """Return the percentages of correct letters and entirely correct strings if a test is due.
+        """If a test is due, return the percentages of correct letters and entirely correct strings.
 
         Args:
             step: Number of optimizer steps that the run has completed.
@@ -255,7 +256,7 @@ def make_rows(strings: Letters, letters: int) -> Rows:
 
 
 def draw_test_strings(length: int, letters: int, count: int) -> Letters:
-    """Return `count` random strings for tests. They are the same in all runs, whatever the seed."""
+    """Return `count` random test strings, which are the same for all seeds and in all runs."""
     generator = np.random.default_rng((_TEST, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
 

@@ -54,14 +54,15 @@ Counts = Int64[np.ndarray, "heads 4"]
 
 @dataclass(frozen=True)
 class Attention(Probe):
-    """Draw the attention of [CLS] to the patches, and compare it with object masks.
+    """A probe that draws the attention of [CLS] to the patches and compares it with object masks.
 
     Attributes:
         protocol: Name of the preset. "dino" keeps 60 % of the attention, as DINO's authors do.
         truth: Masks to compare with: "classes" for class masks, "object" for masks of one object,
             or "none". In class masks, all classes except class 0 count as the object. The default
             depends on the dataset. It is "none" if class 0 is not called background.
-        mass: Share of the attention to patches that the mask of a head covers.
+        mass: Share of a head's attention that its mask covers. The mask consists of the fewest
+            patches with this share of the attention to all patches.
         panels: Number of images with figures. They are spread over the dataset. Without true masks,
             only these images are encoded, or all images if the number is 0.
         image_size: Side in pixels of the squares that images are resized to without keeping their
@@ -96,9 +97,9 @@ class Attention(Probe):
         return {} if "segmentation" in roles else {"truth": "none"}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
-        """Return a probe that compares with class masks only if class 0 is the background.
+        """Return a copy that is not scored with class masks, if class 0 is not the background.
 
-        A value of `truth` that the user has typed does not change.
+        If the user has set `truth`, the probe is returned unchanged.
         """
         if self.truth != "classes" or "truth" in typed:
             return self
@@ -150,7 +151,7 @@ class Attention(Probe):
 
     @property
     def folder(self) -> str:
-        """Return the name of the figure folder, which contains `image_size` if that is set."""
+        """Return the name of the folder for figures. It includes `image_size`, if that is set."""
         return self.protocol if self.image_size is None else f"{self.protocol}-{self.image_size}px"
 
     def pictures(
@@ -165,7 +166,7 @@ class Attention(Probe):
         return figures
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers after one forward pass of each image.
+        """Score all requested layers, with one forward pass per image.
 
         Raises:
             UnfitEncoder: A block has no softmax attention between all tokens of an image.
@@ -223,7 +224,10 @@ class Attention(Probe):
         }
 
     def _object_mask(self, sample: Sample) -> UInt8[np.ndarray, "height width"] | None:
-        """Return a mask of 1 (object), 0 (background) and `IGNORED`, or None without true masks."""
+        """Return the true mask with 1 for the object, 0 for the background, and `IGNORED`.
+
+        Return None if the probe uses no true masks.
+        """
         if self.truth == "none":
             return None
         if sample.mask is None:
@@ -239,7 +243,7 @@ class Attention(Probe):
         weights: Mapping[int, Maps],
         results: Mapping[int, "ImageResult"],
     ) -> None:
-        """Draw a figure of each block, and a figure of all heads and blocks."""
+        """Draw the attention maps of one image: a figure for each block, and one for all blocks."""
         folder = context.artifacts / self.folder
         shape = (sample.image.shape[0], sample.image.shape[1])
         photograph = Picture(sample.image, (sample.image_id,), shape, _TILE_HEIGHT)
@@ -284,12 +288,14 @@ def _sheet_name(layers: Sequence[int], image_id: str) -> str:
 
 @dataclass(frozen=True)
 class ImageResult:
-    """The scores of one block for one image.
+    """The scores of the attention maps of one block for one image.
 
     Attributes:
-        jaccard: Jaccard index of the mask of each head in percent. None without a true mask.
-        jaccard_mean_map: Jaccard index of the mask of the map averaged over heads.
-        constant: Jaccard index of image-independent masks, by name.
+        jaccard: Jaccard index in percent between the true mask and the mask of each head. None
+            without a true mask.
+        jaccard_mean_map: Jaccard index of the mask that is computed from the mean of all heads'
+            maps.
+        constant: Jaccard indices of the image-independent baseline masks, by name.
         has_object: Whether the true mask has a pixel of the object.
         entropy: Entropy of the map of each head, divided by the logarithm of the number of patches.
         patch_share: Share of the attention of each head that goes to patches.
@@ -306,7 +312,11 @@ class ImageResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return the titles of maps: the Jaccard index of the mean map, then that of each head."""
+        """Return texts for the titles of the attention maps, such as ": Jaccard 45 %".
+
+        The first text belongs to the mean map, and the others belong to the heads. The texts are
+        empty without a true mask.
+        """
         if self.jaccard is None:
             return [""] * (1 + len(self.entropy))
         return [f": Jaccard {value:.0f} %" for value in (self.jaccard_mean_map, *self.jaccard)]
@@ -315,12 +325,13 @@ class ImageResult:
 def image_result(
     maps: Maps, truth: UInt8[np.ndarray, "height width"] | None, mass: float
 ) -> ImageResult:
-    """Score the attention maps of the heads of one block.
+    """Score the attention maps of all heads of one block for one image.
 
     Args:
         maps: Attention of [CLS] to the patches, with shape heads x rows x cols.
-        truth: 1 for the object, 0 for the background, `IGNORED` for pixels that are not scored.
-        mass: Share of the attention to patches that a mask covers.
+        truth: True mask: 1 for the object, 0 for the background, `IGNORED` for pixels that are not
+            scored.
+        mass: Share of the attention to patches that each predicted mask covers.
     """
     entropy = entropy_share(maps)
     patch_share = maps.sum((1, 2)).numpy()
@@ -345,16 +356,17 @@ def image_result(
 
 
 def patch_shares(maps: Maps) -> Float64[Tensor, "*some patches"]:
-    """Divide each map by its sum. A map without any attention becomes constant."""
+    """Divide each attention map by its sum. A map that is zero everywhere becomes constant."""
     values = maps.flatten(-2)
     totals = values.sum(-1, keepdim=True)
     return torch.where(totals > 0, values / totals.clamp(min=1e-300), 1 / values.shape[-1])
 
 
 def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
-    """Return, for each map, the smallest set of patches that covers the share `mass` of its sum.
+    """Return, for each attention map, the smallest set of patches that covers a share of its sum.
 
-    Among patches of equal attention, those that come first in row-major order are taken first.
+    The share is `mass`. Among patches of equal attention, those that come first in row-major order
+    are taken first.
 
     Source: `threshold` in visualize_attention.py of DINO.
     """
@@ -369,10 +381,10 @@ def mass_masks(maps: Maps, mass: float) -> Bool[Tensor, "*some rows cols"]:
 def mask_counts(
     masks: Bool[Tensor, "heads rows cols"], truth: UInt8[np.ndarray, "height width"]
 ) -> Counts:
-    """Compare masks of patches with a true mask at its full size. Return their `ObjectCounts`.
+    """Compare patch masks with a true mask at its full size, and return pixel counts.
 
     A pixel belongs to the patch that contains its centre ("nearest-exact" of torch). The pixels of
-    each patch are counted once for all masks.
+    each patch are counted once for all masks. The counts have the format of `ObjectCounts`.
     """
     heads, rows, cols = masks.shape
     numbers = torch.arange(rows * cols, dtype=torch.float32).view(1, 1, rows, cols)
@@ -390,7 +402,7 @@ def mask_counts(
 
 
 def entropy_share(maps: Maps) -> Float64[np.ndarray, " *some"]:
-    """Return the entropy of each map, divided by its maximum log N for N patches."""
+    """Return the entropy of each attention map, divided by log N, its maximum for N patches."""
     shares = patch_shares(maps)
     most = math.log(max(2, shares.shape[-1]))
     return (torch.special.entr(shares).sum(-1) / most).numpy()
@@ -406,7 +418,11 @@ def is_constant(maps: Maps) -> Bool[Tensor, " *some"]:
 
 
 def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool) -> Iterator[Score]:
-    """Yield the scores of a block. With true masks, these are `METRICS` and the entropy."""
+    """Yield the scores of a block over all images.
+
+    With true masks, these are the scores of `METRICS` and the entropy. Without them, only the
+    entropy is scored.
+    """
     num_images = len(results)
     shared = {"degenerate_percent": 100 * float(np.mean([one.is_degenerate for one in results]))}
     if has_truth:
@@ -449,7 +465,10 @@ def block_scores(layer: int, results: Sequence[ImageResult], *, has_truth: bool)
 
 
 def to_colours(one_map: Float64[Tensor, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
-    """Colour a map as DINO's script does. The colours span its 1st to 99th percentile."""
+    """Colour an attention map with viridis, as DINO's script does.
+
+    The colours span the 1st to the 99th percentile of the map.
+    """
     values = one_map.numpy()
     low, high = np.percentile(values, PERCENTILES)
     share = (values - low) / (high - low) if high > low else np.full(values.shape, 0.5)

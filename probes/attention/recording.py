@@ -1,8 +1,9 @@
 """Record the attention weights of each block during a forward pass.
 
 Fused attention returns no weights. `AttentionRecorder` therefore intercepts the calls of PyTorch
-functions during a forward pass. When a block calls the fused function, it has already applied its
-norms and rotary positions to queries and keys. It passes its scale and bias as arguments.
+functions during a forward pass. The arguments of the fused function suffice to compute the weights:
+norms and rotary positions are already applied to the queries and keys, and the scale and bias are
+passed as well.
 """
 
 import math
@@ -40,14 +41,14 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Weights:
-    """Return softmax(q k' scale + bias) over all tokens, in float32 or higher precision.
+    """Return softmax(q k^T scale + bias) over all tokens, in float32 or higher precision.
 
-    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`.
+    The arguments except `queries` are those of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         query: Queries of all tokens, batch x heads x tokens x width.
         key: Keys of all tokens.
-        queries: Queries whose weights are returned.
+        queries: Slice of the queries whose weights are returned.
         attn_mask: Bias of the logits, or a boolean mask of the keys that a query attends to.
         is_causal: Whether a token attends only to itself and to earlier tokens.
         scale: Factor of the logits. By default 1 / sqrt(width).
@@ -72,13 +73,14 @@ def attention_weights(
 class AttentionRecorder:
     """A callable that runs an encoder and returns the attention weights of its blocks.
 
-    A block must compute attention between all tokens of an image, exactly once. Attention is a call
-    of `scaled_dot_product_attention`, of `multi_head_attention_forward` (as in
-    `torch.nn.MultiheadAttention`), or of a softmax of a tokens x tokens matrix for each head.
+    Each block must compute attention between all tokens of an image exactly once. The following are
+    recognised as attention: calls of `scaled_dot_product_attention` and
+    `multi_head_attention_forward` (as in `torch.nn.MultiheadAttention`), and a softmax of a tokens
+    x tokens matrix for each head.
 
     Args:
-        extractor: Extractor of any facet of the blocks.
-        queries: Queries whose weights are returned.
+        extractor: Feature extractor of the requested blocks. Its facet does not matter.
+        queries: Slice of the queries whose weights are returned.
     """
 
     def __init__(self, extractor: FeatureExtractor, queries: slice = CLS) -> None:
@@ -87,7 +89,7 @@ class AttentionRecorder:
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> dict[int, Weights]:
-        """Return the attention weights of each layer of the extractor.
+        """Run the encoder, and return the attention weights of each requested layer.
 
         Raises:
             UnfitEncoder: A block has no softmax attention between all tokens of an image.
@@ -126,7 +128,7 @@ def _track_running_block(extractor: FeatureExtractor, calls: "_Calls") -> Genera
 
 
 class _Calls(TorchFunctionMode):
-    """A function mode that stores the attention weights which blocks compute with torch functions.
+    """A `TorchFunctionMode` that stores the attention weights of the running block.
 
     Attributes:
         layer: Index of the running block. It is None while no requested block runs.
@@ -184,7 +186,10 @@ class _Calls(TorchFunctionMode):
             self._append(weights[:, :, self._queries].float())
 
     def _includes_all_tokens(self, num_queries: int, num_keys: int) -> bool:
-        """Return whether attention is between all tokens. If not, store the number of tokens."""
+        """Return whether a call computes attention between all tokens of an image.
+
+        If not, store the number of keys for the error message.
+        """
         if num_queries == num_keys == self._num_tokens:
             return True
         if self.layer is not None:
@@ -196,10 +201,11 @@ class _Calls(TorchFunctionMode):
             self._weights.setdefault(self.layer, []).append(weights.detach())
 
     def get_weights(self, layer: int, encoder: Encoder) -> Weights:
-        """Return the attention weights of a layer.
+        """Return the stored attention weights of a layer.
 
         Raises:
-            UnfitEncoder: There are no weights, or the layer has computed attention several times.
+            UnfitEncoder: The layer has computed no softmax attention between all tokens, or has
+                computed it several times.
         """
         weights = self._weights.get(layer, [])
         if len(weights) == 1:

@@ -1,6 +1,7 @@
 """Measure the agreement of clusters and classes, with 95 % intervals, from a contingency table.
 
-A contingency table counts the images, or pixels, of each pair of a cluster and a class.
+For each combination of a cluster and a class, a contingency table contains the number of images (or
+pixels) that belong to both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ def contingency_table(
     num_clusters: int,
     num_classes: int,
 ) -> Table:
-    """Count how many images are in each pair of a cluster and a class."""
+    """Count the images in each combination of a cluster and a class."""
     cells = clusters * num_classes + classes
     counts = np.bincount(cells, minlength=num_clusters * num_classes)
     return counts.reshape(num_clusters, num_classes).astype(np.int64)
@@ -58,7 +59,8 @@ def nmi(table: Table) -> Scores:
 
     The mutual information is divided by the mean of the entropies of clusters and classes. The
     score of random clusters increases with the number of clusters and classes, and decreases with
-    the number of images. For example, it is 44 for 1,000 classes with 50 images each.
+    the number of images. For example, it is 44 for 1,000 random clusters and 1,000 classes with 50
+    images each.
     """
     information, mean = _information(table)
     is_defined = _has_classes(table)
@@ -116,7 +118,10 @@ def purity(table: Table) -> Scores:
 
 
 def match_clusters(table: Table) -> Assignment:
-    """Match each cluster to at most one class for the highest accuracy (Hungarian algorithm)."""
+    """Match each cluster to at most one class, and each class to at most one cluster.
+
+    The Hungarian algorithm finds the matching with the highest accuracy.
+    """
     assignment = np.full(table.shape[:-1], -1)
     for index in np.ndindex(table.shape[:-2]):
         clusters, classes = linear_sum_assignment(table[index], maximize=True)
@@ -134,11 +139,11 @@ def majority_classes(table: Table) -> Assignment:
 
 
 def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*tables classes"]:
-    """Return the IoU of each class in percent, if clusters are assigned to classes.
+    """Return the IoU of each class in percent, where each cluster predicts its assigned class.
 
-    The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images of
-    clusters without a class count as wrong. The code of STEGO treats such images as a further class
-    (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
+    The IoU is 0 for a class without a cluster, and NaN for a class that does not occur. Images in
+    clusters without an assigned class count as wrong. The code of STEGO instead treats them as an
+    additional class (https://github.com/mhamilton723/STEGO/blob/eb4d6b52/src/utils.py).
     """
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     correct = (table * is_assigned).sum(-2)
@@ -148,12 +153,12 @@ def class_ious(table: Table, assignment: Assignment) -> Float64[np.ndarray, "*ta
 
 
 def miou(table: Table, assignment: Assignment) -> Scores:
-    """Return the mean IoU in percent over the classes that occur, for an assignment of clusters."""
+    """Return the mean of `class_ious` in percent over the classes that occur."""
     return mean_without_nan(class_ious(table, assignment))
 
 
 def accuracy(table: Table, assignment: Assignment) -> Scores:
-    """Return the percentage of images, or pixels, whose cluster is assigned to their class."""
+    """Return the percentage of images, or pixels, whose cluster is assigned to their true class."""
     is_assigned = assignment[..., None] == np.arange(table.shape[-1])
     return np.asarray(100.0 * (table * is_assigned).sum((-2, -1)) / table.sum((-2, -1)))
 
@@ -173,12 +178,13 @@ SCORES: Mapping[str, Callable[[Table], Scores]] = MappingProxyType(
 
 
 def image_independent_baselines(table: Table, metrics: Sequence[str]) -> dict[str, Baseline]:
-    """Return the better of two image-independent baselines for each metric.
+    """Return the better of two baselines that ignore the images, for each metric.
 
     The first baseline draws random clusters of the same sizes. Random clusters have an expected
     `ami` and `ari` of 0, and an expected `nmi` with a closed form. Other metrics are averaged over
-    100 random tables, or 10 if the table is large. The second baseline puts all images into one
-    cluster, which has a high score if one class is frequent. Undefined metrics are left out.
+    100 random contingency tables, or 10 if the table is large. The second baseline puts all images
+    into one cluster, which has a high score if one class is frequent. Undefined metrics are left
+    out.
     """
     used = table[table.sum(1) > 0][:, table.sum(0) > 0]
     draws = 100 if used.size <= _MANY_CELLS else 10
@@ -219,7 +225,7 @@ def _flatten_cells(table: Table) -> Int64[np.ndarray, "*tables cells"]:
 
 
 def _has_classes(table: Table) -> np.ndarray | np.bool_:
-    """Return whether at least two classes occur in a table."""
+    """Return whether at least two classes occur in a contingency table."""
     return (table.sum(-2) > 0).sum(-1) > 1
 
 
@@ -241,8 +247,8 @@ def expected_information(
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
     """Return the expected mutual information in nats of two random partitions.
 
-    The expected value is the mean over all permutations of the items. A term that occurs in many
-    tables is computed only once.
+    The expected value is the mean over all permutations of the items. If several tables share a
+    term, it is computed only once.
 
     Args:
         rows: Sizes of the parts of the first partition.
@@ -260,9 +266,9 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the contribution of each pair of a row and a column to the expected information.
+    """Return the term of the expected mutual information for each cell of a table.
 
-    `sizes` are the totals of the row, of the column and of the table.
+    `sizes` are the totals of the cell's row, of its column and of its table.
     """
     row, col, total = (part.astype(float) for part in np.broadcast_arrays(*sizes))
     mean = row * col / np.maximum(total, 1)
@@ -283,10 +289,10 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 
 
 def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
-    """Return the expected value of x / total * log(x * total / (row * col)) for each table cell.
+    """Return E[x / total * log(x * total / (row * col))] for the count x of each table cell.
 
-    The count x is hypergeometric: the size of the overlap of two random subsets of `row` and `col`
-    out of `total` items. The sum is limited to the likely values of x.
+    The count x is hypergeometric: the size of the overlap of two random subsets with `row` and
+    `col` out of `total` items. The sum is limited to the likely values of x.
     """
     mean = row * col / total
     width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
@@ -340,7 +346,10 @@ def estimate_entropy(
 def _sum_tail(
     share: Float64[np.ndarray, "*tables"], total: Float64[np.ndarray, "*tables"]
 ) -> Float64[np.ndarray, "*tables"] | np.float64:
-    """Sum (1 - share)^(r - total + 1) / r over r >= total, as an integral over exp(v)."""
+    """Compute the series sum of (1 - share)^(r - total + 1) / r over all integers r >= total.
+
+    The series is evaluated as an integral over exp(v) / total.
+    """
     v = np.linspace(-50, 5, 500)
     s, rest = np.exp(v) / total[..., None], 1 - share[..., None]
     terms = rest * s * np.exp(-np.exp(v)) / (share[..., None] - rest * np.expm1(-s))
@@ -357,9 +366,9 @@ def _sum_tail(
 
 
 def few_images_warning(table: Table, images: int) -> list[str]:
-    """Return a warning as a list of one text if there are too few images for an interval.
+    """Return a list with one warning if there are too few images for a confidence interval.
 
-    Otherwise, the list is empty.
+    Otherwise, return an empty list.
     """
     pairs = int((table.sum(1) > 0).sum() * (table.sum(0) > 0).sum())
     required = max(FEW_IMAGES, IMAGES_PER_PAIR * pairs)
@@ -372,10 +381,10 @@ def few_images_warning(table: Table, images: int) -> list[str]:
 
 
 def image_intervals(table: Table) -> dict[str, Interval | None]:
-    """Return the intervals of `ami` and `ari`, if each image has one class.
+    """Return the 95 % confidence intervals of `ami` and `ari` for clustered images.
 
     `nmi`, `purity` and the matched mean IoU have no interval. For few images, these metrics have a
-    large bias. An interval would not contain their value for very many images.
+    large bias. An interval would not contain the value that they have for very many images.
     """
     cells = np.argwhere(table)
     repeats = table[tuple(cells.T)]
@@ -401,11 +410,12 @@ def image_intervals(table: Table) -> dict[str, Interval | None]:
 
 
 def patch_intervals(table: Table, by_image: csr_array) -> dict[str, Interval | None]:
-    """Return the intervals of all metrics of pixels except `miou_majority`.
+    """Return the 95 % confidence intervals for clustered patches, whose pixels are scored.
 
-    Clusters are matched to classes with the scored labels. The matching is therefore repeated for
-    each left-out image. `miou_majority` has no interval: one image can change the majority class of
-    a cluster, and the score can then change by more than the margin.
+    The intervals come from a jackknife over images. Clusters are matched to classes by the labels
+    of the scored images, so the matching is repeated for each left-out image. `miou_majority` has
+    no interval: one image can change the majority class of a cluster, and the score can then change
+    by more than the margin.
 
     Args:
         table: Contingency table of the pixels of all images.
@@ -432,7 +442,7 @@ def _batch_slices(number: int, cells: int) -> Iterator[slice]:
 def _leave_one_out(
     table: Table, images: Iterable[Table], scores: Mapping[str, Callable[[Table], Scores]]
 ) -> dict[str, Jackknife]:
-    """Compute each score once for all images, and once without each single image."""
+    """Compute each score for all images, and again with each single image left out."""
     left_out: dict[str, list[Scores]] = {name: [] for name in scores}
     for batch in images:
         for name, score in scores.items():
@@ -453,9 +463,9 @@ def _estimate_limit(table: Table) -> Scores:
 
 
 def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
-    """Return an interval that covers the value and the bias-corrected value.
+    """Return an interval around both the score and its bias-corrected value.
 
-    The margin of the jackknife is added to both.
+    The margin of the jackknife is added on both sides.
     """
     center = jackknife.value + jackknife.correction
     return _span_interval(name, jackknife, center, jackknife.margin)
@@ -464,9 +474,10 @@ def _corrected_interval(name: str, jackknife: Jackknife) -> Interval | None:
 def _span_interval(
     name: str, jackknife: Jackknife, center: float, margin: float
 ) -> Interval | None:
-    """Return an interval that covers the value and another estimate, each with its margin.
+    """Return an interval that covers two estimates of a score, each with its margin.
 
-    The interval is clipped to the range of the metric.
+    The estimates are the jackknife's score and `center`. The interval is clipped to the range of
+    the metric.
     """
     low = min(jackknife.value - jackknife.margin, center - margin)
     high = max(jackknife.value + jackknife.margin, center + margin)

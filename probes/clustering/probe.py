@@ -64,15 +64,15 @@ MAJORITY = "miou_majority"
 
 @dataclass(frozen=True)
 class Clustering(Probe):
-    """Cluster features with k-means, and score the agreement between clusters and classes.
+    """A probe that clusters features with k-means and compares the clusters with the classes.
 
     All features are L2-normalised.
 
     Attributes:
         protocol: What is clustered: "images" with a class label, or "patches" of the training
             images. With "patches", the pixels of other images are scored.
-        facet: Feature, or a list of features. Images have the features of the probe `knn`. Patches
-            have the features of the probe `correspondence`.
+        facet: Kind of features, or a list of kinds. For images, the kinds are those of the probe
+            `knn`. For patches, they are those of the probe `correspondence`.
         clusters_per_class: Number of clusters divided by the number of classes, or a list of such
             numbers.
         num_restarts: Number of initialisations of k-means. The clusters with the lowest inertia are
@@ -109,7 +109,10 @@ class Clustering(Probe):
 
     @classmethod
     def settings_for(cls, roles: Collection[str]) -> Mapping[str, Any]:
-        """Return settings that cluster patches if the dataset has masks and no class labels."""
+        """Return the settings that a dataset needs, given the roles in which it can be used.
+
+        Patches are clustered if the dataset has masks but no class labels.
+        """
         needs_patches = "segmentation" in roles and "classification" not in roles
         return {"protocol": "patches"} if needs_patches else {}
 
@@ -129,7 +132,7 @@ class Clustering(Probe):
         return tuple(dict.fromkeys(self.clusters_per_class))
 
     def metrics(self, factor: int) -> tuple[str, ...]:
-        """Return the names of the metrics, given the number of clusters per class."""
+        """Return the names of the scored metrics for a number of clusters per class."""
         if self.protocol == "images":
             return METRICS
         return PATCH_METRICS if factor == 1 else (*PATCH_METRICS, MAJORITY)
@@ -152,7 +155,7 @@ class Clustering(Probe):
         return {name: value for name, value in super().settings().items() if name != unused}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Cluster and score all layers.
+        """Cluster the features of all requested layers, and yield the scores.
 
         Raises:
             ConfigurationError: There are fewer images or patches than clusters, or the encoder has
@@ -261,13 +264,13 @@ class Clustering(Probe):
         chosen: Int64[Tensor, " chosen"],
         patches: int,
     ) -> dict[Cell, Float16[Tensor, "chosen _dim"]]:
-        """Return unit vectors of the chosen patches. Images without any of them are not encoded.
+        """Return the L2-normalised features of the chosen training patches.
 
         Args:
-            context: Context of the run.
+            context: Context of the run, such as the device.
             extractor: Extractor of all facets.
-            images: The training images.
-            chosen: Numbers of the chosen patches in ascending order. All patches of all images are
+            images: The training images. Images without a chosen patch are not encoded.
+            chosen: Indices of the chosen patches in ascending order. All patches of all images are
                 numbered consecutively.
             patches: Number of patches of each image.
         """
@@ -309,7 +312,8 @@ class Clustering(Probe):
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
         """Return the labels of all scored patches, and their nearest center in each k-means model.
 
-        `side` is the number of patches along a side of an image.
+        `centers` contains the cluster centers of each block and facet, and `side` is the number of
+        patches along a side of an image.
         """
         size, labels = self._image_size(context), list[PatchLabels]()
 
@@ -346,7 +350,7 @@ class Clustering(Probe):
         num_images: int,
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield all metrics of one block and facet, for one number of clusters per class."""
+        """Yield the scores of all metrics for one block, facet and number of clusters per class."""
         baselines = image_independent_baselines(table, self.metrics(factor))
         more = {
             "num_clusters": len(table),
@@ -367,7 +371,7 @@ class Clustering(Probe):
 
 
 def metric_name(metric: str, factor: int) -> str:
-    """Return the full name of a metric, which ends in "_x3" for 3 clusters per class."""
+    """Return the full name of a metric, with a suffix such as "_x3" for 3 clusters per class."""
     return metric if factor == 1 else f"{metric}_x{factor}"
 
 
@@ -391,14 +395,14 @@ def fit_kmeans(
 
 
 def draw_patches(total: int, most: int, seed: int) -> Int64[Tensor, " chosen"]:
-    """Draw at most `most` of `total` patches, and return their numbers in ascending order."""
+    """Draw at most `most` of `total` patches at random, and return their sorted indices."""
     return torch.tensor(sorted(random.Random(seed).sample(range(total), min(total, most))))
 
 
 def unit_patches(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
-    """Return L2-normalised features of all patches of a batch, for one block and facet.
+    """Return the L2-normalised features of all patches of a batch, for one block and facet.
 
-    The patches are in raster order.
+    Facets are kinds of features, such as tokens or keys. The patches are in raster order.
     """
     layer, facet = cell
     return unit_vectors(features[layer][facet].flatten(0, 2))
@@ -419,10 +423,10 @@ def nearest_centers(
 
 
 class PatchLabels(NamedTuple):
-    """Number of pixels for each pair of a patch and a class. Pairs without pixels are left out.
+    """The number of pixels of each class in each patch, as a sparse list of (patch, class) pairs.
 
     Attributes:
-        patches: Number of the patch in each pair. The patches of all images are numbered
+        patches: Index of the patch in each pair. The patches of all images are numbered
             consecutively, row by row.
         classes: Class in each pair.
         pixels: Number of pixels of the class in the patch.
@@ -453,7 +457,7 @@ class PatchLabels(NamedTuple):
 
     @classmethod
     def concatenate(cls, images: Sequence["PatchLabels"], patches: int) -> "PatchLabels":
-        """Join the counts of several images, each of which has `patches` patches."""
+        """Join the pixel counts of several images, each of which has `patches` patches."""
         return cls(
             np.concatenate([one.patches + patches * n for n, one in enumerate(images)]),
             np.concatenate([one.classes for one in images]),
@@ -467,7 +471,7 @@ def patch_contingency(
     num_clusters: int,
     num_classes: int,
 ) -> tuple[Table, csr_array]:
-    """Count the pixels in each pair of a cluster and a class.
+    """Count the pixels in each combination of a cluster and a class.
 
     Returns:
         The contingency table of all images, and a matrix with the flattened table of each image as

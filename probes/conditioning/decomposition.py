@@ -1,7 +1,7 @@
-"""Record the input and output of blocks in float64, and split each block into its parts.
+"""Record the inputs and outputs of transformer blocks in float64, and split the blocks into parts.
 
-`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP. A
-decomposition is used only if it reproduces the output of the block.
+`record_blocks` runs the encoder. `decompose_block` splits a block into norms, attention and MLP.
+The parts are used only if they reproduce the output of the block.
 """
 
 import copy
@@ -42,10 +42,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """An attention layer with its own weights, split so that its attention matrices are accessible.
+    """A softmax attention layer, split into steps so that its attention matrices are accessible.
 
     Attributes:
-        layer: The attention layer. If it has norms of queries and keys, they are applied.
+        layer: The original layer. If it has norms of queries and keys, they are applied.
         qkv: Function from tokens to the queries, keys and values of all heads, tokens x (3 * dim).
         proj: Output projection.
         layer_scale: LayerScale of the output, or the identity.
@@ -70,11 +70,11 @@ class SoftmaxAttention:
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Return the values of each head, with shape heads x tokens x head_dim."""
+        """Return the attention values (V) of each head, with shape heads x tokens x head_dim."""
         return self._split(tokens)[2]
 
     def combine(self, matrices: Tensor, values: Tensor) -> Tensor:
-        """Return the output of the layer for given attention matrices and values."""
+        """Return the output of the attention layer for given attention matrices and values."""
         return self.layer_scale(self.proj((matrices @ values).transpose(0, 1).flatten(1)))
 
     def output(self, tokens: Tensor) -> Tensor:
@@ -83,16 +83,19 @@ class SoftmaxAttention:
 
 @dataclass(frozen=True)
 class PreNormBlock:
-    """A decomposed block. It computes y = x + attention(norm1(x)), then y + mlp(norm2(y)).
+    """A pre-norm transformer block, split into its parts.
+
+    The block computes y = x + attention(norm1(x)), and then y + mlp(norm2(y)).
 
     Attributes:
-        graying: Function that computes x from the input tokens. In most blocks it is the identity.
+        graying: Function that computes x from the input tokens. In most blocks, it is the identity.
+            In blocks with token graying, it increases the small singular values of the token
+            matrix.
         attention: Attention, including its LayerScale.
         mlp: MLP, including its LayerScale.
         skip_attention: Whether the input of attention is added to its output.
         skip_mlp: Whether the input of the MLP is added to its output.
-        heads: Attention with accessible matrices. None if the attention is not plain softmax
-            attention.
+        heads: Attention with accessible matrices. None if the layer is not plain softmax attention.
     """
 
     graying: Function
@@ -105,7 +108,7 @@ class PreNormBlock:
     heads: SoftmaxAttention | None
 
     def after_attention(self, tokens: Tensor) -> Tensor:
-        """Return the tokens between the attention and the MLP."""
+        """Return the tokens between the attention and the MLP of the block."""
         tokens = self.graying(tokens)
         update = self.attention(self.norm1(tokens))
         return tokens + update if self.skip_attention else update
@@ -118,14 +121,14 @@ class PreNormBlock:
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """Input and output of one block for one image.
+    """The input and output of one transformer block for one image.
 
     Attributes:
         block: The block.
         input: All tokens that enter the block, including [CLS] and registers.
         output: All tokens that leave the block.
-        parts: The decomposed block. None if it cannot be decomposed.
-        reason: Why the block or its attention cannot be decomposed. Empty if both can be.
+        parts: The parts of the block. None if the block cannot be split.
+        reason: Why the block or its attention cannot be split. Empty if both can be split.
     """
 
     block: nn.Module
@@ -150,13 +153,13 @@ def record_blocks(
     image_size: int,
     context: ProbeContext,
 ) -> tuple[BlockRecords, Float64[Tensor, "images tokens dim"]]:
-    """Run a float64 copy of the encoder, and record the input and output of each block.
+    """Run a float64 copy of the encoder, and record the input and output of each requested block.
 
     All images are resized to squares with a side of `image_size` pixels, because condition numbers
     depend on the number of tokens. `context` provides only the device and the progress bar.
 
     Returns:
-        The records, and the input tokens of block 0 for all images.
+        The records of each block, and the input tokens of the encoder's first block for all images.
 
     Raises:
         CheckpointError: Features are not finite.
@@ -199,7 +202,8 @@ def record_blocks(
 def _copy_module(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module.
 
-    Tensors with a graph cannot be copied, so they are detached.
+    `copy.deepcopy` fails for tensors that autograd has computed. The copy has detached versions of
+    such tensors.
     """
     detached = {
         id(leaf): leaf.detach()
@@ -262,13 +266,13 @@ def decompose_block(
 
 
 def _find_submodule(block: nn.Module, names: Sequence[str]) -> Any:
-    """Return the first attribute with one of the names that is a module."""
+    """Return the first submodule of a block that has one of the given names, or None."""
     parts = (getattr(block, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _make_unbatched(*functions: Any) -> Function:
-    """Chain functions of batches, and return one function of the tokens of a single image."""
+    """Chain functions of batches into one function that takes the tokens of a single image."""
 
     def run_chain(tokens: Tensor) -> Tensor:
         batch = tokens[None]
@@ -280,7 +284,10 @@ def _make_unbatched(*functions: Any) -> Function:
 
 
 def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
-    """Describe how a function's output differs from the expected one. Return "" if they agree."""
+    """Describe how the output of a function differs from the expected output.
+
+    Return an empty string if both agree.
+    """
     # A layer of unknown type can raise any exception.
     try:
         error = (function(tokens) - expected).abs().max()
@@ -295,9 +302,10 @@ def find_mismatch(function: Function, tokens: Tensor, expected: Tensor) -> str:
 def _expose_attention(
     layer: nn.Module, layer_scale: nn.Module, num_heads: int
 ) -> tuple[SoftmaxAttention | None, str]:
-    """Build softmax attention from the weights of a layer. If this is impossible, say why.
+    """Build a `SoftmaxAttention` from the weights of an attention layer.
 
-    The caller must check that the returned attention reproduces the output of the layer.
+    If this is impossible, return None and the reason. The caller must check that the
+    `SoftmaxAttention` reproduces the output of the layer.
     """
     attention: Any = layer
     if isinstance(layer, nn.MultiheadAttention) and attention.in_proj_weight is not None:

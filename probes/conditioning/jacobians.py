@@ -1,7 +1,8 @@
-"""Compute singular values of the Jacobians of a block, or bound them by Lanczos iterations.
+"""Compute or bound the singular values of the Jacobians of a transformer block.
 
 `block_functions` returns the functions to differentiate. `exact_spectra` computes all singular
-values of their Jacobians. `lanczos_bounds` computes bounds of the extreme singular values.
+values of their Jacobians. `lanczos_bounds` bounds the smallest and the largest singular value by
+Lanczos iterations.
 """
 
 import math
@@ -26,11 +27,12 @@ _FAILURE = 0.05
 
 
 def block_functions(record: BlockRecord) -> Mapping[str, tuple[Function, Tokens]]:
-    """Return the functions whose Jacobians are scored, and the tokens at which they are taken.
+    """Return the functions whose Jacobians are scored, by name of the function (facet).
 
-    The functions are returned by facet. "attention" and "mlp" map the normed input of a sub-block
-    to its output. Their Jacobians are K and K^ in equation 7 of the paper. "attention_skip" has the
-    Jacobian K + I of equation 8. "block" is the original block with its norms and skips.
+    Each function comes with the tokens at which its Jacobian is computed. "attention" and "mlp" map
+    the normed input of a sub-block to its output. Their Jacobians are K and K^ in equation 7 of the
+    paper "Cutting the Skip". "attention_skip" has the Jacobian K + I of equation 8. "block" is the
+    original block with its norms and skips.
 
     "dominant" and "perturbation" are the terms of K = B + E in proposition 2. B keeps the attention
     matrices fixed and differentiates the values. E keeps the values fixed and differentiates the
@@ -68,10 +70,10 @@ def differentiable_attention() -> Generator[None]:
 
 
 def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs inputs"]:
-    """Return the derivative of each output (row) with respect to each input (column).
+    """Return the derivative of each output (row) of a function with respect to each input (column).
 
-    Outputs and inputs are in row-major order. The computation needs (tokens * dim)^2 * 8 bytes of
-    memory and one backward pass for each output.
+    Outputs and inputs are flattened in row-major order. The computation needs (tokens * dim)^2 * 8
+    bytes of memory and one backward pass for each output.
     """
     with differentiable_attention():
         rows = torch.func.jacrev(function, chunk_size=_ROWS_PER_CHUNK)(x)
@@ -79,10 +81,12 @@ def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs in
 
 
 def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
-    """Return all singular values of every Jacobian of a block, by facet.
+    """Return all singular values of each Jacobian of a block.
+
+    The keys of the dictionary are the facets of `block_functions`.
 
     Raises:
-        ConfigurationError: There are too many tokens.
+        ConfigurationError: The number of tokens times their dimension exceeds 8192.
     """
     tokens, dim = record.input.shape
     if tokens * dim > _EXACT_LIMIT:
@@ -98,9 +102,10 @@ def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
 
 
 def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
-    """Return the rank of a square matrix, and the condition number of its nonzero singular values.
+    """Compute the rank of a square matrix from its singular values, which are in descending order.
 
-    These numbers are useful for singular matrices, whose condition number is infinite.
+    Also return the ratio of the largest to the smallest nonzero singular value. It is useful for
+    singular matrices, whose condition number is infinite.
     """
     noise = len(values) * torch.finfo(torch.float64).eps * values[0]
     rank = int((values > noise).sum())
@@ -119,11 +124,11 @@ class SingularValueBounds:
         smallest: Upper bound of the smallest singular value.
         largest_residual: Maximum distance from `largest` to the nearest singular value.
         smallest_residual: Maximum distance from `smallest` to the nearest singular value. It is
-            infinite if `smallest` was computed from the test vector.
-        largest_at_most: Upper bound of the largest singular value. It holds for 97.5 % of all start
-            vectors.
-        smallest_at_least: Lower bound of the smallest singular value. It holds for 97.5 % of all
-            start vectors.
+            infinite if `smallest` comes from the test vector of `bound_singular_values`.
+        largest_at_most: Upper bound of the largest singular value. It holds for at least 97.5 % of
+            all random start vectors.
+        smallest_at_least: Lower bound of the smallest singular value. It holds for at least 97.5 %
+            of all random start vectors.
         effective_rank: Effective rank, estimated by quadrature from one start vector.
     """
 
@@ -139,28 +144,34 @@ class SingularValueBounds:
 
     @property
     def condition_number_at_least(self) -> float:
-        """Return a lower bound of the condition number that holds for all start vectors.
+        """Return a lower bound of the condition number, which holds for every Lanczos start vector.
 
-        The bound is infinite if the matrix is singular.
+        The bound is infinite if the iterations show that the matrix is singular.
         """
         ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
         return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
-        """Return an upper bound of the condition number that holds for 95 % of start vectors."""
+        """Return an upper bound of the condition number.
+
+        The bound holds for at least 95 % of all random start vectors.
+        """
         ends = [self.largest_at_most, self.smallest_at_least]
         return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
     def details(self) -> dict[str, Any]:
-        """Return the bounds in the form that the details of a record need."""
+        """Return the bounds as a dictionary, to be stored with the score in a result record."""
         excluded = ("size", "effective_rank")
         bounds = {name: value for name, value in vars(self).items() if name not in excluded}
         return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
 
 
 def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, SingularValueBounds]:
-    """Bound the extreme singular values of every Jacobian of a block, by facet."""
+    """Bound the smallest and the largest singular value of each Jacobian of a block.
+
+    The keys of the dictionary are the facets of `block_functions`.
+    """
     bounds = {}
     for facet, (function, point) in block_functions(record).items():
         # A LayerNorm removes the mean of each token. If a block begins with a norm and has no skip,
@@ -184,9 +195,10 @@ class LinearMap:
 
 
 def jacobian_map(function: Function, x: Tokens) -> LinearMap:
-    """Return the Jacobian at `x` as a linear map of flat vectors.
+    """Return the Jacobian of a function at `x` as a linear map of flattened tokens.
 
-    The map is computed by Jacobian-vector and vector-Jacobian products.
+    The Jacobian itself is never computed. The map uses Jacobian-vector and vector-Jacobian
+    products.
     """
 
     def flat_function(vector: Tensor) -> Tensor:
@@ -206,16 +218,17 @@ def jacobian_map(function: Function, x: Tokens) -> LinearMap:
 def bound_singular_values(
     matrix: LinearMap, *, steps: int, seed: int, test_vector: Float64[Tensor, " size"]
 ) -> SingularValueBounds:
-    """Bound the extreme singular values of a matrix by Lanczos iterations from a random vector.
+    """Bound the smallest and the largest singular value of a matrix A by Lanczos iterations.
 
-    After k steps, the bidiagonal matrix B has k singular values, which lie between the smallest and
-    the largest singular value of A. The condition number of A is therefore at least that of B. The
-    upper bound is finite only if the condition number of A is at most about k / 5.
+    The iterations start from a random vector. k steps give a bidiagonal k x k matrix B, whose
+    singular values lie between the smallest and the largest singular value of A. The condition
+    number of A is therefore at least that of B. Its upper bound is finite only if the condition
+    number is at most about k / 5.
 
     Args:
         matrix: The matrix A.
         steps: Number of iterations.
-        seed: Seed of the start vector, which is uniform on the sphere.
+        seed: Seed of the start vector, which is uniform on the unit sphere.
         test_vector: A vector w that A may map to zero. ||A w|| / ||w|| is a further upper bound of
             the smallest singular value.
 
@@ -259,10 +272,10 @@ def bound_singular_values(
 def _estimate_effective_rank(
     values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
 ) -> float:
-    """Estimate the effective rank by quadrature.
+    """Estimate the effective rank of a matrix by quadrature.
 
-    The effective rank is exp(log S - T / S). S is the sum of all singular values s, and T is the
-    sum of s log s.
+    The effective rank is exp(log S - T / S). S is the sum of all singular values s of the matrix,
+    and T is the sum of s log s.
     """
     total = size * (weights * values).sum()
     if not total > 0:
@@ -276,15 +289,14 @@ def bidiagonalise(
 ) -> tuple[Float64[Tensor, " steps"], Float64[Tensor, " steps"]]:
     """Run Golub-Kahan bidiagonalisation with full reorthogonalisation.
 
-    For a matrix A, the result satisfies A V = U B and A^T U = V B^T + b v e_k^T. Each step takes
-    two matrix-vector products. All steps together take steps^2 * size * 8 operations and store
-    2 * steps * size numbers.
+    For a matrix A, k steps give A V = U B and A^T U = V B^T + b v e_k^T. B is upper bidiagonal. U
+    and V have orthonormal columns. Each step takes two matrix-vector products. All steps together
+    take steps^2 * size * 8 operations and store 2 * steps * size numbers.
 
     Returns:
-        The diagonal of the upper bidiagonal matrix B, and the entries above the diagonal. The last
-        entry of the diagonal is 0 if the iterations have shown that A is singular. The second
-        tensor has b as an additional last entry. b is 0 if the iterations have covered the whole
-        space.
+        The diagonal of B, and the entries above the diagonal followed by b. The last entry of the
+        diagonal is 0 if the iterations have shown that A is singular. b is 0 if the iterations have
+        covered the whole space.
 
     Source: Golub and Kahan, 1965, and Golub and Van Loan, "Matrix Computations", section 10.4.
     """
@@ -310,9 +322,9 @@ def bidiagonalise(
 
 
 def _orthonormalise(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
-    """Subtract from a vector its projection onto a basis.
+    """Make a vector orthogonal to the orthonormal vectors of a basis, and scale it to unit length.
 
-    Return the unit vector and its norm before.
+    Return the unit vector, and the length that the orthogonal vector had before scaling.
     """
     if basis:
         matrix = torch.stack(basis)

@@ -52,9 +52,10 @@ SPECTRA_ENDING, CKA_ENDING = "-spectra.npz", "-cka.npy"
 
 @dataclass(frozen=True)
 class Conditioning(Probe):
-    """Condition numbers, effective ranks, token cosines, Jacobian norms and CKA of blocks.
+    """A probe that measures how close to singular the matrices and Jacobians of each block are.
 
-    All computations are in float64. All scores except CKA are medians over images and heads.
+    It scores condition numbers, effective ranks, cosine similarities of tokens, Jacobian norms and
+    CKA. All computations are in float64. All scores except CKA are medians over images and heads.
 
     Attributes:
         protocol: What is scored. "spectra": attention matrices and outputs of the sub-blocks, and
@@ -94,10 +95,10 @@ class Conditioning(Probe):
             )
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Raise an error if blocks have no attention, or differ in token grid or width.
+        """Raise an error if the encoder's blocks lack attention, or differ in token grid or width.
 
         Raises:
-            UnfitEncoder: The encoder has blocks without attention, or has stages.
+            UnfitEncoder: The encoder has blocks without attention, or is divided into stages.
         """
         if encoder.num_heads == 0:
             problem = f"blocks with attention and an MLP, but {encoder.name} has none"
@@ -148,14 +149,18 @@ class Conditioning(Probe):
         return {f"{self._file_stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 
     def _file_stem(self, layers: Sequence[int], seed: int) -> str:
-        """Return the first part of the paths of figures, relative to `ProbeContext.artifacts`."""
+        """Return the common beginning of the paths of all output files of a run.
+
+        The path is relative to the output folder, `ProbeContext.artifacts`.
+        """
         more = f"-initialisation{seed}" if self.at_initialisation else ""
         return f"{self.protocol}{more}/{blocks_name(layers)}"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score one block after the other, then draw the figure.
 
-        Scores of blocks that cannot be decomposed are NaN, and their details state why.
+        A score is NaN if it cannot be computed, for example because a block cannot be split into
+        its parts. The details of the score then state the reason.
         """
         self.require_fitting(context.encoder)
         if self.at_initialisation:
@@ -200,7 +205,10 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores. Then save all singular values and the CKA matrix as files."""
+        """Yield the scores of the protocol "spectra".
+
+        Then save all singular values and the CKA matrix as files.
+        """
         spectra: dict[str, Any] = {}
         for layer in context.progress(records, "blocks", len(records)):
             scores, values = spectra_scores(layer, records[layer])
@@ -291,7 +299,7 @@ class Conditioning(Probe):
             yield make_score(*cell, math.nan, None, num_images, {"undefined": reason})
 
     def _explain_missing(self, layer: int, facet: str, records: BlockRecords) -> str:
-        """Return the reason why a facet of a block has no score."""
+        """Return the reason why a facet (a part of a block) has no score."""
         if self.protocol == "checkpoints":
             return "the other encoder has no such block"
         if facet == "block":
@@ -307,7 +315,10 @@ class Conditioning(Probe):
 
 
 def _initialise(encoder: Encoder, seed: int) -> Encoder:
-    """Return the encoder with the initial weights that the seed determines."""
+    """Return a copy of the encoder with the initial weights that belong to `seed`.
+
+    The encoder must be a checkpoint of `ssl-bench pretrain`.
+    """
     if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(
             f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}",
@@ -319,7 +330,7 @@ def _initialise(encoder: Encoder, seed: int) -> Encoder:
 
 
 def _name_and_id(encoder: Encoder | EncoderIdentity) -> str:
-    """Return the name and the hash of an encoder. The hash differs if the file has changed."""
+    """Return the name of an encoder, followed by a hash that changes if the checkpoint changes."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
@@ -332,10 +343,10 @@ def _append_ending(stem: Path, ending: str) -> Path:
 
 
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
-    """Draw a panel for each metric, with a line and a 95 % band for each facet.
+    """Plot each metric against the block index in a panel, with a line and a 95 % band per facet.
 
-    Infinite values are marked at the top of a panel. A CKA matrix has its own panel. If no block
-    has a score, the figure has no panel.
+    Facets are the parts of a block, such as its attention and its MLP. Infinite values are marked
+    at the top of a panel. If a CKA matrix is given, it has its own panel.
     """
     # pyplot is not used, because it would change the backend and the open figures of the caller.
     from matplotlib.figure import Figure
@@ -364,7 +375,7 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
-    """Draw the panel of one metric. A facet has the same colour in all panels."""
+    """Draw the panel of one metric. Each part of a block has the same colour in all panels."""
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
         facet_scores, number = [s for s in scores if s.facet == facet], facets.index(facet)

@@ -1,7 +1,7 @@
-"""Compute scores of blocks from their matrices, Jacobians and tokens.
+"""Compute the scores of a transformer block from its matrices, Jacobians and tokens.
 
-Each protocol of `Conditioning` has its own function, such as `spectra_scores`. `linear_cka`
-compares two representations of the same tokens.
+Each protocol of the probe `Conditioning` has its own function, such as `spectra_scores`.
+`linear_cka` compares two representations of the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,10 @@ def make_score(
 
 
 def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """Return the median over images and heads as a score. Its details contain all numbers."""
+    """Return the median of a metric over images and heads as a score.
+
+    The details of the score contain the value for each image and head.
+    """
     value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
@@ -96,12 +99,13 @@ def _median_score(layer: int, facet: str, metric: str, numbers: Numbers, **detai
 
 
 def median_with_ci95(numbers: Numbers) -> tuple[float, Interval | None]:
-    """Return the median over images and values, and its 95 % interval from the sign test.
+    """Return the median of all values of all images, and its 95 % interval from the sign test.
 
     Infinity counts as larger than all other numbers. Each end of the interval is the median of one
-    image. The interval makes no assumption about the distribution. With two to eight images, it
-    extends from the smallest to the largest median of an image. Its probability of covering the
-    true median is then 1 - 2^(1 - images), which is below 95 % for fewer than six images.
+    image, or the median of all values if that lies further out. The interval makes no assumption
+    about the distribution. With two to eight images, it extends from the smallest to the largest
+    median of an image. Its probability of covering the true median is then 1 - 2^(1 - images),
+    which is below 95 % for fewer than six images.
 
     Returns:
         The median and its interval. If any number is NaN, the median is NaN and the interval is
@@ -125,9 +129,9 @@ def spectra_scores(
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
     """Score the attention matrices and the sub-block outputs of one block.
 
-    The facets "attention" and "mlp" are the outputs of the sub-blocks. "attention_skip" and
-    "mlp_skip" are these outputs plus the inputs of the sub-blocks, even if the encoder has no such
-    skip.
+    Scores are grouped by facet. "attention_matrix" has one matrix for each head. "attention" and
+    "mlp" are the outputs of the two sub-blocks. "attention_skip" and "mlp_skip" are these outputs
+    plus the inputs of the sub-blocks, even if the encoder has no such skip.
 
     Returns:
         The scores, and the singular values of each facet. A facet is left out if the block cannot
@@ -156,10 +160,11 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices to score by facet.
+    """Return the matrices of one block and image, as a dictionary from facets to stacked matrices.
 
-    The attention facet has one matrix for each head. Each output of a sub-block is one matrix of
-    tokens. The result is empty if the block cannot be split.
+    The facet "attention_matrix" has one matrix for each head. Every other facet has one matrix, the
+    tokens that a sub-block outputs, with or without its skip. The dictionary is empty if the block
+    cannot be split.
     """
     parts = record.parts
     if parts is None:
@@ -176,9 +181,10 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
 
 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
-    """Divide singular values by the largest one, and return the medians over images and heads.
+    """Divide the singular values of each matrix by the largest one, and take medians over matrices.
 
-    At most `_STORED_VALUES` of the medians are returned, together with their ranks, counted from 0.
+    The medians are taken over images and heads, separately for each rank. At most `_STORED_VALUES`
+    evenly spaced medians are returned, with their ranks, counted from 0.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -189,7 +195,7 @@ def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str
 
 
 def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Return the mean cosine over all pairs of different tokens, in [-1, 1].
+    """Return the mean cosine similarity over all pairs of different tokens, in [-1, 1].
 
     The cosine between a zero token and any other token is 0. The mean is NaN for a single token.
     """
@@ -205,10 +211,11 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
     """Score the mean logarithm of the condition numbers of tokens before and after attention.
 
-    The facet "before" contains the tokens that the attention's norm receives, after graying if the
-    block has it. The facet "after" is the sum of "before" and the output of attention. For each
-    image, the logarithms are averaged over blocks 0 to the scored layer. The score is the median
-    over images. A layer is skipped if a block up to this layer cannot be decomposed.
+    The facet "before" contains the tokens that the norm before attention receives. In a block with
+    token graying, these are the grayed tokens. The facet "after" is the sum of "before" and the
+    output of attention. For each image, the logarithms are averaged over blocks 0 to the scored
+    layer. The score is the median over images. A layer is skipped if it or an earlier block cannot
+    be split into its parts.
 
     Args:
         layers: Block indices to score.
@@ -230,10 +237,9 @@ def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]
 
 
 def _log_condition_numbers(record: BlockRecord) -> list[float]:
-    """Return the logarithms of the condition numbers of a block's tokens.
+    """Return the log condition numbers of a block's tokens before and after attention.
 
-    The first one is for the tokens before attention, and the second for the sum of these tokens and
-    the output of attention.
+    The tokens after attention are the sum of the tokens before it and its output.
     """
     assert record.parts is not None
     before = record.parts.graying(record.input)
@@ -284,7 +290,11 @@ def lanczos_scores(
 def _term_scores(
     layer: int, norms: Mapping[str, Numbers], suffix: str, details: Mapping[str, Any]
 ) -> list[Score]:
-    """Score the spectral norms of the facets "dominant" and "perturbation", and their ratio."""
+    """Score the norms of the two terms of the attention Jacobian, and their ratio.
+
+    The terms are "dominant" and "perturbation" (see `block_functions`). The norms are spectral
+    norms, and the ratio is perturbation / dominant.
+    """
     if "perturbation" not in norms:
         return []
     dominant, perturbation = norms["dominant"], norms["perturbation"]
@@ -298,7 +308,7 @@ def _term_scores(
 
 
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return those of `facets` that every image has."""
+    """Return the facets for which every image has a value, in the order of `facets`."""
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
@@ -314,13 +324,13 @@ def cka_with_input(layer: int, records: Sequence[BlockRecord]) -> Score:
 
 
 def stack_outputs(records: Sequence[BlockRecord]) -> Float64[Tensor, "images tokens dim"]:
-    """Return the output tokens of one block for all images."""
+    """Return the output tokens of one block for all images, as one tensor."""
     return torch.stack([record.output for record in records])
 
 
 @dataclass(frozen=True)
 class CkaMatrix:
-    """Linear CKA of each row with each column, and the names of rows and columns.
+    """A matrix of the linear CKA between the blocks in its rows and the blocks in its columns.
 
     `other` is the name of the encoder whose blocks are the columns. It is empty if rows and columns
     belong to the same encoder.
@@ -335,17 +345,21 @@ class CkaMatrix:
 def cka_matrix(
     rows: Mapping[str, Tokens], columns: Mapping[str, OtherTokens], other: str = ""
 ) -> CkaMatrix:
-    """Compute the linear CKA of each row with each column. Both arguments map names to tokens."""
+    """Compute the linear CKA for each pair of a row and a column.
+
+    `rows` and `columns` map the names of blocks to their tokens.
+    """
     values = np.array([[linear_cka(x, y) for y in columns.values()] for x in rows.values()])
     return CkaMatrix(values, list(rows), list(columns), other)
 
 
 def linear_cka(x: Tokens, y: OtherTokens) -> float:
-    """Return the linear CKA over all tokens of all images, in [0, 1].
+    """Return the linear CKA between two representations `x` and `y` of the same tokens, in [0, 1].
 
-    The CKA does not change if `x` or `y` is rotated or scaled. It is biased upwards if there are
-    few tokens. For n independent Gaussian tokens of dimension d, it is about d / (n + d). It is NaN
-    if all tokens of `x` or all tokens of `y` are equal.
+    The tokens of all images are compared together. The CKA does not change if `x` or `y` is rotated
+    or scaled. It is biased upwards if there are few tokens. For n independent Gaussian tokens of
+    dimension d, it is about d / (n + d). It is NaN if all tokens of `x` or all tokens of `y` are
+    equal.
 
     Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019. The
     equation is the last one of section 3.
@@ -358,15 +372,16 @@ def linear_cka(x: Tokens, y: OtherTokens) -> float:
 
 
 def linear_cka_ci95(x: Tokens, y: OtherTokens) -> Interval | None:
-    """Return the 95 % interval of `linear_cka` over images, from a jackknife of the logit.
+    """Return the 95 % confidence interval of `linear_cka` over images.
 
-    The jackknife is corrected for bias. Leaving out an image needs no further pass over the tokens.
+    The interval comes from a jackknife of the logit of the CKA, and is corrected for bias. Leaving
+    out an image needs no further pass over the tokens.
 
     Returns:
-        The interval. It is None for a single image, for equal tokens, and if the CKA is 1. It is
-        also None if the bias correction exceeds the margin. There are then too few tokens to
-        estimate the bias, and the interval would contain neither `linear_cka` nor its limit for
-        many images.
+        The interval. It is None for a single image, if all tokens are equal, and if the CKA is 1.
+        It is also None if the bias correction exceeds the margin of the interval. There are then
+        too few tokens to estimate the bias, and the interval would contain neither `linear_cka` nor
+        its limit for many images.
     """
     count = len(x)
     x, y = _centre(x), _centre(y)
@@ -390,10 +405,11 @@ def _squared_covariance(
     y: Float64[Tensor, "images tokens other_dim"],
     weights: Float64[Tensor, "sums images"],
 ) -> Float64[Tensor, " sums"]:
-    """Return the squared norm of the centred cross-covariance for each row of weights.
+    """Return the squared Frobenius norm of the centred cross-covariance of x and y.
 
-    It is ||sum_a w_a M_a - s t^T / n||^2. M_a = X_a^T Y_a is the product of image a. The vectors s
-    and t are the weighted sums of x and y, and n is the weighted number of tokens.
+    There is one value for each row w of weights: ||sum_a w_a M_a - s t^T / n||^2. M_a = X_a^T Y_a
+    is the product for image a. The vectors s and t are the weighted sums of the tokens of x and y,
+    and n is the weighted number of tokens.
     """
     matrices = torch.einsum("atd,ate->ade", x, y)
     s, t = x.sum(1), y.sum(1)

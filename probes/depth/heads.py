@@ -1,9 +1,9 @@
 """Train linear heads that predict the depth of each pixel.
 
-A head computes the logits of 256 bins from a patch. The depths of the bins are evenly spaced. The
-depth of a pixel is the mean depth of the bins, weighted by their positive logits. A *source* is one
-layer, or several layers whose channels are concatenated. Each source has one head for each learning
-rate.
+A head computes the logits of 256 depth bins for each patch. The depths of the bins are evenly
+spaced. The depth of a pixel is the mean depth of the bins, weighted by their positive logits. A
+*source* is one layer, or several layers whose channels are concatenated. Each source has one head
+for each learning rate.
 """
 
 import time
@@ -64,7 +64,7 @@ class DepthHeads:
 
     Attributes:
         weight: Weights of the patch's channels, followed by those of the [CLS] token's channels.
-        bias: Biases.
+        bias: Bias of each bin.
         bins: Depth of each bin in metres.
         constant_channels: Number of channels of each source that do not vary over the training
             images.
@@ -84,14 +84,15 @@ class DepthHeads:
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """Training of heads with AdamW and a cosine schedule.
+    """Training of linear depth heads with AdamW and a cosine schedule.
 
     Attributes:
         learning_rates: Peak learning rates. One head of each source is trained for each rate.
         epochs: Number of passes over the training images.
         batch_size: Number of images per step.
-        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss
-            consists only of its mean term, so that the scale of the depths is adjusted first.
+        warmup: Fraction of the steps in which the learning rate rises. In these steps, the loss has
+            no variance term (see `scale_invariant_loss`), so that the scale of the depths is
+            adjusted first.
         weight_decay: Weight decay of AdamW.
         standardize: Whether each channel is standardised over the training images.
         bounds: Depth of the first and of the last bin in metres. Other depths count as unknown.
@@ -116,9 +117,10 @@ class HeadTraining:
         progress: Progress,
         journal: Journal,
     ) -> DepthHeads:
-        """Train the heads on the chosen images, starting from the last entry of `journal`, if any.
+        """Train the heads on the chosen images.
 
-        The heads of a source do not depend on which other sources are trained.
+        If `journal` contains the state of an interrupted training, continue from there. The heads
+        of a source do not depend on which other sources are trained.
         """
         state: dict[str, Any] = journal.entries[-1] if journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
@@ -206,7 +208,7 @@ def predict_depth(
     patches: Patches,
     cls: Cls,
 ) -> DepthMaps:
-    """Return the depth maps of several heads in metres."""
+    """Return the depth maps in metres that the heads of one source predict for a batch."""
     dim = patches.shape[-1]
     by_patch = (patches.flatten(0, 2) @ weight[..., :dim].mT).unflatten(1, patches.shape[:3])
     by_image = cls @ weight[..., dim:].mT + bias[:, None]
@@ -217,9 +219,10 @@ def predict_depth(
 def decode_depth(
     logits: Float[Tensor, "maps rows cols bins"], bins: Float[Tensor, " bins"]
 ) -> Float[Tensor, "maps height width"]:
-    """Upsample logits bilinearly, and return the mean depth of the bins at each pixel.
+    """Upsample the logits of depth bins bilinearly, and return the mean depth at each pixel.
 
-    The weight of a bin is its logit plus 0.1, or 0.1 if the logit is negative.
+    The mean is taken over the depths of all bins. The weight of a bin is its logit plus 0.1, or 0.1
+    if the logit is negative.
 
     Source: `BNHead` and `DepthBaseDecodeHead` in dinov2/eval/depth/models/decode_heads of
     https://github.com/facebookresearch/dinov2/tree/b8931f7b.
@@ -238,11 +241,13 @@ def decode_depth(
 
 
 class PositiveSums(torch.autograd.Function):
-    """A function that sums the positive logits of each pixel, with and without depths as weights.
+    """An autograd function that upsamples logits and computes two sums over the bins of each pixel.
 
-    A cell is the area between the centres of four patches, whose logits are interpolated at its
-    pixels. Upsampled logits are computed in pieces that fit into the cache, and computed again in
-    the backward pass. For one head and an image of 37 x 37 patches, they take 22 MB.
+    The first is the sum of the positive logits times the depths of the bins. The second is the sum
+    of the positive logits. A cell is the area between the centres of four patches, whose logits are
+    interpolated at its pixels. Upsampled logits are computed in pieces that fit into the cache, and
+    computed again in the backward pass. For one head and an image of 37 x 37 patches, all upsampled
+    logits would take 22 MB.
     """
 
     @staticmethod
@@ -276,7 +281,11 @@ class PositiveSums(torch.autograd.Function):
 def _corners(
     padded: Float[Tensor, "maps tall wide bins"], maps: slice, rows: slice
 ) -> list[Float[Tensor, "some_maps some_rows cell_cols bins"]]:
-    """Return views of the four patches around each cell, for the chosen maps and rows of cells."""
+    """Return four views with the patches at the four corners of all cells.
+
+    A cell is the area between four patch centres. Only the chosen maps and rows of cells are
+    returned.
+    """
     above, below = padded[maps, rows], padded[maps, rows.start + 1 : rows.stop + 1]
     return [side for row in (above, below) for side in (row[:, :, :-1], row[:, :, 1:])]
 
@@ -284,9 +293,9 @@ def _corners(
 def _upsample(
     padded: Float[Tensor, "maps tall wide bins"],
 ) -> Iterator[tuple[tuple[slice, slice], Float[Tensor, "pixels maps rows cell_cols bins"]]]:
-    """Process the cells in pieces.
+    """Upsample logits in pieces that fit into the cache.
 
-    Yield the maps and rows of each piece, and its positive logits.
+    For each piece, yield its maps and rows, and its logits, with negative logits replaced by 0.
     """
     weights = corner_weights(UPSAMPLING, padded.device).to(padded)
     maps, tall, wide, bins = padded.shape
@@ -311,16 +320,16 @@ def scale_invariant_loss(
     *,
     only_mean: bool = False,
 ) -> Float[Tensor, " rates"]:
-    """Return the loss of each head over the known pixels of a batch.
+    """Return the loss of each head over the pixels of a batch whose depth is known.
 
-    The loss is sqrt(var(g) + 0.15 mean(g)^2), where g is the difference of ln(depth + 0.001). It is
-    0 if no pixel is known.
+    The loss is sqrt(var(g) + 0.15 mean(g)^2), where g = ln(depth + 0.001) - ln(target + 0.001). It
+    is 1e-6 if no depth is known.
 
     Args:
         depth: Predicted depth in metres.
         target: True depth in metres.
         is_known: Whether the depth of each pixel is known.
-        only_mean: Whether to leave out the variance.
+        only_mean: Whether to leave out the term var(g).
 
     Source: `SigLoss` in dinov2/eval/depth/models/losses/sigloss.py of
     https://github.com/facebookresearch/dinov2/tree/b8931f7b.

@@ -82,16 +82,16 @@ Metrics = Float64[np.ndarray, "images sources rates metrics"]
 
 @dataclass(frozen=True)
 class Depth(Probe):
-    """Predict the depth of each pixel with linear heads on the patches of each block.
+    """A probe that predicts the depth of each pixel with linear heads on the patches of each block.
 
     The heads of all blocks and all learning rates are trained together, so the encoder processes
-    each image only once. It processes images in figures once more.
+    each image only once. Only the images that are shown in figures are encoded a second time.
 
     Attributes:
         protocol: Name of the preset. "ssl_bench" has the head and the loss of DINOv2.
         layers_mode: Blocks whose features each head receives. "single" trains a head on each block.
-            "multi" trains one head on the blocks at 1/4, 1/2, 3/4 and all of the depth up to the
-            last requested layer. "last4" trains one head on the last four blocks up to that layer.
+            "multi" trains one head on four evenly spaced blocks, of which the last is the last
+            requested layer. "last4" trains one head on that layer and the three blocks before it.
         image_size: Side in pixels of the square images that the encoder receives. The default is
             rounded to a multiple of the patch size.
         facet: Features of a patch: token, key, query, value, attn_out, attn_skip, mlp_hidden,
@@ -173,12 +173,15 @@ class Depth(Probe):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """Return the names of the scored metrics, and for each the key in `UNITS` of its values."""
+        """Return a dictionary from each scored metric to the metric in `UNITS` that it reports.
+
+        For example, "delta1_holdout" and "delta1_oracle" both report "delta1".
+        """
         names = {"delta1_holdout": "delta1"} if self.holdout else {}
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """Return the layers that each head receives."""
+        """Return the groups of layers that the heads receive, one group for each source."""
         return group_layers(layers, self.layers_mode)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -208,7 +211,7 @@ class Depth(Probe):
         return figure_file_name(image_id, before="-".join([self.protocol, *features, ""]))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the heads of all layers.
+        """Train the depth heads of all requested layers, and yield their scores.
 
         Raises:
             DataError: There are too few training images, or an image has no usable depth.
@@ -218,12 +221,14 @@ class Depth(Probe):
 
 
 class DepthRun:
-    """Linear depth with one encoder on one dataset. The constructor computes no features.
+    """A run of the depth probe with one encoder on one dataset.
+
+    The constructor computes no features.
 
     Attributes:
-        sources: Layers that each head receives.
+        sources: Groups of layers. The heads of a source receive the features of all of its layers.
         split: Training images, some of which are held out.
-        training: Training of the heads.
+        training: Settings of the training of the heads.
     """
 
     def __init__(self, probe: Depth, context: ProbeContext) -> None:
@@ -251,7 +256,7 @@ class DepthRun:
         )
 
     def scores(self) -> Iterator[Score]:
-        """Train the heads, score them, draw figures, and yield the scores of all sources."""
+        """Train the heads, draw figures, and yield the scores of all sources (groups of layers)."""
         probe, context = self.probe, self.context
         features = self.compute_features()
         entries = self.split.training_entries(views=1)
@@ -334,9 +339,10 @@ class DepthRun:
         return TrainingDepths(stored, cls)
 
     def mean_depth(self, depths: Float[Tensor, "images rows cols"]) -> Float[Tensor, "rows cols"]:
-        """Return the mean depth at each place, over the images in which it is known.
+        """Return the mean depth at each position of the depth maps.
 
-        At places where it is never known, the mean over all places is used.
+        The mean is taken over the images in which the depth at that position is known. If it is
+        known in no image, the mean over all positions is used.
         """
         is_known = self.training.is_known(depths)
         mean = (depths * is_known).sum(0) / is_known.sum(0)
@@ -376,7 +382,13 @@ class DepthRun:
         indices: Sequence[int],
         mean_depth: Float[Tensor, "rows cols"] | None = None,
     ) -> tuple[Metrics, Float64[np.ndarray, "_images metrics"]]:
-        """Score all heads on each image, and a baseline that predicts `mean_depth` if it is given.
+        """Score all heads on each image, and optionally a baseline.
+
+        If `mean_depth` is given, the baseline predicts it for every image.
+
+        Returns:
+            The metrics of the heads, and those of the baseline. Without `mean_depth`, the second
+            array is empty.
 
         Raises:
             DataError: An image has no pixel with a known depth between the bounds.
@@ -402,7 +414,7 @@ class DepthRun:
     def _predict(
         self, heads: DepthHeads, batch: "EncodedBatch"
     ) -> list[Float[Tensor, "rates images rows cols"]]:
-        """Return the depth maps of the heads of each source."""
+        """Return the depth maps that the heads of each source predict for a batch."""
         return [
             heads.predict(
                 index,
@@ -422,7 +434,7 @@ class DepthRun:
         baseline: Float64[np.ndarray, "images metrics"],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Score the heads that receive the features of one source, which is a group of blocks.
+        """Yield the scores of one source, the group of blocks whose features the heads receive.
 
         "delta1_oracle" uses the learning rate with the highest delta1 on the scored images. The
         other metrics use learning rate number `chosen`, counted from 0.
@@ -467,7 +479,7 @@ class DepthRun:
     # Files
 
     def _draw_panels(self, heads: DepthHeads, chosen: Sequence[int]) -> None:
-        """Draw images with their true depth, the prediction of each source, and a colour bar."""
+        """Draw scored images with their true depth, all predictions, and a colour bar."""
         indices = sample_indices(self.scored_images.ids, self.probe.panels)
         for batch in self._encode(self.scored_images, indices, "images to draw"):
             by_source = self._predict(heads, batch)
@@ -481,7 +493,7 @@ class DepthRun:
                 draw_depths(sample.image, {k: v.numpy() for k, v in maps.items()}, path)
 
     def _open_journal(self) -> Journal:
-        """Return the journal from which the next run continues if this run is killed."""
+        """Return the journal, a file from which the next run continues if this run is killed."""
         ids = self.split.ids(self.images)
         header = {
             **self.context.encoder.identity(),
@@ -504,7 +516,10 @@ class DepthRun:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Samples with the features of each layer. Without [CLS] tokens, `cls` has a width of 0."""
+    """A batch of samples with the features of each layer.
+
+    If the heads do not use [CLS] tokens, the width of `cls` is 0.
+    """
 
     samples: Sequence[Sample]
     patches: Mapping[int, Float[Tensor, "batch rows cols dim"]]
@@ -540,9 +555,9 @@ def image_metrics(
     depth: Float[Tensor, "height width"],
     bounds: tuple[float, float],
 ) -> Float64[Tensor, "heads metrics"]:
-    """Return the metrics of one image for each head, in the order of `UNITS`.
+    """Return the depth metrics of one image for each head, in the order of `UNITS`.
 
-    With the predicted depth d and the true depth t of each known pixel, they are:
+    For the predicted depth d and the true depth t of the pixels with a known depth, they are:
 
     - delta1, delta2, delta3: percentage of pixels with max(d / t, t / d) < 1.25, 1.25^2, 1.25^3.
     - rmse: root of the mean of (d - t)^2.
@@ -570,7 +585,7 @@ def image_metrics(
 
 
 def mean_interval(values: Float64[np.ndarray, " images"], unit: str) -> Interval | None:
-    """Return the 95 % interval of the mean of non-negative values."""
+    """Return the 95 % confidence interval of the mean of non-negative values."""
     # `mean_estimate` limits intervals to 100, which only percentages have.
     scale = 1.0 if unit == "%" else float(values.max()) or 1.0
     ci95 = mean_estimate(values / scale).ci95()
@@ -585,7 +600,9 @@ def draw_depths(
     maps: Mapping[str, Float32[np.ndarray, "height width"]],
     path: Any,
 ) -> None:
-    """Draw an image and its depth maps with a common colour scale. The heading states its range.
+    """Draw an image and its depth maps with a common colour scale.
+
+    The heading of the figure states the range of the scale.
 
     Args:
         image: The image.
@@ -607,7 +624,10 @@ def draw_depths(
 def colour_depth(
     depth: Float32[np.ndarray, "height width"], low: float, high: float
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the colour of each depth, from dark blue at `low` to yellow at `high`."""
+    """Return a colour for each depth, from dark blue at `low` to yellow at `high`.
+
+    NaN is white.
+    """
     share = ((depth - low) / max(high - low, 1e-6)).clip(0, 1)
     colours = 255 * matplotlib.colormaps[_COLOURS](share)[..., :3]
     return np.where(np.isnan(depth)[..., None], 255, colours.round()).astype(np.uint8)

@@ -30,18 +30,21 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Float32 features of images for each facet, and the class of each image, in CPU memory."""
+    """Float32 feature vectors of images for each layer and facet, and the class of each image.
+
+    A facet is a kind of feature, such as the [CLS] token. All tensors are in CPU memory.
+    """
 
     layers: tuple[int, ...]
     by_facet: Mapping[str, Float[Tensor, "layers images dim"]]
     labels: Int64[Tensor, " images"]
 
     def select(self, layer: int, facet: str) -> LabelledFeatures:
-        """Return the features and labels of a layer and facet."""
+        """Return the image features of one layer and facet, and the class of each image."""
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
     def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
-        """Concatenate the channels of several layers for one facet."""
+        """Concatenate the features of several layers along the channels, for one facet."""
         parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
 
@@ -63,13 +66,13 @@ class ImagePass:
     batch_size: int
 
     def layers_per_pass(self, num_images: int, memory_gib: float) -> int:
-        """Return the number of layers, at least 1, whose features of all images fit into memory."""
+        """Return how many layers can keep their features of all images in memory, at least 1."""
         extractor = self._extractor(self.context.layers)
         width = sum(vector_width(extractor, facet) for facet in self.probe.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
-        """Compute the features of the images with these indices, for some layers.
+        """Compute the features of the images with the given indices, for the given layers.
 
         The features are also stored in `context.features`, where later probes of the same command
         find them.
@@ -123,7 +126,11 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the facets of a block that are needed to compute a facet of an image."""
+    """Return the features of a block from which a feature of a whole image is computed.
+
+    Kinds of features are called facets. For example, "cls_patch_mean" is computed from "cls_normed"
+    and "token_normed".
+    """
     return IMAGE_FACETS.get(facet, (facet,))
 
 
@@ -133,7 +140,10 @@ def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
 
 
 def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
-    """Return one vector for each layer and image of a batch. Patches are averaged."""
+    """Return one feature vector for each layer and image of a batch.
+
+    Features of patches are averaged over the patches.
+    """
     by_layer = []
     for layer in features.values():
         parts = [layer[part] for part in facet_parts(facet)]
@@ -143,5 +153,5 @@ def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch
 
 
 def is_constant(unit: Float[Tensor, "images dim"]) -> bool:
-    """Return whether all images have the same unit vector."""
+    """Return whether all images have the same unit vector, up to rounding."""
     return bool((unit - unit[0]).abs().max() < _TOLERANCE)

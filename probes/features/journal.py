@@ -62,7 +62,10 @@ class Journal:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """Return the entries that earlier processes wrote. Tensors are in CPU memory."""
+        """Return the entries that earlier processes wrote to the journal.
+
+        Tensors are in CPU memory.
+        """
         try:
             entries = self.read(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +82,7 @@ class Journal:
         return entries
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the valid entries of a file, without comparing its header.
+        """Return the valid entries of a file. Its header is not checked.
 
         Raises:
             OSError: The file cannot be read.
@@ -99,7 +102,7 @@ class Journal:
         return time.monotonic() - self._written_at >= self._seconds
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add an entry. If `is_due` is true, write all unwritten entries to the file.
+        """Add an entry to the journal. If `is_due` is true, write all unwritten entries.
 
         Args:
             entry: Dictionary of JSON types and tensors. Do not modify the dictionary afterwards.
@@ -112,7 +115,7 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Write all appended entries to the file.
+        """Write all appended entries to the journal file.
 
         Raises:
             MachineError: The file cannot be written.
@@ -136,7 +139,7 @@ class Journal:
         self._has_written = True
 
     def replace(self, entry: Mapping[str, Any]) -> None:
-        """Replace all entries of the file with this one.
+        """Replace all entries of the journal file with a single entry.
 
         If the process is killed, the old file remains.
 
@@ -148,7 +151,7 @@ class Journal:
         self._unwritten, self._written_at = [], time.monotonic()
 
     def remove(self) -> None:
-        """Delete the file, because the computation is complete."""
+        """Delete the journal file, because the computation is complete."""
         self._unwritten = []
         self.path.unlink(missing_ok=True)
 
@@ -168,7 +171,7 @@ def _format(entry: Mapping[str, Any]) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the entry of a line, or None if the line is damaged."""
+    """Return the entry in a line of the file, or None if the line is damaged."""
     try:
         content = json.loads(line)
         checksum = content.pop(_CHECKSUM)

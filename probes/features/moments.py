@@ -20,7 +20,7 @@ class Moments:
         self._products: Float64[Tensor, "dim dim"] = torch.empty(0)
 
     def add(self, vectors: Float[Tensor, "vectors dim"]) -> "Moments":
-        """Update the moments with a batch of vectors, and return this object."""
+        """Update the mean and covariance with a batch of vectors, and return this object."""
         vectors = to_float64(vectors)
         if not self.count:
             # With a shift near the mean, the covariance is not a small difference between large

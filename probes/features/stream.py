@@ -84,7 +84,7 @@ def images_per_pass(batch_size: int, image_size: int, device: torch.device) -> i
 def extract(
     extractor: FeatureExtractor, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
 ) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Compute the features of each layer for a batch, and sums that show whether they are finite.
+    """Compute the features of each layer for a batch, and sums that reveal non-finite features.
 
     `fetch_finite` checks the sums.
 
@@ -136,16 +136,18 @@ def extract_float16(
     *,
     fetch: bool = False,
 ) -> tuple[list[Half], Scales]:
-    """Compute the features of all layers, and round them to float16.
+    """Compute the features of all layers for a batch, and round them to float16.
+
+    Features that do not fit the range of float16 are scaled (see `to_float16`).
 
     Args:
         extractor: Extractor of one facet.
         images: RGB in [0, 1].
         ids: Image ids for error messages.
-        fetch: Whether to copy the features to CPU memory. Scales are always copied.
+        fetch: Whether to copy the features to CPU memory. The scales are always copied.
 
     Returns:
-        Features of each layer, and the factors that `undo_scaling` needs.
+        Features of each layer, and the scales by which `undo_scaling` multiplies them.
 
     Raises:
         CheckpointError: A feature is not finite.

@@ -75,7 +75,7 @@ Put = Callable[[int, Sequence[int], Half, Float[Tensor, " batch"]], None]
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Features and labels of a batch of entries, on the device of the heads."""
+    """Features and labels of a batch of training views, on the device of the heads."""
 
     features: Float[Tensor, "layers batch rows cols dim"]
     labels: Shaped[Tensor, "batch height width"]
@@ -87,16 +87,18 @@ ReadBatches = Callable[[BatchEntries], Iterator[FeatureBatch]]
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Features in memory or in a memory-mapped file.
+    """Features of training images, stored in memory or in a memory-mapped file.
+
+    An entry is one view of one training image.
 
     Attributes:
-        layers: Index of each block whose features are in `blocks`.
+        layers: Indices of the blocks whose features are in `blocks`.
         blocks: Features of all entries, divided by `scales`.
         labels: Labels in memory or in a memory-mapped file.
         present: Whether each label from 0 to 255 occurs in each entry. Empty if each entry has a
             single label.
         scales: Factors by which `undo_scaling` multiplies `blocks`. None if all factors are 1.
-        tier: "memory" or "disk", where `blocks` are stored.
+        tier: Where `blocks` are stored: "memory" or "disk".
         passes: Number of times that this run has encoded all entries. 0 if an earlier run stored
             the features.
     """
@@ -110,9 +112,10 @@ class StoredFeatures:
     passes: int = 1
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that reads batches with the features of `layers`, in this order.
+        """Return a function that reads the features of `layers`, in this order, batch by batch.
 
-        The features are first copied to the GPU if they take at most half of its free memory.
+        The function takes the entries (indices of views) of each batch. The features are first
+        copied to the GPU if they take at most half of its free memory.
         """
         indices = [self.layers.index(layer) for layer in layers]
         first, stop = min(indices), max(indices) + 1
@@ -146,7 +149,9 @@ class StoredFeatures:
 
 @dataclass
 class StreamedFeatures:
-    """Features that are computed again each time they are read.
+    """Features of training images that are computed again each time they are read.
+
+    An entry is one view of one training image.
 
     Attributes:
         layers: Indices of the blocks whose features can be read.
@@ -164,11 +169,14 @@ class StreamedFeatures:
 
     @property
     def passes(self) -> int:
-        """Number of times that this run has encoded all entries, rounded up."""
+        """Number of times that this run has encoded all training views, rounded up."""
         return -(-self._num_computed // len(self.present))
 
     def reader(self, layers: Sequence[int], device: torch.device) -> ReadBatches:
-        """Return a function that computes batches with the features of `layers`, in this order."""
+        """Return a function that computes the features of `layers`, in this order, batch by batch.
+
+        The function takes the entries (indices of views) of each batch.
+        """
 
         def read(batch_entries: BatchEntries) -> Iterator[FeatureBatch]:
             for batch in self.compute(layers, batch_entries, device):
@@ -222,10 +230,11 @@ class TrainingPass:
         memory_gib: float | None = None,
         disk_gib: float | None = None,
     ) -> TrainingFeatures:
-        """Compute and store the features, open a file of stored features, or prepare a stream.
+        """Provide the features of the training images from memory, from a file, or as a stream.
 
-        All images are always read, because their labels are needed. An unreadable image is
-        therefore found before training.
+        Features are computed and stored now, unless an earlier run has stored them or they are
+        streamed. All images are always read, because their labels are needed. An unreadable image
+        is therefore found before training.
 
         Args:
             folder: Folder of the feature files.
@@ -285,9 +294,9 @@ class TrainingPass:
         labels: UInt8[Tensor, "entries size size"] | None = None,
         put: Put | None = None,
     ) -> None:
-        """Fill `present` and `labels` from all views.
+        """Read all views of the training images, and fill `present` and `labels` with their labels.
 
-        If `put` is given, call it to store features.
+        If `put` is given, also compute the features, and call `put` to store them.
         """
         for entries, batch_labels, halves, scales in self.read_views(encode=put is not None):
             for entry, values in zip(entries, batch_labels, strict=True):
@@ -301,7 +310,10 @@ class TrainingPass:
     def read_views(
         self, *, encode: bool = False
     ) -> Iterator[tuple[list[int], UInt8[Tensor, "batch size size"], list[Half], Scales]]:
-        """Read batches of images, and yield entries, labels, features and scales for each view.
+        """Read the training images in batches, and yield the views of each batch.
+
+        For each batch and view number, yield the entries (indices of views), labels, features and
+        scales.
 
         Args:
             encode: Whether to compute the features. If false, the list of features is empty.
@@ -331,7 +343,7 @@ class TrainingPass:
         *,
         allow_scaled: bool = False,
     ) -> Iterator[FeatureBatch]:
-        """Decode and encode batches of entries without storing the features.
+        """Decode training images and compute their features batch by batch, without storing them.
 
         The features are rounded to float16, like stored features. On a CPU, the features of an
         image do not depend on the other images in the batch. On a GPU, this depends on the library
@@ -339,7 +351,7 @@ class TrainingPass:
 
         Args:
             layers: Some layers of the extractor.
-            batch_entries: The entries of each batch.
+            batch_entries: The entries (indices of views) of each batch.
             device: Device of the batches.
             allow_scaled: Whether to return scaled float16 features, without `undo_scaling`. These
                 are sufficient if all vectors are L2-normalised later.
@@ -370,7 +382,7 @@ class TrainingPass:
         return [(sample.image_id, image, resize_mask(mask, size, size)) for image, mask in views]
 
     def header(self) -> dict[str, Any]:
-        """Return all values that the features depend on, as JSON types."""
+        """Return all values that stored features depend on, as JSON types."""
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
@@ -399,12 +411,13 @@ def _stack_views(
 
 
 class FeatureFile:
-    """A `.npy` file with the features of all layers and entries, and a `.json` file beside it.
+    """A `.npy` file with the features of all training views in all layers, and a `.json` file.
 
-    The array is float16 with the dimensions layer, entry, row, column and channel. The JSON file
-    contains the header, the scales of `undo_scaling`, and one checksum of features and scales. Both
-    file names contain a digest of the header, so a run with a different header does not find the
-    files. The files may be deleted at any time.
+    The array is float16 with the dimensions layer, entry (view of an image), row, column and
+    channel. The JSON file contains the scales of `undo_scaling`, one checksum of features and
+    scales, and a header. The header lists all values that the features depend on. Both file names
+    contain a digest of the header, so a run with a different header does not find the files. The
+    files may be deleted at any time.
 
     The checksum is verified once, when a run opens the files. Then the array is memory-mapped. If
     another process deletes or replaces the files, the run keeps the old array. Later changes inside
@@ -436,11 +449,11 @@ class FeatureFile:
     def load(
         self, say: Callable[[str], None], progress: Progress = show_progress
     ) -> tuple[Blocks, Float[Tensor, "layers entries"]] | None:
-        """Verify the checksum of the files, and memory-map the array.
+        """Verify the checksum of stored features, and memory-map them.
 
         Args:
             say: Function that prints a message if the files exist but are not used.
-            progress: Function that shows the progress of reading the array.
+            progress: Function that shows the progress of reading the features.
 
         Returns:
             Features and scales. None if the files are missing or damaged, or if another user could
@@ -465,10 +478,11 @@ class FeatureFile:
         return None
 
     def write(self, fill: Callable[[Put], None]) -> tuple[Blocks, Float[Tensor, "layers entries"]]:
-        """Write features to the files, and memory-map the array.
+        """Write features to the array file and the JSON file, and memory-map them.
 
         Args:
-            fill: Function that stores all features by calling its argument `put`.
+            fill: Function that stores all features. Its argument is a function `put`, which it must
+                call for each layer and batch.
 
         Raises:
             MachineError: The disk is full or the folder cannot be written. If the disk is already
@@ -507,13 +521,13 @@ class FeatureFile:
         return blocks, torch.from_numpy(scales)
 
     def _describe(self, scales: np.ndarray, checksums: np.ndarray) -> bytes:
-        """Return the content of the JSON file, given the scales and checksums of the array."""
+        """Return the content of the JSON file beside the array file of stored features."""
         checksum = crc32(scales.tobytes(), crc32(checksums.tobytes()))
         values = f'"checksum": {checksum}, "scales": {json.dumps(scales.tolist())}'
         return f'{{"header": {self._header}, {values}}}\n'.encode()
 
     def _read_checksums(self, file: BufferedReader, progress: Progress) -> np.ndarray:
-        """Read the file once, and return the CRC-32 of each entry of each layer.
+        """Read the array file once, and return a CRC-32 for each layer and training view.
 
         Raises:
             ValueError: The size or the array header of the file is not the expected one.

@@ -1,4 +1,4 @@
-"""Select the training images of a probe, the views of each image, and the layers of each head.
+"""Select the training images of a probe, their views, and the layers that each head receives.
 
 `TrainingSplit` holds out some training images to select a hyperparameter. `Shots` draws a few
 training images of each class. The draws depend only on the images, the settings and the seed. A
@@ -36,8 +36,8 @@ _PATCH_FACETS: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FAC
 class TrainingSplit:
     """The training images that a probe uses. Some of them are held out.
 
-    Features are stored by entry. The entry of view v of the image at position n of `indices` is n *
-    views + v.
+    Features are stored for each view of each image. View v of the image at position n of `indices`
+    has the index n * views + v, which is called its entry.
 
     Attributes:
         indices: Indices of the used images in the training set, in ascending order.
@@ -51,7 +51,7 @@ class TrainingSplit:
     def draw(
         cls, images: ImageSet, *, max_images: int | None, holdout: float, seed: int
     ) -> "TrainingSplit":
-        """Draw the images to use, and hold out some of them.
+        """Draw the training images to use at random, and hold out some of them.
 
         Args:
             images: The training set.
@@ -76,12 +76,12 @@ class TrainingSplit:
         return cls(indices, frozenset(held_out.tolist()))
 
     def training_entries(self, views: int) -> Int64[Tensor, " entries"]:
-        """Return the entries of all views of the images that are not held out."""
+        """Return the entries (indices) of all views of the images that are not held out."""
         training = [n for n in range(len(self.indices)) if n not in self.held_out]
         return (torch.tensor(training)[:, None] * views + torch.arange(views)).flatten()
 
     def all_entries(self, views: int) -> Int64[Tensor, " entries"]:
-        """Return the entries of all views of all images."""
+        """Return the entries (indices) of all views of all used images."""
         return torch.arange(len(self.indices) * views)
 
     def ids(self, images: ImageSet) -> list[str]:
@@ -98,8 +98,8 @@ def ids_sha256(ids: Sequence[str]) -> str:
 class Shots:
     """A few training images of each class, in several random draws.
 
-    Each draw orders the images of each class at random. The first n images in this order are the
-    shots for the number n, so they are also shots for every larger number.
+    Each draw orders the images of each class at random. For n shots, the first n images of each
+    class are used. A larger number of shots therefore adds images, and keeps the others.
 
     Attributes:
         indices: Indices of all drawn images in the training set, in ascending order.
@@ -111,7 +111,7 @@ class Shots:
 
     @classmethod
     def draw(cls, images: ImageSet, *, per_class: int, draws: int, seed: int) -> "Shots":
-        """Draw images of each class without reading the image files.
+        """Draw training images of each class at random, without reading the image files.
 
         Args:
             images: The training set.
@@ -140,9 +140,10 @@ class Shots:
         return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(drawn.shape)))
 
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
-        """Return the sorted positions of `count` images of each class in a draw.
+        """Return the positions in `indices` of some images of one draw, in ascending order.
 
-        The first `skip` images of each class are passed over.
+        They are `count` images of each class. The first `skip` images of each class are passed
+        over.
         """
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
@@ -163,7 +164,9 @@ def require_labels(images: ImageSet) -> Sequence[int]:
 
 
 def shot_counts(shots: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the distinct numbers of shots in ascending order, or () if all images are used.
+    """Return the numbers of training images of each class (shots), distinct and in ascending order.
+
+    Return an empty tuple if all images are used.
 
     Raises:
         ConfigurationError: The list is empty.
@@ -188,14 +191,14 @@ def reject_train_images_with_shots(
 
 
 def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
-    """Return the layers that each head receives.
+    """Return the groups of layers that the heads receive, one group for each head.
 
     Args:
         layers: Requested layers.
         layers_mode: "single" gives each requested layer its own head. "multi" and "last4" use only
-            the last requested layer, and give one head. With "multi", the head receives the layers
-            at 1/4, 1/2, 3/4 and all of the depth up to that layer. With "last4", it receives the
-            last four layers up to that layer.
+            the last requested layer, and give one head. With "multi", the head receives four evenly
+            spaced layers, of which the last is the requested one. With "last4", it receives the
+            requested layer and the three layers before it.
     """
     last = max(layers)
     if layers_mode == "multi":
@@ -206,7 +209,10 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 
 
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
-    """Raise a ConfigurationError if a facet names one block but heads receive several blocks."""
+    """Raise a ConfigurationError if features of a single block are requested for multi-block heads.
+
+    A facet can name a submodule of one block. `layers_mode` states how many blocks a head receives.
+    """
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(
             f"probe.facet must name every block (*) for probe.layers_mode={layers_mode}, got block "
@@ -215,10 +221,10 @@ def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
 
 
 def parse_patch_facet(facet: str, norm: str) -> FacetSpec:
-    """Parse the name of a patch facet.
+    """Parse the setting `facet` of a probe, which names a kind of patch features.
 
     Args:
-        facet: Name from the user.
+        facet: Name from the user, such as "token" or "key".
         norm: "final" selects tokens after the encoder's final norm. Other values are ignored.
 
     Raises:
@@ -247,7 +253,9 @@ _MAX_ASPECT = 4
 
 
 class TrainingViews:
-    """Base class of the ways to make views of an image. Subclasses are frozen dataclasses.
+    """The base class of methods that make training views of an image, such as random crops.
+
+    Subclasses are frozen dataclasses.
 
     Attributes:
         count: Number of views of each image.
@@ -402,9 +410,10 @@ class ScaledCrops(TrainingViews):
 def make_views(
     crops: str, count: int, seed: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> TrainingViews:
-    """Return the kind of views that the settings `crops` and `views` of a probe select.
+    """Return the method that makes training views, as selected by the setting `crops` of a probe.
 
-    Scaled crops are filled with the colour `mean` outside the image.
+    `count` is the number of views of each image. `mean` is the colour that fills scaled crops
+    outside the image.
     """
     if crops == "resized":
         return ResizedCrops(count, seed)

@@ -1,4 +1,4 @@
-"""Train heads that pool the patches of an image with learned queries and classify the result.
+"""Train heads that pool the patches of an image with learned queries and classify the image.
 
 Linear classification uses these heads if `probe.pool` is `attentive`.
 
@@ -31,10 +31,10 @@ _QUERY_DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class AttentivePooling:
-    """Heads that pool the patches with learned queries and are trained with LARS.
+    """Training of attentive heads, which pool the patches of an image with learned queries.
 
-    The published code uses learning rates of 0.1 to 1.5 for batches of 256 images, and 90 epochs of
-    random crops.
+    The heads are trained with LARS. The published code of Efficient probing uses learning rates of
+    0.1 to 1.5 for batches of 256 images, and 90 epochs of random crops.
 
     Attributes:
         queries: Number of queries of each head, which must divide the encoder's number of channels.
@@ -54,7 +54,7 @@ class AttentivePooling:
         require_nonempty("probe.pool.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that affect the result, as JSON types."""
+        """Return the settings that affect the trained heads, as JSON types."""
         own = asdict(self) | {"learning_rates": list(self.learning_rates)}
         return {"pool": "attentive", "optimizer": "lars", **own}
 
@@ -84,9 +84,10 @@ class AttentivePooling:
         device: torch.device,
         progress: Progress,
     ) -> "TrainedAttentiveHeads":
-        """Train one head for each layer and learning rate on the chosen entries.
+        """Train one head for each layer and learning rate.
 
-        `labels` contains the labels of all entries.
+        `entries` are the indices of the training examples to use. `labels` contains the labels of
+        all examples.
         """
         start, layers = time.monotonic(), features.layers
         # The batch normalisation of a smaller last batch would differ, so that batch is left out.
@@ -129,19 +130,19 @@ class AttentivePooling:
 
 @dataclass(frozen=True)
 class AttentiveHeads:
-    """One attentive head for each layer (source) and each learning rate (value).
+    """Attentive heads, one for each layer (source) and each learning rate (value).
 
     The attention weights of a query are the softmax of its scaled dot products with the patches.
-    There is no key projection. Each query pools its own share of the channels of the value
-    projection. The pooled channels are batch-normalised without scale and shift, and classified by
-    a linear layer.
+    Keys are not projected. Each query pools its own share of the channels of the value projection.
+    The pooled channels are batch-normalised without scale and shift, and classified by a linear
+    layer.
 
     Attributes:
         value: Value projection without a bias. Each query has an equal share of its rows.
         mean: Running mean of the pooled channels, with which scored images are normalised.
         variance: Running variance of the pooled channels.
 
-    Source: `poolings/ep.py` and `probe_heads.py` of the published code, with one attention head and
+    Source: `poolings/ep.py` and `probe_heads.py` of Efficient probing, with one attention head and
     `d_out=1`.
     """
 
@@ -164,7 +165,10 @@ class AttentiveHeads:
         seed: int,
         device: torch.device | None = None,
     ) -> "AttentiveHeads":
-        """Return heads for all sources and values, which have the same random weights."""
+        """Return untrained heads for all sources (layers) and values (learning rates).
+
+        All heads have the same random weights.
+        """
         generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
 
         def uniform(*shape: int) -> Tensor:
@@ -210,7 +214,10 @@ class AttentiveHeads:
     def logits(
         self, source: int, tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "values batch classes"]:
-        """Return the logits of scored images, computed with the running mean and variance."""
+        """Return the logits of all heads of a source (layer) for scored images.
+
+        The pooled channels are normalised with the running mean and variance.
+        """
         pooled = pool_tokens(tokens, self.query[source], self.value[source])
         deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
         normed = (pooled - self.mean[source][:, None]) / deviation
@@ -237,7 +244,7 @@ def pool_tokens(
 
 @dataclass(frozen=True)
 class TrainedAttentiveHeads:
-    """Trained attentive heads of some layers.
+    """Trained attentive heads, with the layers whose patches they pool.
 
     Attributes:
         constant_channels: Number of channels of each layer that do not vary in the first batch.
@@ -258,8 +265,8 @@ class LARS(HeadOptimizer):
     computed separately for each head. Gradients of vectors, such as the bias of a head, are not
     scaled.
 
-    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of the published
-    code, without weight decay.
+    Source: You et al., https://arxiv.org/abs/1708.03888, as in `util/lars.py` of Efficient probing,
+    without weight decay.
     """
 
     momentum: float = 0.9

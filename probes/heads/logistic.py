@@ -1,8 +1,8 @@
-"""Train logistic regressions by L-BFGS until they converge, for many layers and values of C.
+"""Train logistic regressions by L-BFGS until convergence, for many layers and values of C.
 
-All heads share each pass over the features, but each head has its own curvature and step length.
-Heads that have converged or stalled are left out of later passes. `minimise` works for any smooth
-convex functions.
+C is the weight of the loss relative to the penalty. All heads share each pass over the features,
+but each head has its own curvature and step length. Heads that have converged or stalled are left
+out of later passes. `minimise` works for any smooth convex functions.
 """
 
 import time
@@ -98,9 +98,10 @@ class LogisticRegression(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head for each source (the layers of a head) and each C, without randomness.
+        """Train one head for each source (group of layers) and each value of C.
 
-        The journal is ignored, so an interrupted training starts from the beginning.
+        The training involves no randomness. The journal is ignored, so an interrupted training
+        starts from the beginning.
         """
         del journal
         start = time.monotonic()
@@ -133,7 +134,7 @@ class LogisticRegression(Training):
         num_weights = spec.classes * dim
 
         def make_heads(source: int, values: _Values) -> LinearHeads:
-            """Return heads of one source. The rows of `values` are their parameters."""
+            """Build the heads of one source. Each row of `values` has the parameters of a head."""
             weight, bias = values[None].to(scale.mean).split([num_weights, spec.classes], 2)
             return LinearHeads(scale.select(source), weight.unflatten(2, (-1, dim)), bias)
 
@@ -195,13 +196,13 @@ def hessian_inverse(
 ) -> Callable[[_Values], _Values]:
     """Return a function that multiplies gradients by an approximation of the inverse Hessian.
 
-    Let f be the frequency of class k. The Hessian of this class is approximately f (1 - f) times
-    the covariance of the features, plus the penalty.
+    Let f be the frequency of a class. The Hessian of the weights of this class is approximately f
+    (1 - f) times the covariance of the features, plus the penalty.
 
     Args:
         covariances: Covariance of the features of each source.
-        scale: Factor of each channel.
-        penalty: Penalty of each head.
+        scale: Factor by which each channel is multiplied before it enters a head.
+        penalty: Weight of the squared norm in the loss of each head.
         frequencies: Frequency of each class.
     """
     classes, dim = len(frequencies), scale.shape[1]
@@ -226,10 +227,10 @@ class Minimum:
     """The result of minimising several functions, each of which is called a problem.
 
     Attributes:
-        converged: Whether no entry of the gradient of a problem exceeds the tolerance, as a tensor
-            on the CPU.
-        stalled: Whether a problem stopped before convergence because several steps lowered neither
-            its loss nor its gradient. All other problems without convergence reached the maximum
+        converged: Whether each problem has converged: no entry of its gradient exceeds the
+            tolerance. The tensor is on the CPU.
+        stalled: Whether each problem stopped early because several steps lowered neither its loss
+            nor its gradient. A problem that neither converged nor stalled reached the maximum
             number of steps.
     """
 
@@ -247,12 +248,12 @@ def minimise(
     iterations: Iterable[int],
     gradient_tolerance: float,
 ) -> Minimum:
-    """Minimise several smooth convex functions at once by L-BFGS, one for each row of `start`.
+    """Minimise several smooth convex functions (problems) at once by L-BFGS.
 
     Args:
         objective: Function that returns the losses and gradients of some problems, given their
             indices (on the CPU) and their parameters.
-        start: Initial parameters of each problem.
+        start: Initial parameters, one row for each problem.
         precondition: Function that multiplies the gradients of all problems by an approximate
             inverse Hessian.
         iterations: Iterable with one item for each step. Its length is the maximum number of steps.
@@ -318,7 +319,10 @@ def minimise(
 def _descent_direction(
     gradient: _Values, pairs: Sequence[_Pair], precondition: Callable[[_Values], _Values]
 ) -> _Values:
-    """Return the negative gradient times the approximate inverse Hessian (two-loop recursion)."""
+    """Return the search direction of L-BFGS, computed by the two-loop recursion.
+
+    It is the negative gradient times an approximation of the inverse Hessian.
+    """
     direction, shares = gradient.clone(), []
     for step, change, weight in reversed(pairs):
         share = weight * _dot(step, direction)

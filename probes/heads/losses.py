@@ -1,10 +1,10 @@
-"""Compute losses of patch logits against pixel labels, for many heads at once.
+"""Compute segmentation losses of patch logits against pixel labels, for many heads at once.
 
 A head is linear, so upsampling its logits gives the same result as applying the head to upsampled
 features. Heads therefore compute logits for patches, and only the loss handles pixels. Each loss
 returns its value and its gradient. The work is divided into pieces that fit into the cache.
-`summed_logsumexp` computes the expensive part of the bilinear loss without storing the upsampled
-logits of all heads.
+`summed_logsumexp` computes the expensive part of the loss of bilinearly upsampled logits. It never
+stores the upsampled logits of all heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,33 +40,34 @@ Logits = Float[Tensor, "heads classes batch rows cols"]
 
 @dataclass(frozen=True)
 class PixelTargets:
-    """Labels of a batch in the form that a loss needs. All heads share them.
+    """Labels of a batch in the form that a segmentation loss needs. All heads share them.
 
     Attributes:
-        label_weights: Weight of each patch logit in the sum of the label logits of all pixels. The
-            label logit of a pixel is its logit for its true class.
-        counted: Weight of each pixel of each cell, or 0 if the pixel is ignored. A cell is an area
-            whose pixels depend on the same patches. Losses on whole patches have a single weight
-            for each cell.
+        label_weights: Weight of each patch logit in the sum of the true-class logits of all pixels.
+            The logits of a pixel are weighted sums of patch logits.
+        counted: Weight of each pixel in the loss, or 0 if the pixel is ignored. Pixels are grouped
+            by cells, which are areas whose pixels depend on the same patches. Losses on whole
+            patches have a single weight for each patch.
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 
     def select(self, images: slice) -> "PixelTargets":
-        """Return the targets of some images of the batch."""
+        """Return the part of the labels that belongs to some images of the batch."""
         return PixelTargets(self.label_weights[:, images], self.counted[:, images])
 
 
 class PixelLoss:
-    """The base class of losses. Each file in configs/probe/segmentation/loss selects one loss.
+    """The base class of the losses that heads can be trained with.
 
-    By default, `loss_and_gradient` computes the cross-entropy between the logits of each patch and
-    the distribution of its labels. Losses with upsampled logits override this method.
+    Each file in configs/probe/segmentation/loss selects one loss. By default, `loss_and_gradient`
+    computes the cross-entropy between the logits of each patch and the distribution of its labels.
+    Losses that upsample the logits override this method.
     """
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that affect the result, as JSON types."""
+        """Return the settings of the loss that affect the trained heads, as JSON types."""
         raise NotImplementedError
 
     def label_size(self, grid: int, patch: int) -> int:
@@ -79,13 +80,16 @@ class PixelLoss:
     def targets(
         self, labels: Integer[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
     ) -> PixelTargets:
-        """Return the targets of a batch. `grid` is the number of rows and columns of patches."""
+        """Return the labels of a batch in the form that the loss needs.
+
+        `grid` is the number of rows and columns of patches.
+        """
         raise NotImplementedError
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        """Return the loss of each head, summed over the labelled pixels, and the gradients."""
+        """Return the loss of each head, summed over the labelled pixels, and its gradients."""
         label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
         probabilities = logits.softmax(1)
         loss = (logsumexp(logits, probabilities, 1) * counted).flatten(1).sum(1)
@@ -95,9 +99,9 @@ class PixelLoss:
 
 @dataclass(frozen=True)
 class HistogramLoss(PixelLoss):
-    """Cross-entropy of the logits of each patch against the histogram of the labels under it.
+    """Cross-entropy of each patch's logits against the histogram of the pixel labels inside it.
 
-    This loss is the cross-entropy over all pixels if each pixel has the logits of its patch.
+    It equals the cross-entropy over all pixels if each pixel has the logits of its patch.
     """
 
     def settings(self) -> dict[str, Any]:
@@ -112,7 +116,7 @@ class HistogramLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class MajorityLoss(PixelLoss):
-    """Cross-entropy of the logits of each patch against the most frequent label under it.
+    """Cross-entropy of each patch's logits against the most frequent pixel label inside it.
 
     A patch is left out if it has more ignored pixels than pixels of any class. If several classes
     are equally frequent, the class with the smallest number is used.
@@ -133,7 +137,10 @@ class MajorityLoss(PixelLoss):
 
 @dataclass(frozen=True)
 class LabelLoss(PixelLoss):
-    """Cross-entropy of the logits of each image against its class. An image is a single patch."""
+    """Cross-entropy of the logits of each image against its class.
+
+    The image is treated as a single patch.
+    """
 
     def targets(
         self, labels: Int64[Tensor, "batch 1 1"], classes: int, grid: tuple[int, int]
@@ -147,14 +154,14 @@ class LabelLoss(PixelLoss):
 class UpsampledLoss(PixelLoss):
     """Cross-entropy of bilinearly upsampled logits against label maps.
 
-    The side of the label maps is a multiple of that of the token grid. A cell is the area between
-    the centers of four patches, whose logits are interpolated at its pixels. The loss of a pixel is
-    its log-normaliser minus the logit of its true class. The logits of the true classes are summed
-    without upsampling, so only the log-normalisers need upsampled logits.
+    The side of the label maps is a multiple of the side of the token grid. A cell is the area
+    between the centers of four patches, whose logits are interpolated at its pixels. The loss of a
+    pixel is its log-normaliser minus the logit of its true class. The logits of the true classes
+    are summed without upsampling, so only the log-normalisers need upsampled logits.
 
     Attributes:
-        factor: Side of the label maps in multiples of the token grid, or None for the size of the
-            encoder's input.
+        factor: Ratio of the side of the label maps to the side of the token grid, or None for label
+            maps at the encoder's input size.
     """
 
     factor: Count | None = 4
@@ -249,7 +256,10 @@ class ResampledLoss(PixelLoss):
         return loss, gradient.sub_(label_weights)
 
     def _bilinear_matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vertical and the horizontal bilinear weights, with pixels as rows."""
+        """Return the matrices that interpolate vertically and horizontally from patches to pixels.
+
+        They are bilinear interpolation weights, with pixels as rows and patches as columns.
+        """
         device = float64_device(like.device)
         pixels = torch.arange(self.size, dtype=torch.float64, device=device)
         matrices = []
@@ -279,15 +289,17 @@ def label_histograms(
 def summed_logsumexp(
     logits: Logits, counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
 ) -> tuple[Float[Tensor, " heads"], Logits]:
-    """Return the weighted sum of the log-normalisers of all pixels for each head, and its gradient.
+    """Sum the log-normalisers of all pixels for each head, and compute the gradients of the sums.
 
-    The logits are processed in pieces. On CUDA, a Triton kernel computes float32 pieces whose cells
-    have at most 32 x 32 pixels, if Triton can compile it. Otherwise, PyTorch computes each piece.
-    On a CPU, the pieces fit into the cache.
+    The log-normaliser of a pixel is the logsumexp over the classes of its bilinearly upsampled
+    logits. The logits are processed in pieces. On CUDA, a Triton kernel computes float32 pieces
+    whose cells have at most 32 x 32 pixels, if Triton can compile it. Otherwise, PyTorch computes
+    each piece. On a CPU, the pieces fit into the cache.
 
     Args:
         logits: Logits of the patches. The largest logit of each patch must be 0.
-        counted: Weight of each pixel of a cell. The pixels of a cell are in row-major order.
+        counted: Weight of each pixel in the sum. A cell is the area between four patch centers, and
+            its pixels are in row-major order.
     """
     weights = corner_weights(round(len(counted) ** 0.5), logits.device)
     padded = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")
@@ -328,7 +340,10 @@ def _sum_piece(
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the sum of the log-normalisers for each head, and its gradient for each corner."""
+    """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
+
+    The gradients are those with respect to the four patches at the corners of each cell.
+    """
     corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
     is_product = torch.zeros(len(padded), dtype=torch.bool)
     if padded.device.type == "cpu" and 1 < len(weights) <= _MAX_PRODUCTS:
@@ -356,10 +371,11 @@ def _sum_piece(
 def _exponentials(
     corners: Float[Tensor, "4 values"], weights: Float[Tensor, "pixels 4"]
 ) -> Float[Tensor, "pixels values"]:
-    """Return the exponentials of bilinearly upsampled logits.
+    """Return the exponentials of bilinearly upsampled logits, computed mostly by multiplication.
 
-    In a cell, a logit is a + bx + cy + dxy. The exponential at a pixel is therefore that of its
-    neighbour times a ratio, and a product takes less time than an exponential.
+    Within a cell, the logit at the pixel (x, y) is a + bx + cy + dxy. The exponential at a pixel is
+    therefore that of its neighbour times a ratio. Multiplication is faster than the exponential
+    function.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)
@@ -380,7 +396,10 @@ def _exponentials(
 def _corners(
     padded: Float[Tensor, "*some tall wide"],
 ) -> list[Float[Tensor, "*some cell_rows cell_cols"]]:
-    """Return views of the four patches around each cell."""
+    """Return four views with the patches at the four corners of all cells.
+
+    A cell is the area between four patch centers.
+    """
     rows = (padded[..., :-1, :], padded[..., 1:, :])
     return [side for row in rows for side in (row[..., :-1], row[..., 1:])]
 
@@ -394,7 +413,7 @@ def _add_to_corners(
 
 
 def _fold_edges(padded: Float[Tensor, "*some tall wide"]) -> Float[Tensor, "*some rows cols"]:
-    """Add the values of patches that were repeated beyond the grid to the patches at its edge."""
+    """Remove the padding, which repeats the outermost patches, and add its values to them."""
     for axis in (-2, -1):
         padded.select(axis, 1).add_(padded.select(axis, 0))
         padded.select(axis, -2).add_(padded.select(axis, -1))
@@ -425,7 +444,10 @@ def logsumexp(logits: Tensor, probabilities: Tensor, axis: int) -> Tensor:
 def _pieces(
     padded: Float[Tensor, "heads classes batch tall wide"], values_per_cell: int
 ) -> list[list[slice]]:
-    """Split the work into pieces of limited size, by heads, images and rows of cells."""
+    """Split the work into pieces of limited size.
+
+    Return the slices of heads, of images and of rows of cells. Their combinations are the pieces.
+    """
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []
     size = values_per_cell * classes * (wide - 1) * padded.element_size()

@@ -1,7 +1,8 @@
-"""Sum the log-normalisers of bilinearly upsampled logits in one CUDA kernel, and differentiate.
+"""Sum the log-normalisers of upsampled logits in one Triton kernel, and compute the gradient.
 
-The kernel upsamples the logits of a cell in registers, once for the normalisers and once for the
-gradient. It never writes upsampled logits to memory.
+The log-normaliser of a pixel is the logsumexp over its class logits. The kernel upsamples the
+logits of a cell bilinearly in registers, once for the normalisers and once for the gradient. It
+never writes upsampled logits to memory.
 """
 
 import torch
@@ -19,13 +20,15 @@ def sum_with_kernel(
     counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
     weights: Float[Tensor, "pixels 4"],
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-    """Return the sum of the log-normalisers for each head, and its gradient for each corner.
+    """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
 
     Args:
         padded: Logits of the patches in float32. The patches at the edge of the grid are repeated
             once beyond it.
-        counted: Weight of each pixel of a cell.
-        weights: Bilinear weights of the four patches around a cell for each of its pixels.
+        counted: Weight of each pixel of each cell in the sum. A cell is the area between four patch
+            centers.
+        weights: Bilinear weights of the four patches at the corners of a cell, for each of its
+            pixels.
     """
     heads, classes, images, tall, wide = padded.shape
     padded, counted, weights = padded.contiguous(), counted.contiguous(), weights.to(padded)
@@ -46,7 +49,7 @@ def sum_with_kernel(
 
 @triton.jit
 def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
-    """Return the logits of all pixels (columns) of some cells (rows) for one class."""
+    """Return the upsampled logits of one class at all pixels (columns) of some cells (rows)."""
     upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
     upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]
     lower_left = tl.load(logits + corners + wide, is_cell, 0.0)[:, None]

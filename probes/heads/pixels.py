@@ -55,9 +55,9 @@ def predict_pixels(
 ) -> UInt8[Tensor, "heads height width"]:
     """Return the class with the largest bilinearly upsampled logit, for every pixel.
 
-    On a GPU, all logits are upsampled. On a CPU, this is done only for heads with huge or
-    non-finite logits, and `predict_pixels_exactly` computes all other heads. The two methods may
-    give different classes for pixels whose class depends on rounding.
+    On a GPU, all logits are upsampled. On a CPU, `predict_pixels_exactly` is used instead, except
+    for heads with huge or non-finite logits. The two methods may give different classes for pixels
+    whose class depends on rounding.
     """
     if logits.device.type != "cpu":
         return predict_pixels_upsampled(logits, height, width)
@@ -89,10 +89,11 @@ def predict_pixels_upsampled(
 def predict_pixels_exactly(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
-    """Predict the class of every pixel by this module's definition, on a CPU.
+    """Predict the class of every pixel on a CPU, with fully specified rounding and ties.
 
-    All logits must be finite and smaller than 1e30. Each thread computes whole groups of heads,
-    because single operations are too small to be divided among threads.
+    The docstring of this module defines the class of a pixel. All logits must be finite and smaller
+    than 1e30 in magnitude. Each thread computes whole groups of heads, because single operations
+    are too small to be divided among threads.
     """
     y, x = Axis.divide(height, logits.shape[1]), Axis.divide(width, logits.shape[2])
     threads = torch.get_num_threads()
@@ -135,7 +136,7 @@ def _predict_group(
 
 @dataclass(frozen=True)
 class Axis:
-    """The pixels along one axis of an image, and the patches and blocks that they belong to.
+    """The pixels along one axis of an image, divided into blocks between the patch centers.
 
     The outermost patches are repeated beyond the edge, so every pixel lies in a gap between two
     patch centers. Each gap is cut into equal blocks. The number of blocks per gap is a power of
@@ -144,13 +145,13 @@ class Axis:
     Attributes:
         patches: Number of patches.
         patch_before: Index of the patch before each pixel. It is -1 before the first patch center.
-        weight_after: Weight of the patch after each pixel.
+        weight_after: Interpolation weight of the patch after each pixel.
         blocks_per_gap: Number of blocks between two patches.
         block: Index of the block of each pixel.
         has_pixels: Whether each block contains pixels.
         block_pixels: Pixels of each block. If a block has fewer pixels than the largest one, its
             last pixel is repeated.
-        node_weights: Weight of the node after each pixel of `block_pixels`.
+        node_weights: Interpolation weight of the node after each pixel of `block_pixels`.
     """
 
     patches: int
@@ -164,7 +165,7 @@ class Axis:
 
     @classmethod
     def divide(cls, size: int, patches: int) -> "Axis":
-        """Divide an axis of `size` pixels and `patches` patches into blocks."""
+        """Divide an image axis with `size` pixels and `patches` patches into blocks of pixels."""
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5
         before, blocks_per_gap = position.floor(), 1
         while size / patches / blocks_per_gap > _MAX_BLOCK_SIDE:
@@ -187,7 +188,7 @@ class Axis:
 
     @property
     def max_block_size(self) -> int:
-        """Number of pixels of the largest block."""
+        """Number of pixels along the side of the largest block."""
         return len(self.block_pixels)
 
     @property
@@ -197,13 +198,16 @@ class Axis:
     def neighbours(
         self, pixels: Int64[Tensor, " pixels"]
     ) -> list[tuple[Int64[Tensor, " pixels"], Float[Tensor, " pixels"]]]:
-        """Return the patches before and after some pixels, and the weights of these patches."""
+        """Return the patches before and after some pixels, and their interpolation weights."""
         before, after = self.patch_before[pixels], self.weight_after[pixels]
         behind = (before + 1).clamp(max=self.patches - 1)
         return [(before.clamp(min=0), 1 - after), (behind, after)]
 
     def interpolate_nodes(self, values: Float[Tensor, "*some"], dim: int) -> Float[Tensor, "*more"]:
-        """Interpolate values of patches at the nodes. `dim` is the tensor axis of the patches."""
+        """Interpolate the values of patches at the nodes, which are the ends of the blocks.
+
+        `dim` is the tensor axis of the patches.
+        """
         first, last = values.narrow(dim, 0, 1), values.narrow(dim, self.patches - 1, 1)
         padded = torch.cat([first, values, last], dim)
         before, behind = (padded.narrow(dim, start, self.patches + 1) for start in (0, 1))
@@ -219,16 +223,18 @@ class Axis:
 
 @dataclass(frozen=True)
 class UndecidedBlocks:
-    """The blocks in which more than one class can have the largest logit.
+    """The blocks of pixels in which more than one class can have the largest logit.
 
     Attributes:
-        head, row, col: Head of each block, and its row and column among the blocks.
+        head, row, col: Head of each block, and its row and column in the grid of all blocks.
         margin: Logits that differ by less than the margin are tied, because rounding can change
             their order.
-        count: Number of classes that can have the largest logit in each block, in descending order.
-        classes: These classes in ascending order. Only the first `count` are valid.
+        count: Number of classes that can have the largest logit in each block. The blocks are
+            sorted by this number, largest first.
+        classes: The classes that can have the largest logit, in ascending order. Only the first
+            `count` classes of each block are valid.
         corners: Logits of `classes` at the upper left, upper right, lower left and lower right
-            node.
+            corner of each block.
     """
 
     head: Int64[Tensor, " blocks"]
@@ -246,7 +252,13 @@ class UndecidedBlocks:
         places: tuple[Int64[Tensor, " blocks"], Int64[Tensor, " blocks"], Int64[Tensor, " blocks"]],
         margin: Float[Tensor, " heads"],
     ) -> "UndecidedBlocks":
-        """Select the classes that can have the largest logit in the blocks at (head, row, col)."""
+        """Find the classes that can have the largest logit in each of the given blocks.
+
+        Args:
+            nodes: Logits at the corners of all blocks.
+            places: Head, row and column of each undecided block.
+            margin: Difference of logits, for each head, that rounding can cause.
+        """
         _, rows, cols, num_classes = nodes.shape
         head, row, col = places
         first, flat = (head * rows + row) * cols + col, nodes.view(-1, num_classes)
@@ -295,9 +307,9 @@ class UndecidedBlocks:
 def _fill_blocks(
     predicted: UInt8[Tensor, "heads height width"], blocks: UndecidedBlocks, y: Axis, x: Axis
 ) -> Int64[Tensor, " pixels"]:
-    """Set the class of each pixel in the blocks.
+    """Write the predicted class of each pixel of the undecided blocks into `predicted`.
 
-    Return the pixels whose largest logits are tied.
+    Return the pixels whose two largest logits are so close that rounding can change their order.
     """
     num_blocks = max(1, _PIECE_PIXELS // (y.max_block_size * x.max_block_size))
     size = num_blocks * y.max_block_size * x.max_block_size
@@ -364,9 +376,9 @@ def _apply_definition(
     y: Axis,
     x: Axis,
 ) -> UInt8[Tensor, " pixels"]:
-    """Compute the classes of some pixels by the definition of this module.
+    """Compute the classes of some pixels directly by the definition in this module's docstring.
 
-    `pixels` are indices into the flattened maps.
+    `pixels` are indices into the flattened maps of predicted classes.
     """
     head, row, col = pixels // (y.size * x.size), pixels // x.size % y.size, pixels % x.size
     total, highest = torch.zeros(1), torch.tensor(-torch.inf)

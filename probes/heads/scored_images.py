@@ -1,4 +1,4 @@
-"""Prepare scored images, predict the classes of their pixels, and compute scores from counts.
+"""Prepare scored images, predict the classes of their pixels, and compute segmentation scores.
 
 `Squashed`, `ByPatch` and `SlidingWindows` prepare images and predict pixels. The setting
 `probe.inference` selects one of them. `ImageCounts` stores the pixel counts of each image for many
@@ -59,7 +59,7 @@ class ScoredImage:
 
 @dataclass(frozen=True)
 class Squashed:
-    """The whole image, resized to a square. Logits are upsampled to the size of the mask.
+    """Inference on whole images, resized to squares. Logits are upsampled to the size of the mask.
 
     Attributes:
         score_size: Height and width to which masks are resized before scoring, or None for their
@@ -79,7 +79,7 @@ class Squashed:
     def prepare(
         self, sample: Sample, size: int, mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ) -> ScoredImage:
-        """Resize an image to a square of side `size`. `mean` is only used by `SlidingWindows`."""
+        """Resize an image to a square of side `size`. `mean` is ignored."""
         del mean
         image, mask = image_and_mask(sample)
         if self.score_size is not None:
@@ -90,13 +90,13 @@ class Squashed:
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
     ) -> UInt8[Tensor, "values height width"]:
-        """Return the class of each pixel of the mask."""
+        """Predict the class of each pixel at the size of the mask, for each head."""
         return predict_pixels(logits[0], *image.mask.shape)
 
 
 @dataclass(frozen=True)
 class ByPatch(Squashed):
-    """The whole image, resized to a square. Each pixel gets the class of its patch."""
+    """Inference on whole images, resized to squares. Each pixel gets the class of its patch."""
 
     scoring = "patch"
 
@@ -109,10 +109,11 @@ class ByPatch(Squashed):
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Square windows of an image, after its shorter side is resized to the side of a window.
+    """Inference on overlapping square windows of an image.
 
-    The stride is two thirds of the side. Upsampled logits of overlapping windows are averaged, and
-    then resized to the size of the mask.
+    First, the shorter side of the image is resized to the side of a window. The stride is two
+    thirds of this side. Upsampled logits of overlapping windows are averaged, and then resized to
+    the size of the mask.
 
     Source: test mode "slide" of https://github.com/open-mmlab/mmsegmentation, with the settings for
     linear heads of https://github.com/facebookresearch/dinov2 (512 pixels, stride 341).
@@ -159,11 +160,11 @@ class SlidingWindows:
 
 
 class ImageCounts:
-    """Counts of correct, predicted and true pixels of each class and image, for many heads.
+    """Numbers of correct, predicted and true pixels of each class and image, for many heads.
 
-    A head predicts few classes in an image. Only the predicted classes are therefore stored, each
-    as a column of four numbers: image, head * classes + class, correct pixels, predicted pixels.
-    The counts of true pixels do not depend on the head and are stored once. An image has fewer than
+    A head predicts few classes in an image. Only predicted classes are therefore stored, each as a
+    column of four numbers: image, head * classes + class, correct pixels, predicted pixels. The
+    counts of true pixels do not depend on the head and are stored once. An image has fewer than
     2^31 pixels, so int32 is sufficient for its counts. Sums over images are int64.
 
     Attributes:
@@ -182,7 +183,7 @@ class ImageCounts:
         return len(self._true)
 
     def add(self, counts: Integer[Tensor, "images sources values 3 classes"]) -> None:
-        """Append the counts of some images, as `class_counts` returns them."""
+        """Append the pixel counts of some images. They have the format of `class_counts`."""
         correct, predicted = (counts[:, :, :, row].flatten(1) for row in (0, 1))
         image, number = predicted.nonzero(as_tuple=True)
         columns = torch.stack([image, number, correct[image, number], predicted[image, number]])
@@ -202,7 +203,10 @@ class ImageCounts:
         return counts
 
     def entry(self, first: int) -> dict[str, Any]:
-        """Return the counts of all images from index `first` on, as an entry of a journal."""
+        """Return the counts of all images from index `first` on, as an entry of a `Journal`.
+
+        A journal is a file from which an interrupted run continues.
+        """
         start = np.frombuffer(self._columns[0], np.int32).searchsorted(first)
         columns = np.stack([np.frombuffer(column, np.int32)[start:] for column in self._columns])
         columns[0] -= first
@@ -210,10 +214,10 @@ class ImageCounts:
         return {"first": first, "true": true, "columns": torch.from_numpy(columns)}
 
     def extend(self, entry: Mapping[str, Any]) -> None:
-        """Append the counts of a journal entry if they belong to the next images.
+        """Append the counts of a journal entry if it begins with the first image without counts.
 
         Otherwise, change nothing. This happens if an earlier entry was damaged, or if two processes
-        wrote the file.
+        wrote the journal.
         """
         if entry["first"] != len(self):
             return

@@ -36,10 +36,10 @@ OptimizerState = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Properties of heads that do not depend on how they are trained.
+    """Properties of heads that are independent of the training method.
 
     Attributes:
-        loss: Loss of the logits against the labels.
+        loss: Training loss.
         standardize: Whether each channel is standardised over the training patches.
         classes: Number of classes.
         seed: Seed of the initial weights and of the order of the batches.
@@ -59,11 +59,11 @@ class HeadSpec:
 
 
 class Training:
-    """The base class of methods that train heads. Subclasses are frozen dataclasses for configs.
+    """The base class of training methods for heads. Subclasses are dataclasses that configs select.
 
     Attributes:
-        hyperparameter: Name of the hyperparameter that differs between the heads of a source, such
-            as "learning_rate". Its values are in the field with the plural of this name.
+        hyperparameter: Name of the hyperparameter that differs between heads on the same features,
+            such as "learning_rate". Its values are in the field with the plural of this name.
         batch_size: Number of images per batch.
     """
 
@@ -76,11 +76,11 @@ class Training:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Values of the hyperparameter."""
+        """Values of the hyperparameter in which heads on the same features differ."""
         return tuple(getattr(self, f"{self.hyperparameter}s"))
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that affect the result, as JSON types."""
+        """Return the settings that affect the trained heads, as JSON types."""
         raise NotImplementedError
 
     def train(
@@ -92,20 +92,21 @@ class Training:
         progress: Progress,
         journal: Journal | None = None,
     ) -> "TrainedHeads":
-        """Train one head per source and hyperparameter value on the chosen entries of `features`.
+        """Train one head for each source (group of layers) and hyperparameter value.
 
-        An interrupted training may continue from the last entry of `journal`.
+        `entries` are the indices of the training examples to use. If `journal` contains the state
+        of an interrupted training, a subclass may continue from it.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Trained heads, which receive features without standardisation.
+    """Trained linear heads, which receive unstandardised features.
 
     Attributes:
-        constant_channels: Number of channels of each source that do not vary. Heads on standardised
-            features ignore these channels.
+        constant_channels: Number of channels of each source (group of layers) that do not vary.
+            Heads on standardised features ignore these channels.
         seconds: Time that the training took, including interrupted runs.
         unconverged: Number of heads of each source that did not converge, or None if unknown.
         stalled: Number of heads of each source that stopped before convergence because their loss
@@ -121,18 +122,21 @@ class TrainedHeads:
     stalled: Sequence[int] | None = None
 
     def to(self, device: torch.device) -> "TrainedHeads":
-        """Return these heads on a device."""
+        """Return a copy of these heads on a device."""
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def convergence(self, index: int) -> dict[str, int | None]:
-        """Return how many heads of a source are unconverged and stalled, as details of a record."""
+        """Return the numbers of unconverged and stalled heads of a source.
+
+        They are stored as details of its scores.
+        """
         counts = {"unconverged_heads": self.unconverged, "stalled_heads": self.stalled}
         return {name: None if each is None else each[index] for name, each in counts.items()}
 
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:
-        """Return the logits of all heads of one source."""
+        """Return the logits that all heads of one source compute from the features of an image."""
         weight, bias = self.weight[index], self.bias[index]
         logits = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return logits.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
@@ -140,7 +144,7 @@ class TrainedHeads:
 
 @dataclass(frozen=True)
 class StepTraining(Training):
-    """Heads that are trained by a fixed number of optimizer steps.
+    """A method that trains heads by a fixed number of optimizer steps.
 
     Attributes:
         learning_rates: Peak learning rates. One head is trained for each rate, and one of these
@@ -170,9 +174,9 @@ class StepTraining(Training):
         progress: Progress,
         journal: Journal | None = None,
     ) -> TrainedHeads:
-        """Train one head for each source and learning rate.
+        """Train one head for each source (group of layers) and learning rate.
 
-        If the journal has entries, the training continues from the last one.
+        If the journal contains the state of an interrupted training, continue from it.
         """
         state = journal.entries[-1] if journal and journal.entries else {}
         start = time.monotonic() - state.get("seconds", 0.0)
@@ -241,14 +245,20 @@ def shuffled_batches(
 def concatenate_layers(
     blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
 ) -> Float[Tensor, "sources batch rows cols source_dim"]:
-    """Concatenate the channels of the layers of each source. These layers must be adjacent."""
+    """Concatenate the channels of the layers of each source (group of layers).
+
+    The layers of a source must be adjacent in `blocks`.
+    """
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
 
 
 @dataclass(frozen=True)
 class Standardization:
-    """Mean and scale of each channel. A head receives (features - mean) * scale."""
+    """Mean and scale of each channel for standardising features.
+
+    A head receives (features - mean) * scale.
+    """
 
     mean: Float[Tensor, "sources dim"]
     scale: Float[Tensor, "sources dim"]
@@ -258,11 +268,11 @@ class Standardization:
         return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def select(self, source: int) -> "Standardization":
-        """Return the mean and scale of a single source."""
+        """Return the mean and scale of the channels of a single source (group of layers)."""
         return Standardization(self.mean[source, None], self.scale[source, None])
 
     def constant_channels(self) -> tuple[int, ...]:
-        """Return the number of channels of each source that do not vary."""
+        """Return the number of channels of each source (group of layers) that do not vary."""
         return tuple((self.scale == 0).sum(1).tolist())
 
 
@@ -292,7 +302,7 @@ class RunningStatistics:
     def start(
         cls, device: torch.device, state: Mapping[str, Any] | None = None
     ) -> "RunningStatistics":
-        """Return empty statistics, or continue from those that `state` contains."""
+        """Return empty running statistics, or continue from those that `state` contains."""
         zero = torch.zeros(1, 1, dtype=torch.float64)
         state = state or {"num_images": 0, "mean": zero, "between": zero, "within": zero}
         device = float64_device(device)
@@ -300,7 +310,7 @@ class RunningStatistics:
         return cls(state["num_images"], *parts)
 
     def add(self, features: Float[Tensor, "layers batch rows cols dim"]) -> None:
-        """Update the statistics with a batch of images."""
+        """Update the running mean and variance with the features of a batch of images."""
         for part in features.split(_MAX_IMAGES, 1):
             # The square of a float32 feature may exceed the range of float32.
             values = part.float() if part.dtype == torch.float16 else to_float64(part)
@@ -316,7 +326,10 @@ class RunningStatistics:
             self.num_images = total
 
     def standardization(self, num_sources: int, device: torch.device) -> Standardization:
-        """Return the mean and scale of each channel. The layers of a source must be adjacent."""
+        """Return the mean and scale of each channel, grouped by source.
+
+        A source is a group of layers, which must be adjacent in the statistics.
+        """
         deviation = ((self.within + self.between) / self.num_images).sqrt()
         # A smaller deviation is a rounding error of float16 features, which a division would
         # amplify.
@@ -328,10 +341,10 @@ class RunningStatistics:
 
 @dataclass(eq=False)
 class LinearHeads:
-    """Linear heads of all sources and hyperparameter values, trained on the same batches.
+    """Linear heads, one for each source (group of layers) and hyperparameter value.
 
-    Gradients are computed without autograd, so that the logits of all heads are never in memory at
-    the same time.
+    All heads are trained on the same batches. Gradients are computed without autograd, so that the
+    logits of all heads are never in memory at the same time.
     """
 
     standardization: Standardization
@@ -342,7 +355,7 @@ class LinearHeads:
     def initialize(
         cls, standardization: Standardization, *, num_values: int, classes: int, seed: int
     ) -> "LinearHeads":
-        """Return heads with the same random weights and with biases of zero."""
+        """Return untrained heads, which all have the same random weights and biases of zero."""
         sources, dim = standardization.mean.shape
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(classes, dim, generator=generator).mul_(0.01)
@@ -387,7 +400,7 @@ class LinearHeads:
     ) -> tuple[
         Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
     ]:
-        """Return weights and biases of equivalent heads for features without standardisation."""
+        """Return the weights and biases of equivalent heads for unstandardised features."""
         mean, scale = self._mean_and_scale(slice(None))
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
@@ -412,12 +425,16 @@ class LinearHeads:
 
 
 class HeadOptimizer:
-    """A rule that updates the parameters of all heads at once."""
+    """The base class of optimizers that update the parameters of all heads at once."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: OptimizerState, rates: Tensor, step: int
     ) -> None:
-        """Update a parameter in place. `rates` is broadcast to its shape. `step` starts at 1."""
+        """Update a parameter in place.
+
+        `rates` contains the learning rates and is broadcast to the shape of the parameter. `step`
+        starts at 1.
+        """
         raise NotImplementedError
 
 
@@ -431,7 +448,7 @@ def update_heads(
 ) -> None:
     """Update the parameters of all heads in place. Each head has its own learning rate.
 
-    The first two axes of each parameter are sources and learning rates.
+    The first two axes of each parameter are sources (groups of layers) and learning rates.
     """
     for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
         shaped_rates = rates.view(-1, *[1] * (parameter.ndim - 2))
@@ -481,19 +498,23 @@ class SGD(HeadOptimizer):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ratio of the learning rate to its peak: linear warm-up, then one of four shapes.
+    """A learning-rate schedule: linear warm-up to the peak, then one of four shapes.
 
     Attributes:
-        shape: "cosine" and "linear" decrease to zero. "constant" stays at 1. "drop" stays at 1 for
-            80 % of the steps after the warm-up and is 0.1 for the rest.
-        warmup: Fraction of the steps that are warm-up.
+        shape: Learning rate after the warm-up. "cosine" and "linear" decrease to zero. "constant"
+            stays at the peak. "drop" stays at the peak for 80 % of the remaining steps, and then at
+            a tenth of it.
+        warmup: Fraction of the steps that belong to the warm-up.
     """
 
     shape: str = "cosine"
     warmup: float = 0.05
 
     def factor(self, step: int, num_steps: int) -> float:
-        """Return the ratio of the learning rate to its peak at a step. Steps are counted from 0."""
+        """Return the learning rate at a step, divided by the peak learning rate.
+
+        Steps are counted from 0.
+        """
         warmup_steps = self.warmup * num_steps
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)

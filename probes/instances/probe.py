@@ -77,14 +77,14 @@ Pixels3 = UInt8[np.ndarray, "_height _width 3"]
 
 @dataclass(frozen=True)
 class Instances(Probe):
-    """Rank the images of a database by cosine similarity to a query. Nothing is trained.
+    """A training-free probe that ranks database images by their cosine similarity to query images.
 
     Attributes:
         protocol: What is searched for in the images. "holidays" searches all other images for the
-            annotated matches of each query. "landmarks" does the same, and scores matches that are
-            difficult to find separately. "copydays" searches for the originals of given copies.
-            "class_folders" searches the other scored images for images of the same class. "copies"
-            makes copies of any images and searches for their originals.
+            annotated matches of each query. "landmarks" does the same, and also gives a separate
+            score for matches that are difficult to find. "copydays" searches for the originals of
+            given copies. "class_folders" searches the other scored images for images of the same
+            class. "copies" makes copies of any images and searches for their originals.
         facet: Descriptor of an image, or a list of descriptors: "cls" is the [CLS] token,
             "patch_mean" is the mean of the patches, "gem" is their generalised mean with the power
             4, and "cls_gem" concatenates "cls" and "gem". All are computed after the encoder's
@@ -139,9 +139,9 @@ class Instances(Probe):
         return roles.get(self.protocol, "instances")
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
-        """Return a probe with the protocol that belongs to the published dataset, if there is one.
+        """Return a copy with the protocol of the dataset, if it is a published retrieval dataset.
 
-        Values that the user has typed do not change.
+        Settings that the user has set are kept.
         """
         # If only a part of a dataset is used, a dash or a plus sign follows its name.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
@@ -152,9 +152,9 @@ class Instances(Probe):
 
     @property
     def difficulties(self) -> tuple[str, ...]:
-        """Return the suffixes of metric names.
+        """Return the suffixes of the metric names, one for each level of difficulty.
 
-        Each belongs to a set of images that count as correct.
+        The level determines which matching images count as correct.
         """
         return ("_medium", "_hard") if self.protocol == "landmarks" else ("",)
 
@@ -162,7 +162,8 @@ class Instances(Probe):
     def cutoffs(self) -> tuple[int, ...]:
         """Return the values of k for which precision at k is scored.
 
-        If `top` is set, only the smallest value is used, because images then have few matches.
+        If `top` is set, only the smallest value is used: `top` is meant for queries with few
+        matches.
         """
         return CUTOFFS if self.top is None else CUTOFFS[:1]
 
@@ -220,13 +221,16 @@ class Instances(Probe):
         return {self.figure_path(layer, facet): [layer] for layer, facet in cells}
 
     def figure_path(self, layer: int, facet: str) -> str:
-        """Return the path of the figure of a block, relative to `ProbeContext.artifacts`."""
+        """Return the path of the figure of a block and facet.
+
+        The path is relative to the output folder, `ProbeContext.artifacts`.
+        """
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         folder = "_".join([self.protocol, *changed])
         return f"{folder}/block{layer:02d}_{facet}/{self.panels}-queries.png"
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers and facets after one forward pass of each image.
+        """Encode all images, and yield the scores of all requested layers and facets.
 
         Raises:
             DataError: No query has a matching image.
@@ -274,7 +278,7 @@ class Instances(Probe):
     # One pass over the images.
 
     def make_views(self, image: Pixels3) -> list[Pixels3]:
-        """Return an image followed by its copies."""
+        """Return an image, followed by its modified copies for the protocol "copies"."""
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
         return [image, *jpegs, *(crop_copy(image, area) for area in self.crop_areas if copies)]
@@ -282,9 +286,9 @@ class Instances(Probe):
     def _encode(
         self, context: ProbeContext, images: ImageSet
     ) -> tuple[dict[LayerFacet, Float[Tensor, "rows dim"]], list[tuple[Search | None, int | None]]]:
-        """Encode all views.
+        """Compute the descriptors of all images and their copies.
 
-        Return their descriptors by layer and facet, and each image's annotation.
+        Return the descriptors for each layer and facet, and the annotation of each image.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
@@ -344,7 +348,7 @@ class Instances(Probe):
     def _find_queries(
         self, images: ImageSet, annotations: Sequence[tuple[Search | None, int | None]]
     ) -> tuple[list[Query], Indices]:
-        """Return the queries, and the rows of the descriptors that form the database."""
+        """Return the queries, and the indices of the descriptors that form the database."""
         everything, none = np.arange(len(images)), np.empty(0, np.int64)
         if self.protocol == "class_folders":
             labels = np.array([label for _, label in annotations])
@@ -389,7 +393,7 @@ class Instances(Probe):
         )
 
     def _draw_queries(self, images: ImageSet, queries: Sequence[Query]) -> list[int]:
-        """Choose the queries that figures show, and return their numbers."""
+        """Choose the queries that the figures show, and return their indices."""
         num_views = 1 + len(self.copy_names)
         names = [f"{images.ids[query.row // num_views]}\n{query.row}" for query in queries]
         return sample_indices(names, self.panels)
@@ -404,7 +408,7 @@ class Instances(Probe):
         query_scores: Sequence[QueryScore | None],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of all metrics of a block for one difficulty."""
+        """Yield the scores of all metrics for one block, facet and level of difficulty."""
         scored = [score for score in query_scores if score is not None]
         details = {**details, "queries_without_match": len(query_scores) - len(scored)}
         names = self.metrics(difficulty)
@@ -481,7 +485,7 @@ class Thumbnails:
 
 
 def describe(features: Mapping[Facet, Tensor], facet: Facet) -> Float[Tensor, "batch dim"]:
-    """Return the descriptors of images from the features of a block."""
+    """Return the descriptors of a batch of images, computed from the features of a block."""
     if facet == "cls":
         return features["cls_normed"]
     patches = features["token_normed"].flatten(1, 2)
@@ -492,7 +496,10 @@ def describe(features: Mapping[Facet, Tensor], facet: Facet) -> Float[Tensor, "b
 
 
 def generalised_mean(patches: Float[Tensor, "batch patches dim"]) -> Float[Tensor, "batch dim"]:
-    """Return the generalised mean (GeM) of the positive parts of the patches."""
+    """Pool the patches of each image by their generalised mean (GeM) with the power `GEM_POWER`.
+
+    Features that are not positive are first replaced by a small positive number.
+    """
     return patches.clamp(min=GEM_SMALLEST).pow(GEM_POWER).mean(1).pow(1 / GEM_POWER)
 
 

@@ -25,13 +25,13 @@ Indices = Int64[np.ndarray, " _images"]
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """An image to search with, and the images that the search should find.
+    """A query image, and the images that the search should find.
 
-    All images are given as rows of the descriptors. Rows that are not in the database have no
-    effect.
+    All images are given by their row in the matrix of descriptors. Rows that are not in the
+    database have no effect.
 
     Attributes:
-        row: The image. It is never ranked in its own search.
+        row: The query image. It is left out of its own ranking.
         matches: Correct images.
         hard_matches: Correct images that are difficult to find.
         ignored: Images that are left out of the ranking.
@@ -64,7 +64,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class QueryScore:
-    """The average precision and the precision at each cutoff, in [0, 1].
+    """The average precision of one query and its precision at each cutoff, in [0, 1].
 
     Attributes:
         values: Scores of the ranking.
@@ -81,10 +81,10 @@ def rank_database(
     database: Indices,
     top: int | None = None,
 ) -> Iterator[Indices]:
-    """Yield the rows of the database for each query, by descending cosine similarity.
+    """Rank the images of the database for each query, by descending cosine similarity.
 
-    If similarities are equal, the image that comes first in the database ranks first. The query
-    itself is part of its ranking if it is in the database.
+    Each ranking consists of rows of `unit`. If similarities are equal, the image that comes first
+    in the database ranks first. The query itself is part of its ranking if it is in the database.
 
     Args:
         unit: Unit vectors of all images, in float32.
@@ -143,7 +143,7 @@ def average_precision(ranks: Indices, num_right: int) -> float:
 
     Args:
         ranks: Ranks of the correct images that were found, from 0, in ascending order.
-        num_right: Number of all correct images.
+        num_right: Number of correct images in the database.
     """
     before = np.arange(len(ranks), dtype=np.float64)
     # The precision before the first image is 1.
@@ -153,10 +153,10 @@ def average_precision(ranks: Indices, num_right: int) -> float:
 
 
 def precision_at(ranks: Indices, num_right: int, k: int) -> float:
-    """Return the share of correct images among the first k images.
+    """Return the share of correct images among the first k images of a ranking.
 
-    If all correct images are among fewer than k images, the rank of the last correct one replaces
-    k, as in revisitop. The arguments are those of `average_precision`.
+    If all correct images are found before rank k, the rank of the last correct one replaces k, as
+    in revisitop. The arguments are those of `average_precision`.
     """
     is_complete = len(ranks) == num_right
     images = min(k, int(ranks[-1]) + 1) if is_complete else k
@@ -182,9 +182,9 @@ def expected_average_precision(num_images: int, num_right: int, top: int | None 
 def expected_precision(num_images: int, num_right: int, k: int) -> float:
     """Return the mean of `precision_at` over all orders of the images, as for a random ranking.
 
-    R of the N images are correct. Without the exception in `precision_at`, the mean would be R / N.
-    The last correct image has the rank L, counted from 1, in a share C(L - 1, R - 1) / C(N, R) of
-    the orders.
+    R of the N images are correct. `precision_at` replaces k if all correct images are found
+    earlier. Without this rule, the mean would be R / N. The last correct image has the rank L,
+    counted from 1, in a share C(L - 1, R - 1) / C(N, R) of the orders.
     """
     expected = num_right / num_images
     for last in range(num_right, min(k, num_images + 1)):

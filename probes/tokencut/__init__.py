@@ -1,4 +1,7 @@
-"""TokenCut, LOST and MaskCut. `discover` applies TokenCut to the features of one image."""
+"""Discover objects with TokenCut, LOST and MaskCut.
+
+`discover` applies TokenCut to the features of one image.
+"""
 
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 

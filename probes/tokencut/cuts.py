@@ -1,4 +1,4 @@
-"""TokenCut, LOST and MaskCut: find objects in the features of one image."""
+"""Find objects in the features of one image with TokenCut, LOST and MaskCut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ with the seed. Tied patches have the magnitude of the seed, up to rounding error
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """Patches of an image of any size. Patches at the right and lower edge may contain padding.
+    """The grid of patches that covers an image. Patches at the right and lower edge may be padded.
 
     Attributes:
         height: Height of the image in pixels, without padding.
@@ -50,7 +50,10 @@ class PatchGrid:
 
     @property
     def inner_shape(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns of patches without padding, at least 1 each."""
+        """Return the numbers of rows and columns of patches without padding.
+
+        Both numbers are at least 1.
+        """
         return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
 
     def bounding_box(self, mask: Mask) -> Float64[np.ndarray, " 4"]:
@@ -76,7 +79,7 @@ class PatchGrid:
     def pad(
         self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
     ) -> Shaped[np.ndarray, "rows cols"]:
-        """Append rows and columns of zeros for the patches that are not in the graph."""
+        """Append rows and columns of zeros to a map, for the patches that are not in the graph."""
         rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
         return np.pad(values, ((0, rows), (0, cols)))
 
@@ -88,7 +91,7 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Cut:
-    """Options of the similarity graph and its cut. The defaults are those of TokenCut.
+    """Options of the similarity graph of patches and of its cut. Defaults are those of TokenCut.
 
     Attributes:
         tau: Cosine similarity above which two patches are linked, in [-1, 1). With "otsu", Otsu's
@@ -99,8 +102,8 @@ class Cut:
         centred: Whether the mean feature of the image is subtracted first.
         mask_padding: Whether patches that contain padding are left out of the graph.
         connectivity: Number of neighbours of a patch in connected components, 4 or 8.
-        stable_seed: Whether the seed is the first of several patches that tie for the largest entry
-            of the eigenvector. If false, rounding errors select one of these patches.
+        stable_seed: Whether the first patch is used as the seed if several patches tie for the
+            largest entry of the eigenvector. If false, rounding errors select one of these patches.
         refuse_degenerate: Whether no object is returned for images with a degenerate graph.
     """
 
@@ -177,7 +180,11 @@ def discover(
 
 
 def object_at_peak(solution: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
-    """Return the connected component around the largest entry of a second eigenvector."""
+    """Return the object at the peak of a second eigenvector.
+
+    The patches are split at the mean of the eigenvector. The object is the connected component
+    around the entry of largest magnitude.
+    """
     vector = solution.vector.reshape(cut.graph_shape(grid))
     foreground, seed, tied = split_at_mean(vector, stable_seed=cut.stable_seed)
     component = connected_component(foreground, seed, cut.connectivity)
@@ -208,10 +215,10 @@ def _discovery_from_mask(
 def split_at_mean(
     vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
 ) -> Bipartition:
-    """Split the patches into those above and below the mean of a vector.
+    """Split the patches into those above and those not above the mean of a vector.
 
-    Return the side of the seed, the seed, and the patches that tie with it. The seed is the patch
-    whose entry has the largest magnitude.
+    The seed is the patch whose entry has the largest magnitude. Return the side that contains the
+    seed, the seed, and all patches that tie with it.
     """
     magnitude = abs(vector)
     tied = magnitude >= (1 - _TIE) * magnitude.max()
@@ -264,10 +271,10 @@ def lost(
     """Find the object of an image with LOST.
 
     Two patches are linked if the dot product of their features is positive. If `cut.tau` is "otsu",
-    they are linked if their cosine exceeds the threshold. The options `centred`, `mask_padding` and
-    `connectivity` also apply. The degree of a patch is the number of its links. The object grows
-    from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree may
-    join the seed. Among patches of equal degree, earlier patches take precedence. An object is
+    they are linked if their cosine exceeds Otsu's threshold. The options `centred`, `mask_padding`
+    and `connectivity` also apply. The degree of a patch is the number of its links. The object
+    grows from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree
+    may join the seed. Among patches of equal degree, earlier patches take precedence. An object is
     degenerate if it covers the whole graph or lies in the padding. It is also degenerate if another
     seed of the same degree grows to another object.
 
@@ -321,9 +328,9 @@ def maskcut(
 ) -> list[Discovery]:
     """Find several objects of an image with MaskCut, in the order in which it finds them.
 
-    Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold. It is
-    at least 0, because a lower threshold would link patches of earlier masks, whose cosines are 0.
-    The paper uses a tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
+    Each of the `num_masks` rounds adds one mask or none. All rounds use the same threshold tau. It
+    is at least 0, because a lower threshold would link patches of earlier masks, whose cosines are
+    0. The paper uses a tau of 0.15. `stable_seed` and `refuse_degenerate` have no effect.
 
     Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, and maskcut.py of
     https://github.com/facebookresearch/CutLER/tree/cca0a27. This function does not resize the image
@@ -343,9 +350,11 @@ def run_maskcut(
     cut: Cut,
     num_masks: int,
 ) -> list[Discovery]:
-    """Run the rounds of MaskCut. `solve_without` isolates some patches and solves the graph.
+    """Run the rounds of MaskCut, and return the objects that they find.
 
-    A component may contain patches of earlier masks. The mask of a component omits these patches.
+    `solve_without` removes the links of the given patches and returns the second eigenvector of the
+    graph. A connected component may contain patches of earlier masks. Its own mask omits these
+    patches.
     """
     objects: list[Discovery] = []
     masked = previous = np.zeros(cut.graph_shape(grid), bool)

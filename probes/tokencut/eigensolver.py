@@ -62,7 +62,7 @@ class Graph:
         return Graph.from_links(links, self.scale, self.eps)
 
     def is_uniform(self) -> bool:
-        """Return whether all pairs of tokens are linked, or none.
+        """Return whether all pairs of different tokens are linked, or none of these pairs.
 
         All partitions then have equal cost.
         """
@@ -105,7 +105,7 @@ def similarity_graph(
         weighted: Whether the weight of a link is the cosine instead of 1.
 
     Raises:
-        DataError: A token is NaN or infinite.
+        DataError: The features of a token are NaN or infinite.
     """
     links = cosine_similarities(features)
     # The cosine of a token with itself may be rounded to less than 1.
@@ -123,7 +123,7 @@ def cosine_similarities(
     """Return the cosine of each pair of tokens, even if norms are very small or very large.
 
     Raises:
-        DataError: A token is NaN or infinite.
+        DataError: The features of a token are NaN or infinite.
     """
     largest = np.abs(features).max(1, initial=0.0, keepdims=True)
     num_broken = int((~np.isfinite(largest)).sum())
@@ -139,11 +139,12 @@ def cosine_similarities(
 
 @dataclass(frozen=True)
 class FiedlerVector:
-    """Solution of (D - A) y = lambda D y with the second smallest eigenvalue.
+    """The second eigenvector of the normalised cut of a graph.
 
     Attributes:
-        vector: The eigenvector y, with y^T D y = 1. Its first entry of largest magnitude is
-            positive.
+        vector: The solution y of (D - A) y = lambda D y with the second smallest eigenvalue. A is
+            the weight matrix of the graph, and D is the diagonal matrix of its degrees. y^T D y is
+            1. The first of the entries of y with the largest magnitude is positive.
         eigenvalue: lambda_2, in [0, 2].
         gap: lambda_3 - lambda_2. It is 0 if there is no third eigenvalue.
         certificate: Upper bound of the angle between the computed and the exact D^1/2 y, in
@@ -166,7 +167,7 @@ class FiedlerVector:
         gap: float,
         residual: float,
     ) -> "FiedlerVector":
-        """Return the solution for an eigenpair of D^-1/2 A D^-1/2, whose value is 1 - lambda_2."""
+        """Create a solution from an eigenpair of D^-1/2 A D^-1/2 with the value 1 - lambda_2."""
         scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
         return cls(
             vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
@@ -193,9 +194,9 @@ def solve(graph: Graph) -> FiedlerVector:
 
     The method is Lanczos with deflation and full reorthogonalisation. It usually needs 12 to 60
     products of the link matrix with a vector. The iteration starts from two vectors, so that a
-    double eigenvalue shows as a gap of 0. The last product is in float64, so rounding errors of
-    earlier products do not affect the certificate. If the certificate is not small enough,
-    `solve_dense` solves the graph again.
+    double eigenvalue shows as a gap of 0. The last product is in float64, so the bound on the
+    vector's error includes the rounding errors of earlier products. If this bound, `certificate`,
+    is not small enough, `solve_dense` solves the graph again.
 
     Source: Equation 3 of TokenCut, https://arxiv.org/abs/2202.11539. The band form of Lanczos is by
     Ruhe, Math. Comp. 33 (1979).
@@ -220,7 +221,10 @@ def solve(graph: Graph) -> FiedlerVector:
 
 
 def solve_dense(graph: Graph) -> FiedlerVector:
-    """Solve a graph with LAPACK. This takes cubic time and 24 tokens^2 bytes of memory."""
+    """Return the second eigenvector of the normalised cut of a graph, computed with LAPACK.
+
+    This takes cubic time and 24 tokens^2 bytes of memory.
+    """
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
     trivial = graph.trivial_eigenvector()
@@ -238,7 +242,10 @@ def solve_dense(graph: Graph) -> FiedlerVector:
 
 
 def _solve_lanczos(graph: Graph) -> FiedlerVector:
-    """Solve a graph with products in float32, then refine the vector in float64."""
+    """Return the second eigenvector of the normalised cut of a graph.
+
+    Lanczos iterations use products in float32. The vector is then refined in float64.
+    """
     random = np.random.default_rng(0)
     num_tokens = len(graph.degrees)
     limit = min(_MAX_PRODUCTS, num_tokens - 4)
@@ -250,9 +257,9 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
     def append(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float]:
-        """Append the part of a vector that is orthogonal to all rows.
+        """Append to `rows` the normalised part of a vector that is orthogonal to all rows.
 
-        Return `rows @ vector` and the length of this part.
+        Return `rows @ vector` for the old rows, and the length of this part.
         """
         nonlocal rows, num_rows
         products = rows[:num_rows] @ vector
@@ -286,7 +293,7 @@ def _solve_lanczos(graph: Graph) -> FiedlerVector:
     def compute_residual(
         vector: Float64[np.ndarray, " tokens"],
     ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Return the matrix times a unit vector, the Rayleigh quotient and the residual."""
+        """Return D^-1/2 A D^-1/2 times a unit vector, its Rayleigh quotient, and its residual."""
         product = graph.normalised_product(vector, exact=True)
         value = float(vector @ product)
         return product, value, product - value * vector

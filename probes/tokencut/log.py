@@ -1,4 +1,4 @@
-"""The objects that were found in each image, and the log from which a killed run continues."""
+"""Log the objects that are found in each image, so that a killed run can continue."""
 
 import base64
 import zlib
@@ -26,11 +26,12 @@ class ImageResult:
         largest_box: Percentage of the image that the largest ground-truth box covers. It is 0 for
             an image without boxes.
         grid: Numbers of rows and columns of patches, for blocks and facets that are not in `grids`.
-        cells: Objects by block and facet, with keys such as "11/key". The entries of each cell are
-            "box", "mask" (see `unpack_mask`), "hit" (None without ground truth) and "degenerate".
-            TokenCut and MaskCut add "eigenvalue" and "gap". LOST adds "tied_cutoff". If there are
-            several objects, "further_boxes" and "further_masks" contain all objects except the
-            first. With a true mask, "object" contains `ssl_bench.scores.ObjectCounts`.
+        cells: Objects by block and facet (kind of feature), with keys such as "11/key". Each value
+            is a dictionary with the entries "box", "mask" (see `unpack_mask`), "hit" (None without
+            ground truth) and "degenerate". TokenCut and MaskCut add "eigenvalue" and "gap". LOST
+            adds "tied_cutoff". If there are several objects, "further_boxes" and "further_masks"
+            contain all objects except the first. With a true mask, "object" contains
+            `ssl_bench.scores.ObjectCounts`.
         size: Height and width in pixels.
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
         pixels: CRC-32 of the image at the size that the encoder received.
@@ -51,7 +52,7 @@ class ImageResult:
 
     @property
     def has_truth(self) -> bool:
-        """Return whether the image is annotated. Its annotation may contain no box."""
+        """Return whether the image has an annotation, which may be an empty list of boxes."""
         return self.num_boxes is not None or self.centre is not None
 
     @property
@@ -60,21 +61,21 @@ class ImageResult:
         return bool(self.num_boxes) or self.centre is not None
 
     def belongs_to(self, sample: Sample) -> bool:
-        """Return whether the objects were found in an image with exactly this sample's pixels."""
+        """Return whether the objects were found in an image with the same pixels as `sample`."""
         same_size = self.size == sample.image.shape[:2]
         return same_size and self.pixels == zlib.crc32(sample.image.tobytes())
 
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
-        """Yield the patch mask of each object of a cell "LAYER/FACET".
+        """Yield the patch masks of the objects that were found with one block and facet.
 
-        The scored object comes first.
+        `cell` has the form "LAYER/FACET". The mask of the scored object comes first.
         """
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
 
 def cell_name(layer: int, facet: str) -> str:
-    """Return the key of a block and facet in `ImageResult.cells`."""
+    """Return the key of a block and facet in `ImageResult.cells`, such as "11/key"."""
     return f"{layer}/{facet}"
 
 
@@ -94,13 +95,13 @@ _ALLOWED = {"image", "entry", *(item.name for item in fields(ImageResult) if ite
 
 
 class DiscoveryLog:
-    """The results of all images, stored in a journal.
+    """A log of the objects that have been found in all images, stored in a `Journal`.
 
     Args:
-        journal: Journal of the results. Each entry contains the objects of one image for some
-            blocks and facets.
-        identities: Hash of each image file by image id, from `sample_hashes`. Entries of other
-            image files are ignored.
+        journal: File from which a killed run continues. Each entry contains the objects of one
+            image for some blocks and facets.
+        identities: Hash of each image file by image id, from `sample_hashes`. Entries with other
+            hashes are ignored.
 
     Attributes:
         path: File of the journal.
@@ -122,7 +123,7 @@ class DiscoveryLog:
         return result is not None and result.cells.keys() >= set(cells)
 
     def add(self, image_id: str, result: ImageResult) -> None:
-        """Store a result, and write it to the file before returning.
+        """Store the objects that were found in an image, and write them to the log file at once.
 
         Raises:
             MachineError: The file cannot be written.
@@ -133,11 +134,11 @@ class DiscoveryLog:
         self._store({"image": image_id, "entry": self._identities[image_id], **values})
 
     def copy_from(self, path: Path) -> list[tuple[str, str, list[str]]]:
-        """Copy results of the same image files from the log of another image set.
+        """Copy the results of the same image files from the log of another image set.
 
         Returns:
             For each copied result: the image id in the other log, the image id in this log, and the
-                cells.
+            keys "LAYER/FACET" of the copied objects.
         """
         image_ids: dict[str, list[str]] = {}
         for image_id, identity in self._identities.items():
@@ -151,7 +152,10 @@ class DiscoveryLog:
         return copied
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the entries of a log. Entries with the fields of another version are skipped."""
+        """Return the entries of a log file.
+
+        Entries with the fields of another version are skipped.
+        """
         entries = self._journal.read(path)
         return [entry for entry in entries if _REQUIRED <= entry.keys() <= _ALLOWED]
 

@@ -28,7 +28,10 @@ _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
 def sheet_path(folder: Path, cell: str) -> Path:
-    """Return the path of the contact sheet of a cell "LAYER/FACET"."""
+    """Return the path of the contact sheet of one block and facet.
+
+    `cell` has the form "LAYER/FACET".
+    """
     return folder / f"{_block_name(cell)}.png"
 
 
@@ -37,7 +40,10 @@ def panel_path(folder: Path, cell: str, image_id: str) -> Path:
 
 
 def mask_path(folder: Path, cell: str, image_id: str) -> Path:
-    """Return the path of an image's mask. Masks are saved only for images without ground truth."""
+    """Return the path of the mask file with the objects that are found in an image.
+
+    Masks are saved only for images without ground truth.
+    """
     *folders, last = PurePosixPath(image_id).parts
     return folder.joinpath("masks", _block_name(cell), *folders, figure_file_name(last))
 
@@ -58,11 +64,12 @@ def draw_sheets(
     per_group: int,
     prepare: Callable[[Sample], Sample],
 ) -> None:
-    """Draw a contact sheet for each cell "LAYER/FACET" from the stored results.
+    """Draw a contact sheet of images with the objects found in them, for each block and facet.
 
-    Images are grouped by outcome (hits, misses, not scored, degenerate), and at most `per_group`
-    images of each group are drawn. `prepare` resizes an image to the size that the encoder
-    received. The heading consists of the first title, block, facet and the second title.
+    Each of `cells` has the form "LAYER/FACET". Images are grouped by outcome (hits, misses, not
+    scored, degenerate), and at most `per_group` images of each group are drawn. `prepare` resizes
+    an image to the size that the encoder received. The heading consists of the first title, block,
+    facet and the second title.
 
     Raises:
         DataError: An image has changed since its objects were found.
@@ -72,7 +79,7 @@ def draw_sheets(
     def thumbnail(
         image_id: str,
     ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]:
-        """Return an image and the mask of its true object at the size of a tile."""
+        """Return an image and its true mask at the size of a tile."""
         sample = prepare(images[images.ids.index(image_id)])
         if not results[image_id].belongs_to(sample):
             raise DataError(
@@ -136,7 +143,11 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return tiles: the image with boxes, the masks, and the eigenvector if there is one."""
+    """Return the tiles of the figure of one image and one block.
+
+    The tiles show the image with boxes, the masks of the found objects, and the eigenvector, if
+    there is one.
+    """
     scored, *others = objects
     further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
@@ -156,7 +167,10 @@ def draw_panel(
 
 
 def save_masks(objects: Sequence[Discovery], grid: PatchGrid, path: Path) -> None:
-    """Save masks as a PNG: 0 is the background, 1 the first object, 2 the second, and so on."""
+    """Save the masks of objects as one PNG.
+
+    The pixel values are 0 for the background, 1 for the first object, 2 for the second, and so on.
+    """
     numbers = np.zeros((grid.height, grid.width), np.uint8)
     for number, found in enumerate(objects, start=1):
         numbers[grid.to_pixels(found.mask)] = number
@@ -171,7 +185,7 @@ def draw_boxes(
     found: Float64[np.ndarray, " 4"],
     further: Float64[np.ndarray, "others 4"],
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the image with the outlines of boxes. The scored box is on top of the others."""
+    """Draw the outlines of boxes on a copy of an image. The scored box is on top of the others."""
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
     width = _line_width(image)
@@ -186,7 +200,7 @@ def draw_boxes(
 def outline_object(
     image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the image with the outline of class 1 of the true mask, if there is a mask."""
+    """Draw the outline of the true object (class 1 of the mask) on an image, if there is a mask."""
     if truth is None:
         return image
     inside, width = truth == 1, _line_width(image)
@@ -203,7 +217,7 @@ def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:
 def highlight(
     image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the image with all pixels outside a mask darkened."""
+    """Return the image with all pixels outside the mask darkened."""
     return np.where(mask[..., None], image, image // 4).astype(np.uint8)
 
 

@@ -65,7 +65,7 @@ _LOG_FORMAT = 5
 
 @dataclass(frozen=True)
 class TokenCut(Cut, Probe):
-    """Find one object in each image, and compare it with the true boxes or the true mask.
+    """A probe that finds one object in each image and compares it with true boxes or a true mask.
 
     Attributes:
         protocol: Name of the preset: "reference" follows the authors' code, and "adaptive" sets tau
@@ -133,7 +133,10 @@ class TokenCut(Cut, Probe):
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder for figures, masks and the log of this variant."""
+        """Return the name of the folder for the figures, the masks and the log.
+
+        It consists of the protocol and the options that the user has changed.
+        """
         return "_".join(self.variant)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -200,10 +203,10 @@ class TokenCut(Cut, Probe):
         return isinstance(other, TokenCut) and inputs(self) == inputs(other)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score all layers and facets after one forward pass for each image.
+        """Find the objects of all images, and yield the scores of all requested layers and facets.
 
-        The result of each image is saved immediately, and later runs reuse it. If images have no
-        ground truth, their masks are saved as PNG files.
+        Each image is encoded once. Its result is saved immediately, and later runs reuse it. For
+        images without ground truth, the masks of the found objects are saved as PNG files.
 
         Raises:
             DataError: A file cannot be read, or no image has a box to score with.
@@ -264,7 +267,7 @@ class TokenCut(Cut, Probe):
 
 
 class _Search:
-    """The log and the figures of the objects that one probe finds.
+    """The search of one probe for objects in all images, with its log and its figures.
 
     Attributes:
         folder: Folder of the log and the figures.
@@ -301,7 +304,10 @@ class _Search:
             self._copy_from_other_sets(task_folder, images)
 
     def _copy_from_other_sets(self, task_folder: Path, images: ImageSet) -> None:
-        """Copy the results of the same image files from the logs of other image sets."""
+        """Copy the results of the same image files from the logs of other image sets.
+
+        For example, one image set may be a subset of the other.
+        """
         pattern = f"*/*/{glob.escape(self.folder.name)}/{self.log.path.name}"
         for path in sorted(task_folder.glob(pattern)):
             is_complete = all(self.log.has_cells(image_id, self._cells) for image_id in images.ids)
@@ -328,7 +334,7 @@ class _Search:
     def save(
         self, sample: Sample, objects: Mapping[str, Sequence[Discovery]], grid: PatchGrid
     ) -> None:
-        """Save the figures of an image, then its result. Skip an image that is complete."""
+        """Save the figures of an image, then its result, unless all of them exist already."""
         if not self.is_incomplete(sample.image_id):
             return
         result = image_result(sample, objects, grid, has_mask=self.probe.truth == "masks")
@@ -343,7 +349,10 @@ class _Search:
 
 
 def _search_images(context: ProbeContext, images: ImageSet, searches: Sequence[_Search]) -> None:
-    """Complete all searches. Each image that is incomplete in any of them is encoded once."""
+    """Find the objects of all images for several probes.
+
+    Each image that lacks a result or a figure of any probe is encoded once, for all probes.
+    """
     probes = [search.probe for search in searches]
     first = probes[0]
     pending = [
@@ -383,11 +392,12 @@ def batch_by_shape(
     max_patches: int,
     waiting_pixels: int = _WAITING_PIXELS,
 ) -> Iterator[list[Sample]]:
-    """Yield batches of samples of equal shape, each as soon as it is complete.
+    """Group samples by shape, and yield each batch as soon as it is complete.
 
-    The first two values of a shape are the numbers of rows and columns of patches. If incomplete
-    batches have more than `waiting_pixels` pixels in total, the largest of them is yielded. If a
-    sample cannot be read, all earlier samples are yielded before the error is raised.
+    The first two values of a shape are the numbers of rows and columns of patches. A batch is
+    complete if a further sample would exceed `max_patches` patches. If incomplete batches have more
+    than `waiting_pixels` pixels in total, the largest of them is yielded. If a sample cannot be
+    read, all earlier samples are yielded before the error is raised.
     """
 
     def count_pixels(batch: Sequence[Sample]) -> int:
@@ -411,7 +421,7 @@ def batch_by_shape(
 def find_in_batch(
     probes: Sequence[TokenCut], extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[list[dict[str, list[Discovery]]]]:
-    """Find the objects of each image of a batch.
+    """Find the objects of each image of a batch with each of several probes.
 
     The result has one dictionary for each image and probe, which maps a block and facet to its
     objects. All images must have the same patch grid. Their graphs are cut on the CPU in parallel

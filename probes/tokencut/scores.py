@@ -1,4 +1,4 @@
-"""Compute the results of TokenCut for each image, and the scores of each block."""
+"""Compute the result of TokenCut for each image, and the scores of each block."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _PER_IMAGE_KINDS: Mapping[str, PerImageKind] = {
 def image_result(
     sample: Sample, objects: Mapping[str, Sequence[Discovery]], grid: PatchGrid, *, has_mask: bool
 ) -> ImageResult:
-    """Compare the objects of an image with its boxes, or with its mask if `has_mask` is true.
+    """Compare the objects that were found in an image with its true boxes or its true mask.
 
     Raises:
         DataError: `has_mask` is true, but the image has no mask.
@@ -72,9 +72,9 @@ def _make_cell(
     true_boxes: Float64[np.ndarray, "boxes 4"] | None,
     true_mask: UInt8[np.ndarray, "height width"] | None,
 ) -> Cell:
-    """Return the objects of one block and facet in the format of `ImageResult.cells`.
+    """Return the objects found with one block and facet, in the format of `ImageResult.cells`.
 
-    If there is a true mask, an object is a hit if its IoU with the true mask is at least 0.5.
+    With a true mask, the first object is a hit if its IoU with this mask is at least 0.5.
     """
     first, *others = objects
     cell: Cell = {
@@ -133,7 +133,10 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
 
 
 def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
-    """Yield each of `OBJECT_SCORES`, averaged over images. All images must have a true mask."""
+    """Yield the scores of the masks of found objects, averaged over images.
+
+    There is one score for each metric of `OBJECT_SCORES`. All images must have a true mask.
+    """
     cells = [result.cells[cell_name(layer, facet)] for result in results]
     counts = np.array([cell["object"] for cell in cells], np.int64)
     constant_counts = constant_masks(np.array([result.centre for result in results], np.int64))
@@ -152,16 +155,17 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images. No other score works without ground truth."""
+    """Return the percentage of degenerate images, the only score that needs no ground truth."""
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
 
 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return the percentage of cells in which each flag is true, such as "degenerate".
+    """Return the percentage of images in which each flag is true, such as "degenerate".
 
-    Cells without the flag are not counted.
+    Each cell contains the objects that were found in one image. Cells without the flag are not
+    counted.
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):

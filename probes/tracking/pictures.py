@@ -26,7 +26,7 @@ _WHITE = (255, 255, 255)
 
 
 def choose_frames(num_frames: int, count: int) -> list[int]:
-    """Return the numbers of up to `count` evenly spaced frames, from the first to the last one."""
+    """Return the indices of up to `count` evenly spaced frames, from the first to the last one."""
     return sorted(
         {*np.linspace(0, num_frames - 1, min(count, num_frames)).round().astype(int).tolist()}
     )
@@ -82,7 +82,7 @@ def save_animation(frames: Sequence[Pixels], path: Path) -> None:
 
 
 def save_numbers(numbers: Numbers, path: Path) -> None:
-    """Save the numbers of objects as PNG, with the palette of VOC and DAVIS."""
+    """Save a mask of object numbers as a PNG, with the palette of VOC and DAVIS."""
     image = Image.fromarray(numbers)
     image.putpalette(voc_colours().ravel().tolist())
     buffer = io.BytesIO()

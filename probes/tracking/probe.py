@@ -66,7 +66,7 @@ Numbers = UInt8[np.ndarray, "height width"]
 
 @dataclass(frozen=True)
 class Tracking(Probe):
-    """Propagate the mask of a video's first frame to all later frames. Nothing is trained.
+    """A training-free probe that propagates the masks of a video's first frame to later frames.
 
     Attributes:
         protocol: Name of the preset. "dino" is the evaluation of DINO's authors on DAVIS.
@@ -174,13 +174,16 @@ class Tracking(Probe):
         }
 
     def figure_paths(self, layer: int, facet: Facet, video: str) -> tuple[str, str]:
-        """Return the paths of the strip and of the animation, relative to the artifacts."""
+        """Return the paths of the two figures of a video, relative to `ProbeContext.artifacts`.
+
+        The first is a strip of frames, and the second an animation.
+        """
         name = f"block{layer:02d}_{facet}/{figure_file_name(video)}"
         return f"{self.folder}/{name}", f"{self.folder}-animated/{name}"
 
     @property
     def folder(self) -> str:
-        """Return the name of the figure folder, which contains all changed settings."""
+        """Return the name of the figure folder, which states all changed settings."""
         changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return "_".join([self.protocol, *changed])
 
@@ -209,9 +212,9 @@ class Tracking(Probe):
     def _track_video(
         self, context: ProbeContext, extractor: FeatureExtractor, video: Sample, *, is_drawn: bool
     ) -> tuple["VideoResult", dict[LayerFacet, "VideoResult"]]:
-        """Track the objects of one video, and return the results.
+        """Track the objects of one video in all layers and facets.
 
-        The first result is that of a baseline, a first mask that never moves. The others are those
+        Return the result of a baseline, which leaves the first mask in its place, and the results
         of each layer and facet.
         """
         if video.frames is None or video.mask is None:
@@ -298,7 +301,10 @@ class Tracking(Probe):
                 )
 
     def _mask_path(self, layer_facet: LayerFacet, frame: Sample) -> Path:
-        """Return the path of the mask of a frame. Reports do not show these files."""
+        """Return the path at which the predicted mask of a frame is saved.
+
+        Reports do not show these files.
+        """
         layer, facet = layer_facet
         *folders, name = frame.image_id.split("/")
         return Path(self.folder, "masks", f"block{layer:02d}_{facet}", *folders, f"{name}.png")
@@ -309,10 +315,10 @@ class Tracking(Probe):
 
 @dataclass(frozen=True)
 class VideoResult:
-    """The result of one layer and facet for a video.
+    """The scores of one layer and facet for a video.
 
     Attributes:
-        statistics: Each metric of each object. Empty without true masks.
+        statistics: Values of each metric for all objects. Empty without true masks.
         area_ratio: Area of each object in the last frame, divided by its area in the first frame.
         num_scored: Number of scored frames.
     """
@@ -323,10 +329,10 @@ class VideoResult:
 
 
 class VideoTrack:
-    """The scores and the figures of the masks of one video, which grow frame by frame.
+    """The predicted masks of one video: their scores and figures, collected frame by frame.
 
     Args:
-        objects: Number of each object.
+        objects: Number of each object in the masks.
         first: Mask of the first frame, with the number of the object at each pixel.
     """
 
@@ -348,7 +354,7 @@ class VideoTrack:
     def add_picture(
         self, number: int, num_frames: int, frame: Sample, truth: Numbers | None
     ) -> None:
-        """Draw the frame that was added last, if the strip or the animation shows it."""
+        """Draw the frame that was added last, if the strip of frames or the animation shows it."""
         in_strip = number in choose_frames(num_frames, STRIP_FRAMES)
         in_animation = number in choose_frames(num_frames, ANIMATION_FRAMES)
         if in_strip or in_animation:
@@ -374,7 +380,7 @@ class VideoTrack:
 def block_scores(
     layer_facet: LayerFacet, results: Sequence[VideoResult], baselines: Sequence[VideoResult]
 ) -> Iterator[Score]:
-    """Yield the scores of a layer and facet: means over the objects of all videos.
+    """Yield the scores of a layer and facet, which are means over the objects of all videos.
 
     Args:
         layer_facet: The layer and facet.

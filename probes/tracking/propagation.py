@@ -27,7 +27,7 @@ class Window:
 
     Attributes:
         latest_frames: Number of preceding frames to compare with, in addition to the first frame.
-        radius: Largest distance in rows and in columns, in patches.
+        radius: Largest distance between two compared patches in rows and in columns, in patches.
         neighbours: Number of most similar patches, over all frames together.
         temperature: The weight of a patch is exp(cosine similarity / temperature).
     """
@@ -39,7 +39,7 @@ class Window:
 
 
 class LabelPropagation:
-    """The labels of one block, propagated from frame to frame.
+    """Patch labels of a video, propagated from frame to frame with the features of one block.
 
     The features of the first frame and of the latest frames are stored as unit vectors.
 
@@ -64,7 +64,10 @@ class LabelPropagation:
         self._num_propagated = 0
 
     def propagate(self, features: PatchFeatures) -> PatchLabels:
-        """Return the labels of the next frame, and store them for later frames."""
+        """Compute the labels of the next frame from its features.
+
+        The labels and the features are stored, because later frames are compared with them.
+        """
         own = self._arrange(unit_vectors(features))
         count = 1 + min(self._num_propagated, self._window.latest_frames)
         labels = propagate_labels(own, self._features[:count], self._labels[:count], self._window)
@@ -85,15 +88,16 @@ def propagate_labels(
     labels: Float[Tensor, "frames rows cols channels"],
     window: Window,
 ) -> PatchLabels:
-    """Return the weighted mean of the labels of the most similar patches near each patch.
+    """Compute the label of each patch from the labels of the most similar patches near it.
 
-    Patches that tie with the least similar of them are included, too. A few rows of the target are
-    compared at a time, and only with rows of the sources that lie in their windows.
+    The label is their weighted mean. Patches that tie with the least similar of them are included,
+    too. A few rows of the target are compared at a time, and only with rows of the sources that lie
+    in their windows.
 
     Args:
         target: Unit vectors of the patches whose labels are computed.
         sources: Unit vectors of the patches in other frames.
-        labels: Labels of these patches.
+        labels: Labels of the patches in other frames.
         window: Selection of the patches whose labels are propagated.
     """
     rows, cols = target.shape[:2]
@@ -122,7 +126,7 @@ def _weighted_labels(
     excluded: Bool[Tensor, "queries patches"],
     window: Window,
 ) -> Float[Tensor, "queries channels"]:
-    """Return the weighted mean of the labels of the most similar patches of each query.
+    """Return the weighted mean label of the patches that are most similar to each query patch.
 
     A row of patches can contain one of the k largest values only if its maximum is among the k
     largest maxima. Therefore, only such rows are sorted.

@@ -26,7 +26,7 @@ BinaryMask = Bool[np.ndarray, "height width"]
 
 @dataclass(frozen=True)
 class Outline:
-    """The mask of one object, with the contour that F needs.
+    """The mask of one object and its contour, from which the contour accuracy F is computed.
 
     Attributes:
         mask: Pixels of the object.
@@ -51,15 +51,20 @@ class Outline:
 
 
 def region_similarity(predicted: BinaryMask, true: BinaryMask) -> float:
-    """Return J, the intersection over union. It is 1 if both masks are empty."""
+    """Return the region similarity J, the intersection over union of two masks.
+
+    J is 1 if both masks are empty.
+    """
     union = np.count_nonzero(predicted | true)
     return np.count_nonzero(predicted & true) / union if union else 1.0
 
 
 def contour_accuracy(predicted: Outline, true: Outline) -> float:
-    """Return F, the harmonic mean of the shares of each contour that are near the other contour.
+    """Return the contour accuracy F, the harmonic mean of precision and recall of contour pixels.
 
-    F is 1 if both contours are empty, and 0 if only one of them is.
+    Precision is the share of the predicted contour that is near the true contour. Recall is the
+    share of the true contour that is near the predicted one. F is 1 if both contours are empty, and
+    0 if only one of them is.
     """
     lengths = np.count_nonzero(predicted.contour), np.count_nonzero(true.contour)
     if not all(lengths):
@@ -71,7 +76,7 @@ def contour_accuracy(predicted: Outline, true: Outline) -> float:
 
 @dataclass
 class ObjectScores:
-    """J and F of each object in the scored frames of a video.
+    """Region similarity J and contour accuracy F of each object in the scored frames of a video.
 
     Attributes:
         region: J of the objects, one list for each frame.
@@ -82,13 +87,13 @@ class ObjectScores:
     contour: list[list[float]] = field(default_factory=list)
 
     def add_frame(self, predicted: Sequence[Outline], true: Sequence[Outline]) -> None:
-        """Score the masks of all objects in a frame."""
+        """Score the predicted masks of all objects in a frame, and store the scores."""
         pairs = list(zip(predicted, true, strict=True))
         self.region.append([region_similarity(own.mask, other.mask) for own, other in pairs])
         self.contour.append([contour_accuracy(own, other) for own, other in pairs])
 
     def statistics(self) -> dict[str, Float64[np.ndarray, " objects"]]:
-        """Return each metric in percent, for each object."""
+        """Return the tracking metrics of each object in percent."""
         metrics = {}
         for letter, frames in (("j", self.region), ("f", self.contour)):
             values = 100 * np.array(frames, np.float64)
@@ -100,7 +105,7 @@ class ObjectScores:
 
 
 def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, " objects"]:
-    """Return the mean of the first quarter of the frames minus the mean of the last quarter.
+    """Return the mean score of the first quarter of the frames minus that of the last quarter.
 
     Adjacent quarters share a frame. The authors store frame numbers in 8 bits, so their quarters
     differ from these if there are more than 256 frames.
@@ -112,11 +117,12 @@ def decay(values: Float64[np.ndarray, "frames objects"]) -> Float64[np.ndarray, 
 def video_estimate(
     values: Sequence[Float64[np.ndarray, " _objects"]],
 ) -> tuple[Float64[np.ndarray, " videos"], Jackknife]:
-    """Estimate the mean of a metric over the objects of all videos.
+    """Estimate the mean of a metric over all objects of all videos.
 
-    Return the contribution of each video, and the estimate. The mean of the contributions is the
-    mean over all objects. Their variance is that of a ratio of sums over videos (linearised). If
-    each video has one object, its contribution is the score of this object.
+    Returns:
+        One value for each video, and the estimate with its uncertainty. The mean of the values is
+        the mean over all objects. Their variance is that of a ratio of sums over videos
+        (linearised). If each video has one object, its value is the score of this object.
     """
     counts = np.array([len(own) for own in values])
     mean = float(np.concatenate(values).mean())
@@ -126,7 +132,10 @@ def video_estimate(
 
 
 def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
-    """Return the 95 % interval of a value that is not a percentage, or None if it has none."""
+    """Return the symmetric 95 % confidence interval of an estimate that is not a percentage.
+
+    Return None if the margin is unknown, for example with a single video.
+    """
     margin = estimate.margin
     return None if math.isnan(margin) else (estimate.value - margin, estimate.value + margin)
 
@@ -134,5 +143,8 @@ def symmetric_ci95(estimate: Jackknife) -> tuple[float, float] | None:
 def outline_objects(
     numbers: UInt8[np.ndarray, "height width"], objects: UInt8[np.ndarray, " objects"]
 ) -> list[Outline]:
-    """Return the outline of each object in `objects`. Pixels with other numbers are background."""
+    """Return the mask and contour of each object in `objects`.
+
+    For each object, all pixels with other numbers are background.
+    """
     return [Outline.from_mask(numbers == number) for number in objects]

@@ -34,7 +34,7 @@ _TABLE_FIELDS = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the differences between two encoders, or between the blocks of one encoder."""
+    """Print the score differences between two encoders, or between the blocks of one encoder."""
     style = resolve_format(options.format)
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
@@ -50,7 +50,15 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _select_tables(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
-    """Choose the tables to print, given one record for each possible table."""
+    """Select the tables to print, and return their records.
+
+    By default, only the table of the main metric is selected. The options `--metric` and
+    `--all-metrics` select others.
+
+    Args:
+        options: Options of the command.
+        records: One record for each table that could be printed.
+    """
     if options.metric or options.all_metrics:
         return list(records)
     return select_main_metrics(records, _TABLE_FIELDS, "--all-metrics to show all metrics")
@@ -72,7 +80,7 @@ def _compare_runs(options: argparse.Namespace, store: ResultStore) -> list[Epoch
 
 
 def _find_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
-    """Return the name of the run that has this name, or that has an encoder with this name."""
+    """Return the name of a training run, given this name or a name of one of its encoders."""
     runs = group_by_run(records)
     if name in runs:
         return name

@@ -59,7 +59,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _shell_functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
-    """Return the shell functions that list tasks and datasets, which only bash and fish need."""
+    """Return shell functions that list the tasks and datasets. Only bash and fish need them."""
     if shell == "bash":
         return _BASH_FUNCTIONS + "\n".join(
             f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'

@@ -60,7 +60,10 @@ _SAMPLE_SIZE = 64
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run the action `list`, `download`, `check` or `verify`. Only `check` accepts overrides."""
+    """Run `ssl-bench data list`, `download`, `check` or `verify`.
+
+    Only `check` accepts KEY=VALUE settings.
+    """
     if options.action == "check":
         return _check(options, overrides)
     if overrides:
@@ -146,7 +149,7 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
 def _build_dataset(
     name: str, root: str | None, overrides: Sequence[str] = ()
 ) -> tuple[Any, ReadOptions]:
-    """Return a dataset that is not open yet, and the options for reading its files."""
+    """Build a dataset without opening its files. Also return the options for reading images."""
     # Import it only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
@@ -307,7 +310,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
-    """Decode all images in a folder of photographs, and list those that are unreadable."""
+    """Decode all images in a folder of photographs, and print the images that are unreadable."""
     faults = find_read_errors(images, {})
     problems = [to_one_line(str(fault)) for fault in faults if fault is not None]
     if as_json:
@@ -323,7 +326,16 @@ def _check_photographs(name: str, images: ImageSet, *, as_json: bool) -> int:
 
 
 def _check_split(dataset: Dataset, split: str, published: int | None) -> dict[str, Any]:
-    """Open a split, count its images and read a fixed random sample. Return JSON types."""
+    """Open a split, count its images and read a fixed random sample.
+
+    Args:
+        dataset: The dataset.
+        split: Name of the method that opens the split, such as "val".
+        published: Published number of images, or None if it is unknown.
+
+    Returns:
+        The numbers of images and the problems, as JSON types.
+    """
     state = {"role": split, "split": "", "images": 0, "published": published, "read": 0}
     try:
         images: ImageSet = getattr(dataset, split)()
@@ -370,7 +382,10 @@ def _format_classes(
 def _faulty_dataset(
     source: Source, root: str | None, states: Sequence[Mapping[str, Any]]
 ) -> DataError:
-    """Return the error for a dataset with problems, which says how to get the complete dataset."""
+    """Return the error for a dataset with problems.
+
+    Its hint says how to get the complete dataset.
+    """
     faulty = [state for state in states if state["problems"]]
     count = sum(len(state["problems"]) for state in faulty)
     message = (
@@ -395,7 +410,10 @@ def _faulty_dataset(
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare the files in a folder with a list of their SHA-256 digests, or write this list."""
+    """Compare the files in a folder with their SHA-256 digests in a manifest file.
+
+    If there is no manifest or `--update` is given, write the manifest instead.
+    """
     if options.target is None:
         raise ConfigurationError(
             "data verify needs a folder", hint=("ssl-bench", "data", "verify", "{folder}")
@@ -433,7 +451,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def write_manifest(root: Path, manifest: Path) -> int:
-    """Write the SHA-256 of all files below a folder to a manifest. Return the number of files."""
+    """Write the SHA-256 of each file below a folder to the manifest. Return the number of files."""
     names = _find_files(root, manifest)
     if not names:
         raise DataError(f"{root} has no files, expected the folder of a dataset")
@@ -446,7 +464,7 @@ def write_manifest(root: Path, manifest: Path) -> int:
 
 
 def read_manifest(manifest: Path) -> Mapping[str, str]:
-    """Read a file with lines `SHA256  PATH` and return the SHA-256 of each path."""
+    """Read a manifest file with lines `SHA256  PATH`, and return the SHA-256 of each path."""
     try:
         lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
     except OSError as error:
@@ -470,7 +488,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 
 
 def _find_files(root: Path, manifest: Path) -> list[str]:
-    """Return the sorted paths of a folder's files, except hidden files and the manifest."""
+    """Return the sorted paths of all files below a folder, except hidden files and the manifest."""
     if not root.is_dir():
         raise DataError(f"{root} is not a folder, expected the folder of a dataset")
     excluded = resolve_links(manifest)
@@ -483,7 +501,7 @@ def _find_files(root: Path, manifest: Path) -> list[str]:
 
 
 def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each path with the SHA-256 of its file. Threads compute the digests in parallel."""
+    """Yield the path and SHA-256 of each file. Threads compute the digests in parallel."""
 
     def digest(name: str) -> str:
         try:

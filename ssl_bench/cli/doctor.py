@@ -49,7 +49,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class Finding(NamedTuple):
-    """One line of the output. If `broken`, commands fail until the user repairs a package."""
+    """One line of the output of `ssl-bench doctor`.
+
+    Attributes:
+        name: What the line describes, such as "python".
+        value: Its version or state.
+        broken: Whether a package is broken, so that commands fail until the user repairs it.
+    """
 
     name: str
     value: str
@@ -57,7 +63,7 @@ class Finding(NamedTuple):
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print one line per finding. Return 5 if a required package is broken, or 0 otherwise."""
+    """Print one line per finding. Return exit code 5 if a required package is broken, else 0."""
     # Print broken packages last, because users notice the last lines.
     findings = sorted(_find_all(options.data_root), key=lambda finding: finding.broken)
     has_broken = any(finding.broken for finding in findings)
@@ -189,7 +195,10 @@ def _find_datasets(text: str) -> Iterator[Finding]:
 
 
 def _describe_dataset(name: str, root: str) -> str | None:
-    """Return the roles and split sizes of a dataset, or None if the folder does not contain it."""
+    """Return the uses of a dataset and the sizes of its splits as text.
+
+    A use is a role such as "segmentation". Return None if the folder does not contain the dataset.
+    """
     config = compose_config("data", add_data_root([f"dataset={name}"], root))
     dataset: Dataset = build(config, "dataset")
     if not hasattr(dataset, "root"):

@@ -58,12 +58,13 @@ _ABOUT, _INDEX = "about.json", "index.parquet"
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write `about.json`, files of features and an index. Complete existing files are kept.
+    """Write the features of a dataset, an index of the images, and a description in `about.json`.
 
     Images are resized to squares with a side of `--image-size` pixels, or to the encoder's native
-    size by default. A file contains arrays such as "block05.token" (images x rows x cols x dim) and
-    "block05.cls" (images x dim). For each image, the index contains the split, the class, the file
-    of features and the row in this file.
+    size by default. A file of features contains arrays such as "block05.token" (images x rows x
+    cols x dim) and "block05.cls" (images x dim). For each image, the index states the split, the
+    class, the file of features and the row in this file. Complete files from an earlier run are
+    kept.
     """
     require_single_process("features")
     require_choice("format", options.format, FORMATS)
@@ -124,7 +125,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _open_dataset(
     options: argparse.Namespace, overrides: Sequence[str], on_bad_image: OnBadImage | None
 ) -> tuple[Dataset, int | None]:
-    """Return the dataset without unreadable images, and the value of `data.bits`."""
+    """Return the dataset without unreadable images, and the value of `data.bits`.
+
+    This setting is the number of bits that 16-bit images use.
+    """
     name, root = require_dataset(options.dataset)
     words = [f"dataset={name}", *add_data_root(overrides, root or options.data_root)]
     config = compose_config("data", words)
@@ -136,7 +140,10 @@ def _open_dataset(
 
 
 def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
-    """Return the named splits. Without names, return all annotated splits, or else all images."""
+    """Return the splits that the user named. By default, return all splits with annotations.
+
+    If the dataset has no annotations, return all of its images.
+    """
     if text is not None:
         names = [require_choice("split", name.strip(), _SPLITS) for name in text.split(",")]
     elif annotated := [role for role in _ANNOTATED_ROLES if role in dataset.supports]:
@@ -147,7 +154,11 @@ def _select_splits(dataset: Dataset, text: str | None) -> list[ImageSet]:
 
 
 def _start_or_continue(path: Path, about: Mapping[str, Any]) -> None:
-    """Write the description of the features, or check that existing features have the same one."""
+    """Write the description of the features to a file, or compare it with the existing file.
+
+    Raises:
+        ConfigurationError: The folder contains features with another description.
+    """
     # If the folder contains no features, replace an existing description.
     if not (path.is_file() and any(path.parent.glob("*-[0-9]*.*"))):
         write_text_atomically(path, json.dumps(about, indent=1) + "\n")
@@ -172,7 +183,10 @@ def _write_split(
     out: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Write the missing files of a split, and return the index rows for all files of the split."""
+    """Write the missing feature files of a split.
+
+    Return one row of the index for each image in the split.
+    """
     num_bytes = _bytes_per_image(extractor, size, options.dtype)
     per_file = max(1, min(_MAX_IMAGES, _MAX_BYTES // num_bytes))
     starts = range(0, len(images), per_file)
@@ -217,7 +231,11 @@ def _extract(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """Return features by block and facet, and image ids and labels (-1 without a class)."""
+    """Return arrays of features by block and facet, and arrays of image ids and class labels.
+
+    The keys are names such as "block05.token", "image_id" and "label". Images without a class have
+    the label -1.
+    """
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
     batch_size = options.batch_size or _BATCH_SIZE
@@ -247,7 +265,11 @@ def _extract(
 
 
 def _require_range(values: np.ndarray, dtype: str, name: str) -> None:
-    """Check that `dtype` can store the largest absolute value without overflow or underflow."""
+    """Check that `dtype` can store the largest absolute value of a feature array.
+
+    Raises:
+        CheckpointError: The value would overflow or underflow.
+    """
     largest = float(np.abs(values).max(initial=0.0))
     lowest, highest = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
     if largest and not lowest <= largest <= highest:
@@ -269,7 +291,10 @@ def _write(path: Path, arrays: dict[str, np.ndarray], file_format: str) -> None:
 
 
 def _read_ids_and_labels(path: Path) -> tuple[list[str], list[int]] | None:
-    """Return the image ids and labels in a file, or None if the file is missing or damaged."""
+    """Return the image ids and class labels in a file of features.
+
+    Return None if the file is missing or damaged.
+    """
     try:
         if path.suffix == ".npz":
             with np.load(path) as arrays:

@@ -87,7 +87,7 @@ _MEANINGS = {
 
 
 def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
-    """Return one line for each key of a target such as "probe.tokencut" or "train.epochs"."""
+    """Return one line for each config key of a target, such as "probe.tokencut"."""
     group, _, rest = target.partition(".")
     name, _, field = rest.partition(".")
     key = f"{group}.{field}" if field else group
@@ -117,7 +117,13 @@ def describe_target(target: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _describe_keys_below(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
-    """Return one line for each key in or below `parents`, or for all keys without parents."""
+    """Return one line for each config key that is equal to or below one of `parents`.
+
+    If `parents` is empty, all keys are described.
+
+    Raises:
+        ConfigurationError: There is no such key.
+    """
     if lines := _describe_keys(config, parents):
         return lines
     name = parents[0]
@@ -146,7 +152,7 @@ def _describe_keys(config: dict[str, Any], parents: Sequence[str]) -> list[str]:
 
 
 class Key(NamedTuple):
-    """A key with its default value, legal values and meaning, all as text."""
+    """A config key with its default value, legal values and meaning, all as text."""
 
     name: str
     default: str
@@ -155,7 +161,10 @@ class Key(NamedTuple):
 
 
 def list_described_keys(config: dict[str, Any], parents: Sequence[str]) -> list[Key]:
-    """Return all keys in or below `parents`, or all keys without parents."""
+    """Return all config keys that are equal to or below one of `parents`, with descriptions.
+
+    If `parents` is empty, all keys are returned.
+    """
     descriptions = describe_keys(config)
     types = {key: kind for key, (kind, _) in descriptions.items()}
     types |= {key: describe_type(kind) for key, kind in SHARED.items()}
@@ -186,9 +195,9 @@ def _find_meaning(key: str) -> str:
 
 
 def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tuple[str, str] | None:
-    """Return the group of config files from which a key selects, and the selected name.
+    """Return the group (folder) and the name of the config file that a key selects.
 
-    Return None if the key does not select a file.
+    Return None if the key sets an ordinary value.
     """
     top, _, field = key.partition(".")
     component = config.get(top)
@@ -202,7 +211,10 @@ def _find_selected_file(config: Mapping[str, Any], key: str, value: Any) -> tupl
 
 
 def _find_file(group: str, component: Mapping[str, Any]) -> str:
-    """Return the name of the config file with these values, or else with the same class."""
+    """Return the name of the config file in a group that contains the values of `component`.
+
+    If no file contains exactly these values, return the first file for the same class.
+    """
     contents = {
         name: read_file(config_folder() / group / f"{name}.yaml") for name in config_names(group)
     }

@@ -18,7 +18,10 @@ _COMMANDS = {
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print one line for each key of a target. Without a target, list the possible targets."""
+    """Print one line for each config key of a target such as "probe.tokencut".
+
+    Without a target, list the possible targets.
+    """
     if options.target is None:
         print("\n".join(_list_targets()))
         return 0

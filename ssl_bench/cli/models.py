@@ -28,8 +28,8 @@ TIMM_PATTERNS = (
 def command(options: argparse.Namespace) -> int:
     """List the supported kinds of checkpoints, or describe the given checkpoints.
 
-    A checkpoint that cannot be loaded does not stop the command. The exit code is that of the first
-    such checkpoint.
+    If a checkpoint cannot be loaded, the command prints an error and continues with the next one.
+    The exit code is that of the first error.
     """
     if not options.uris:
         if options.json:
@@ -59,8 +59,8 @@ def describe_encoder(encoder: Encoder) -> dict[str, Any]:
     """Return the properties of an encoder and of its file, as JSON types.
 
     `size` is in bytes. `patch_size`, `largest_patch` and `image_size` are in pixels. `used` and
-    `total` are numbers of tensors. `ignored` maps unused tensors to the reason why they are unused.
-    `colours_from` names the source of `mean` and `std`.
+    `total` are numbers of tensors in the file. `ignored` maps the names of unused tensors to the
+    reason why they are unused. `colours_from` states where `mean` and `std` come from.
     """
     contents = encoder.contents
     return {

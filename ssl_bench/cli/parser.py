@@ -161,14 +161,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command."""
+    """Return the parser of each command, by the name of the command."""
     return dict(
         next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     )
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse the arguments, run their command and return its exit code."""
+    """Parse the arguments, run the command that they name and return its exit code."""
     options, overrides = _parse(arguments)
     name, inputs = options.command, list[Any]()
     # Report misspelled names before torch is imported, which takes seconds.
@@ -180,7 +180,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "ProbeRequest":
-    """Build the request of `probe` or `sweep` from its flags and KEY=VALUE settings."""
+    """Build the request of `ssl-bench probe` or `ssl-bench sweep` from the command line."""
     from ssl_bench.request import ProbeRequest
 
     return ProbeRequest.parse(
@@ -200,7 +200,7 @@ def probe_request(options: argparse.Namespace, overrides: Sequence[str]) -> "Pro
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the KEY=VALUE settings on the command line."""
+    """Parse the command line and return its flags and its KEY=VALUE settings."""
     parser = build_parser()
     commands = command_parsers(parser)
     # Check names before argparse does. For a misspelled flag, argparse may only report a missing
@@ -267,9 +267,8 @@ def _unknown_argument(
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join the flags `--layer` and `--checkpoint` with their values, as FLAG=VALUE.
 
-    Otherwise, argparse would read the value in `--layer -1,0` as a flag. A shell may
-    expand `--checkpoint runs/*` to `--checkpoint A B C`, which becomes three flags with one value
-    each.
+    Otherwise, argparse would read the value in `--layer -1,0` as a flag. A shell expands
+    `--checkpoint runs/*` to `--checkpoint A B C`. This becomes three flags with one value each.
     """
     joined: list[str] = []
     for word in arguments:
@@ -284,7 +283,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the KEY=VALUE settings for which flags are short.
+    """Yield the KEY=VALUE setting that each short flag stands for, such as `seed=3` for `--seed 3`.
 
     Raises:
         ConfigurationError: A flag and `overrides` set the same key.
@@ -532,7 +531,10 @@ def _add_probing(parser: _Parser) -> None:
 
 
 def _add_short_forms(parser: _Parser, *, seed: str = "seed", batch: str = _BATCH) -> None:
-    """Add flags that are short for configuration keys. The configuration defines their defaults."""
+    """Add flags that are short forms of configuration keys, such as `--seed`.
+
+    The flags have no defaults of their own, because the configuration defines the defaults.
+    """
     add = parser.add_argument
     add("--limit", type=int, metavar="N", help=_LIMIT)
     add("--seed", type=int, metavar="N", help=f"random seed (short for {seed}=N)")

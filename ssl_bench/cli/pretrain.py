@@ -14,7 +14,7 @@ from ssl_bench.system.process import is_main_process
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain an encoder in a run folder, or only print its configuration or its plan."""
+    """Pretrain an encoder in a run folder, or only print the configuration or a plan of the run."""
     overrides = add_data_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
     full = deepcopy(config)
@@ -51,7 +51,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _default_run(overrides: Sequence[str]) -> str:
-    """Return a path in `runs/`, named after the model and optimizer (or experiment) and time."""
+    """Return a path in `runs/` whose name states the experiment and the time.
+
+    Without an experiment, the name states the model and the optimizer instead.
+    """
     choices = {key: value for key, _, value in (o.partition("=") for o in overrides)}
     recipe = f"{choices.get('model', 'vit_small_skip')}-{choices.get('optimizer', 'adamw')}"
     return f"runs/{choices.get('experiment', recipe)}-{datetime.now():%Y%m%d-%H%M%S}"

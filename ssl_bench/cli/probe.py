@@ -50,7 +50,7 @@ def _print_configs(request: ProbeRequest) -> None:
 
 
 def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
-    """Check everything that can be checked in advance, then probe one encoder after the other."""
+    """Check the request as far as possible, then probe one encoder after the other."""
     device = choose_device(request.device)
     require_layers(request.layers, request.checkpoints)
     plan = plan_request(request)
@@ -88,9 +88,13 @@ def _probe(request: ProbeRequest, store: ResultStore) -> list[Record]:
 def _require_fitting_sizes(
     plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
 ) -> None:
-    """Raise ConfigurationError if a size that the user chose does not fit the encoder's patches.
+    """Check that the user's image sizes are valid for the patch size of the encoder.
 
-    Probes that do not fit the encoder for other reasons raise no error here, but when they run.
+    Probes that cannot score the encoder for other reasons are accepted here. Their errors are
+    raised when they run.
+
+    Raises:
+        ConfigurationError: The encoder does not accept an image size that the user set.
     """
     for planned in plan:
         with suppress(UnfitEncoder):

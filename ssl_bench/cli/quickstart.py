@@ -50,7 +50,7 @@ NUM_BLOCKS = 4
 
 
 def command(options: argparse.Namespace) -> int:
-    """Pretrain an encoder for a few steps, then probe it and the demo encoders."""
+    """Pretrain an encoder for a few steps, then probe it and the built-in demo encoders."""
     start = time.monotonic()
     out = Path(options.out)
     results = out / "results"
@@ -89,7 +89,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def format_headlines(panels: Sequence[Panel]) -> str:
-    """Return a table of each task's headline metric, for every encoder at a few blocks."""
+    """Return a table of the main metric of each task, for every encoder at a few blocks."""
     depth = max(layer for panel in panels for layer in panel.layers)
     last = NUM_BLOCKS - 1
     layers = list(dict.fromkeys(round(depth * n / last) for n in range(NUM_BLOCKS)))

@@ -1,4 +1,4 @@
-"""Select records for `table`, `compare` and `report`, print tables, and name ignored files."""
+"""Select records for `table`, `compare` and `report`, print tables, and report ignored files."""
 
 import argparse
 import sys
@@ -25,7 +25,11 @@ _MISMATCH = "does not match its record, or is a symbolic link"
 
 
 def print_tables(tables: Sequence[Table], style: str) -> None:
-    """Print tables in one of `FORMATS`. Raise an error if Parquet would go to a terminal."""
+    """Print tables in a format of `FORMATS`.
+
+    Raises:
+        ConfigurationError: Parquet, a binary format, would be printed to a terminal.
+    """
     if style == "parquet":
         if sys.stdout.isatty():
             raise ConfigurationError(
@@ -37,12 +41,15 @@ def print_tables(tables: Sequence[Table], style: str) -> None:
 
 
 def resolve_format(name: str | None) -> str:
-    """Return a valid output format. The default is that of `default_format`."""
+    """Check the name of an output format and return it.
+
+    Without a name, return the default format.
+    """
     return default_format() if name is None else require_choice("format", name, FORMATS)
 
 
 def load_selected_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the records that the options `task`, `layer` and `FILTERS` select.
+    """Read the records that the options `task`, `layer` and those in `FILTERS` select.
 
     Raises:
         DataError: No record is selected.
@@ -60,7 +67,7 @@ def no_records_error(task: str, store: ResultStore) -> DataError:
 
 @contextmanager
 def open_store(out: str) -> Generator[ResultStore]:
-    """Yield a results folder. After the `with` block, report the files that were ignored.
+    """Yield a results folder. After the `with` block, print which of its files were ignored.
 
     If the `with` block raises an error, its message also lists these files.
     """
@@ -84,9 +91,10 @@ def open_store(out: str) -> Generator[ResultStore]:
 def select_main_metrics(
     records: Sequence[Record], fields: Sequence[str], advice: str
 ) -> list[Record]:
-    """Return the records of the main metric of each group of records that agree in `fields`.
+    """Return the records of the main metric of each group of records.
 
-    A message lists the other metrics, and says with `advice` how to show all metrics.
+    Records that agree in `fields` form a group. A message names the other metrics and ends with
+    `advice`, which says how to show all metrics.
     """
     main = main_metrics(records, fields)
     selected = [r for r in records if main[tuple(getattr(r, name) for name in fields)] == r.metric]
@@ -100,7 +108,7 @@ def select_main_metrics(
 
 
 def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
-    """Return the records of the tasks in `task`, the value of `--task`."""
+    """Return the records whose task is in `task`, a comma-separated list or "all"."""
     tasks = parse_names("task", task, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
@@ -108,7 +116,10 @@ def select_tasks(task: str, records: Sequence[Record]) -> list[Record]:
 def filter_records(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[Record]:
-    """Return the records that have the requested value in each field of `FILTERS`."""
+    """Return the records whose fields have the values that the user requested.
+
+    `FILTERS` contains the names of these fields.
+    """
     for name in FILTERS:
         records = _filter_by(records, name, getattr(options, name), store)
     return list(records)
@@ -119,8 +130,8 @@ def _filter_by(
 ) -> list[Record]:
     """Return the records whose field `name` has one of the comma-separated values in `value`.
 
-    None selects all records. Each value must occur in a record. If it only occurs in unreadable
-    records, the error says so.
+    If `value` is None, return all records. A value that occurs in no record is an error. The error
+    says so if the value occurs only in unreadable records.
     """
     if value is None:
         return list(records)
@@ -145,7 +156,10 @@ def _may_contain(store: ResultStore, path: Path, value: str) -> bool:
 
 
 def requested_layers(layers: str) -> set[int] | None:
-    """Return the block indices in `--layer`, negative from the last block, or None for all."""
+    """Parse `--layer` and return a set of block indices, or None if all blocks are requested.
+
+    Negative indices count from the last block.
+    """
     if layers == "all":
         return None
     try:

@@ -53,7 +53,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
-    """Read the selected records. With `--runs`, the results folder may be empty."""
+    """Read the records that the options select.
+
+    If `--runs` is given and the results folder is empty, return an empty list. Otherwise, it is an
+    error if there are no such records.
+    """
     try:
         return load_selected_records(options, store)
     except DataError:
@@ -65,10 +69,11 @@ def _load_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 def _read_logs(
     options: argparse.Namespace, records: Sequence[Record], store: ResultStore
 ) -> list[RunLog]:
-    """Read the logs of the runs in `--runs`, or else of all runs whose checkpoints have records.
+    """Read the training logs of the runs in `--runs`.
 
-    In the second case, runs are searched in `runs/` and next to the results folder. If their logs
-    cannot be read, a message says so and the result is empty.
+    Without `--runs`, read the logs of all runs whose checkpoints have records. These runs are
+    searched in `runs/` and next to the results folder. If their logs cannot be read, a message says
+    so and an empty list is returned.
     """
     if options.run_folders:
         return read_run_logs(options.run_folders)

@@ -58,13 +58,13 @@ _UNQUOTED_PATH = re.compile(r"[A-Za-z/._][\w/.-]*")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The user's options, except the table.
+    """The user's options for reproducing a published table.
 
     Attributes:
         runs: Folder that contains the run folders.
         roots: Folders of the datasets, by name of the dataset.
         overrides: KEY=VALUE settings. Keys that begin with "probe." or "dataset." apply to probes,
-            and all other keys apply to runs.
+            and all other keys apply to training runs.
         rows: Rows to reproduce. Empty for all rows.
         datasets: Datasets to probe. Empty for all datasets.
         gpus: Number of GPUs that the printed commands use. None for a single device.
@@ -85,7 +85,7 @@ class PlanOptions:
 
     @property
     def run_values(self) -> dict[str, str]:
-        """Values of the settings that apply to runs, by key."""
+        """Return the values of the user's settings for training runs, by config key."""
         return dict(word.split("=", 1) for word in self.run_overrides)
 
     @property
@@ -96,17 +96,17 @@ class PlanOptions:
         return str(self.runs / address) if is_run(address) else address
 
     def list_location_flags(self, images: str) -> list[str]:
-        """Return the flags that set the folder of a dataset and the device."""
+        """Return the command-line flags for the folder of a dataset and for the device."""
         root = ["--data-root", self.roots[images]] if images in self.roots else []
         return [*root, *(["--device", self.device] if self.device else [])]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One `ssl-bench` command. It skips finished work.
+    """One `ssl-bench` command of a plan. The command skips work that is already finished.
 
     Attributes:
-        trained_run: Name of the run that the command trains. None for a probe.
+        trained_run: Name of the run that the command trains. None if the command is a probe.
         needed_run: Name of the run that must be finished before this step, or None.
         words: Arguments of `ssl-bench`.
         columns: Columns of the table that the command fills.
@@ -125,14 +125,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that reproduce a table.
+    """The steps that reproduce a published table.
 
     Attributes:
         runs: Runs to train, in order.
         steps: All commands, in order.
         checkpoints: URI of each row's encoder, by row name.
         images: Names of all required datasets, with training datasets first.
-        unreachable_rows: Rows whose epoch the runs do not reach, because the user shortened them.
+        unreachable_rows: Rows that need an epoch after the end of the run, because the user
+            shortened the run.
         rows_without_run: Rows for which no run is defined.
     """
 
@@ -165,7 +166,7 @@ class Plan:
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List the tables, or show, print or run the plan of one table."""
+    """List published tables, or show, print or run the plan that reproduces one of them."""
     _require_single_process(options)
     tables = list(load_published_tables()) if options.name is None else find_tables(options.name)
     if options.name is None or len(tables) > 1:
@@ -225,7 +226,7 @@ def _require_single_process(options: argparse.Namespace) -> None:
 
 
 def _parse_gpus(options: argparse.Namespace) -> int | None:
-    """Return the number of GPUs for printed commands, or None for a single device."""
+    """Check `--gpus` and return the number of GPUs for printed commands, or None if not set."""
     if options.gpus is None:
         return None
     if options.gpus < 1:
@@ -274,18 +275,24 @@ def full_name(table: PublishedTable) -> str:
 
 
 def is_run(address: str) -> bool:
-    """Return whether the address of a row names a run, as opposed to published weights."""
+    """Return whether the encoder of a table row comes from a training run.
+
+    Otherwise, its address names published weights, such as "timm:NAME".
+    """
     return ":" not in address
 
 
 def split_address(address: str) -> tuple[str, int | None]:
-    """Split NAME or NAME@EPOCH into the name of the run and the epoch, None without an epoch."""
+    """Split NAME@EPOCH into the name of a run and the epoch. Without @EPOCH, the epoch is None."""
     name, _, epoch = address.partition("@")
     return name, int(epoch) if epoch else None
 
 
 def list_runs(table: PublishedTable) -> list[Experiment]:
-    """Return the runs of a table. A run that provides initial weights comes before its users."""
+    """Return the training runs that a published table needs.
+
+    If a run starts from the weights of another run, that run comes first.
+    """
     known, runs = experiments(), dict[str, Experiment]()
     for address in filter(is_run, table.runs.values()):
         run = known[split_address(address)[0]]
@@ -313,7 +320,7 @@ def format_listing(tables: Sequence[PublishedTable]) -> str:
 
 
 def plan_table(table: PublishedTable, options: PlanOptions) -> Plan:
-    """Return the plan of a table, without reading any run or record."""
+    """Return the plan for reproducing a published table. No run or record is read."""
     requested = [require_choice("row", row, table.rows) for row in options.rows] or table.rows
     known = list(dict.fromkeys(column.dataset for column in table.columns))
     datasets = [require_choice("dataset", name, known) for name in options.datasets] or known
@@ -359,7 +366,10 @@ def _max_epochs(options: PlanOptions) -> int | None:
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a run with the user's overrides reaches an epoch. None means its end."""
+    """Return whether a training run reaches an epoch, although the user may have shortened the run.
+
+    An epoch of None means the end of the run, which is always reached.
+    """
     if epoch is None:
         return True
     epochs = _max_epochs(options)
@@ -398,11 +408,11 @@ def _training_step(
 
 
 def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
-    """Return overrides that set lengths in epochs to null if they do not fit in a shortened run.
+    """Return overrides for schedule lengths that do not fit in a run that the user shortened.
 
-    A length of null means that the length is computed as a fraction of the run. Recipes write
-    lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between measurements, which
-    are not changed.
+    A length in epochs is set to null, so that it is computed as a fraction of the run. Recipes
+    write such lengths as decimal numbers (`10.0`). Integers (`5`) are intervals between
+    measurements, and are not changed.
     """
     recipe = read_file(config_folder() / "experiment" / f"{run.recipe}.yaml")
     values = {**flatten_config(recipe), **run.changes}
@@ -419,7 +429,7 @@ def _shorten_lengths(run: Experiment, options: PlanOptions) -> list[str]:
 def _probe_steps(
     address: str, columns: Sequence[PublishedColumn], options: PlanOptions
 ) -> Iterator[Step]:
-    """Yield one step for each probe command. One command may fill several columns."""
+    """Yield one step for each probe command of an encoder. One command may fill several columns."""
     groups: dict[tuple[str, ...], list[PublishedColumn]] = {}
     for column in columns:
         key = (column.task, *_dataset_words(column), *_probe_words(column, options))
@@ -458,7 +468,10 @@ def _quote(path: Path) -> str:
 
 
 def shell_commands(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a shell script. Runs use all GPUs, and probes use one GPU in turn."""
+    """Yield the lines of a shell script that runs a plan.
+
+    Training runs use all GPUs. Each probe uses one GPU, and successive probes take turns.
+    """
     gpus, probes = plan.options.gpus, itertools.count()
     for step in plan.steps:
         words = ["ssl-bench", *step.words]
@@ -470,7 +483,7 @@ def shell_commands(plan: Plan) -> Iterator[str]:
 
 
 def format_plan(plan: Plan) -> str:
-    """Describe a plan, including the runs and records that already exist."""
+    """Describe a plan as text, including the runs and records that already exist."""
     blocks = [f"{full_name(plan.table)}: {plan.table.title} ({plan.table.source})"]
     states = {run.name: read_run_state(plan.options.runs / run.name) for run in plan.runs}
     if states:
@@ -484,7 +497,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _load_records(out: Path) -> list[Record]:
-    """Return the records in a folder, or [] if there are none."""
+    """Return the records in a results folder, or an empty list if there are none."""
     store = ResultStore(out)
     try:
         records = store.records()
@@ -496,7 +509,7 @@ def _load_records(out: Path) -> list[Record]:
 
 
 def _probe_row(step: Step, records: Sequence[Record]) -> tuple[str, str, str]:
-    """Return the title of a probe, its checkpoint and the number of its records."""
+    """Return a row for the list of probes: title, checkpoint and number of existing records."""
     # Recognise the records of an encoder by the digest in the .sha256 file next to its weights.
     address = Path(step.words[step.words.index("--checkpoint") + 1])
     name, epoch = split_address(address.name)
@@ -541,7 +554,7 @@ def _plan_notes(plan: Plan, states: Mapping[str, RunState | None]) -> Iterator[s
 
 
 def _curve_commands(plan: Plan) -> Iterator[str]:
-    """Yield the commands that draw curves, if the table contains the values of a figure.
+    """Yield the commands that draw curves, if a published table contains the values of a figure.
 
     Such curves show training losses, or scores at more than two epochs of a run.
     """
@@ -564,7 +577,10 @@ def _curve_commands(plan: Plan) -> Iterator[str]:
 
 
 def _format_sizes(images: Sequence[str]) -> str:
-    """Return the download size of each dataset and the total as text. Unknown sizes are "?"."""
+    """Return text that states the download size of each dataset and the total in GB.
+
+    Unknown sizes are shown as "?".
+    """
     sizes = {name: SOURCES[name].size / 1e9 for name in images if name in SOURCES}
     sizes |= {name: size for name, size in TRAINING_GB.items() if name in images}
     words = [
@@ -577,11 +593,14 @@ def _format_sizes(images: Sequence[str]) -> str:
 def run_steps(
     plan: Plan, execute: Callable[[Sequence[str]], int], *, debug: bool
 ) -> Iterator[tuple[Step, Outcome]]:
-    """Run the steps one after the other, and yield each step with its outcome.
+    """Run the steps of a plan one after the other, and yield each step with its outcome.
 
     If a run fails, the steps that need this run are skipped. All other steps are still run.
-    `execute` runs `ssl-bench` with the given arguments and returns its exit code. With `debug`, the
-    first error is raised, not reported.
+
+    Args:
+        plan: The plan.
+        execute: Function that runs `ssl-bench` with the given arguments and returns its exit code.
+        debug: Whether to raise the first error instead of reporting it.
     """
     failed: set[str] = set()
     for number, step in enumerate(plan.steps, 1):
@@ -606,7 +625,7 @@ def run_steps(
 
 
 def fill_table(plan: Plan) -> PaperTable:
-    """Return the published table, filled with our values from records and run logs."""
+    """Return a published table together with our own values from records and training logs."""
     # Import it only here, because making a plan does not need torch.
     from ssl_bench.models import identify_encoder
 

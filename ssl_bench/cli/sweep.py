@@ -29,7 +29,7 @@ Outcomes = Mapping[tuple[str, ...], Outcome]
 
 
 def command(options: argparse.Namespace, request: ProbeRequest) -> int:
-    """Print the plan, then run, print or submit the jobs whose results are incomplete."""
+    """Print the plan, then run, print or submit the jobs that lack results."""
     require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def command(options: argparse.Namespace, request: ProbeRequest) -> int:
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
-    """Run the jobs and return their outcomes in the order of the plan."""
+    """Run the jobs of a sweep, and return their outcomes in the order of `jobs`."""
     device = choose_device(options.device)
     store = ResultStore.create(Path(options.out))
     if options.jobs > 1:

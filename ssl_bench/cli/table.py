@@ -40,7 +40,7 @@ from ssl_bench.tables.steps import step_table
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print tables of the records in a folder, or of the training logs of runs."""
+    """Print tables of the records in a results folder, or of the training logs of runs."""
     style = resolve_format(options.format)
     _check_options(options)
     if options.over_steps:
@@ -74,14 +74,14 @@ def _draw_figure(tables: Sequence[Pivot], options: argparse.Namespace) -> None:
 
 
 def _is_overview(options: argparse.Namespace) -> bool:
-    """Return whether no option selects tables, so that only the main tables are printed."""
+    """Return whether to print only the main tables, because no option selects other tables."""
     kinds = (options.pivot, options.over_epochs, options.over_severity, options.paper)
     has_filter = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
     return options.task == "all" and not has_filter and not any(kinds)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigurationError if options conflict, or if an option needs a missing option."""
+    """Raise ConfigurationError if options conflict, or if an option requires another one."""
     if options.best_layer is not None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
@@ -147,7 +147,14 @@ def _resolve_rows(
     records: Sequence[Record],
     store: ResultStore,
 ) -> dict[str, str]:
-    """Return the encoder id of each row for which `--as` specifies a checkpoint."""
+    """Return the encoder id for each row of a published table that the flag `--as` assigns.
+
+    Args:
+        pairs: Values of `--as` in the form ROW=CHECKPOINT.
+        published: The published table.
+        records: Records of the encoders.
+        store: Results folder, for error messages.
+    """
     encoders = {}
     for pair in pairs:
         row, equals, name = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Find the names that users can choose: files of `configs/`, entry points, and runs of papers.
+"""Find the names that users can choose: config files, entry points, and pretraining runs of papers.
 
 This module imports neither Hydra nor PyTorch, so that `--help` and shell completion stay fast.
 """
@@ -27,7 +27,7 @@ from ssl_bench.system.files import PACKAGE
 
 MAX_NAME_LENGTH = 200
 EXTENSIBLE_GROUPS = ("model", "probe", "dataset", "objective", "optimizer")
-"""Groups that packages can extend. The entry points of "probe" are called `ssl_bench.probe`."""
+"""Groups that other packages can extend by entry points, such as `ssl_bench.probe`."""
 PROBING_GROUPS = ("probe", "dataset")
 RUN_GROUPS = ("model", "objective", "optimizer", "experiment")
 """Groups of config files that `pretrain` selects with NAME=VALUE. Those of `probe` are above."""
@@ -44,7 +44,7 @@ class Experiment:
     Attributes:
         name: Name of the run. No other run and no file of `configs/experiment` has this name.
         recipe: Name of the file of `configs/experiment` that contains the settings of the run.
-        changes: Values to change in the recipe by full key, such as "model.depth". The keys
+        changes: Settings that differ from the recipe, by full key such as "model.depth". The keys
             "model", "objective" and "optimizer" choose a file.
         images: Name of the training images, such as "imagenet1k".
         after: Name of the run that provides the initial weights, or None.
@@ -57,7 +57,7 @@ class Experiment:
     after: str | None = None
 
     def to_config(self) -> dict[str, Any]:
-        """Return the run as the content of a file of `configs/experiment`."""
+        """Return the run in the form of a configuration file in `configs/experiment`."""
         files = {key: value for key, value in self.changes.items() if key in _FILE_GROUPS}
         config: dict[str, Any] = {
             "defaults": [self.recipe, *({f"override /{key}": files[key]} for key in files)]
@@ -74,7 +74,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Paper:
-    """Content of a file of `configs/papers`.
+    """A paper with published tables and pretraining runs, read from a file of `configs/papers`.
 
     Attributes:
         name: File name without its suffix, such as "cutting_the_skip".
@@ -92,13 +92,19 @@ class Paper:
 
 
 def config_folder() -> Path:
-    """Return `configs` in a git checkout and `ssl_bench/configs` in an installed wheel."""
+    """Return the folder of configuration files.
+
+    It is `configs` in a git checkout, and `ssl_bench/configs` in an installed wheel.
+    """
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
-    """Return all names of a group such as "probe": files, entry points and runs of papers."""
+    """Return all names that users can choose in a group of configurations, such as "probe".
+
+    They are names of files and entry points. The group "experiment" also has the runs of papers.
+    """
     runs = experiments() if group == "experiment" else ()
     return sorted({*config_names(group), *entry_points(group), *runs})
 
@@ -122,7 +128,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:
 
 
 def load_entry_point(point: metadata.EntryPoint) -> Any:
-    """Import the object of an entry point.
+    """Import the object that an entry point refers to.
 
     Raises:
         BrokenFile: The module cannot be imported, or does not contain the object.
@@ -142,7 +148,10 @@ def load_entry_point(point: metadata.EntryPoint) -> Any:
 
 
 def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
-    """Return the error for an unknown key, with the most similar keys as its hint."""
+    """Return the error for an unknown configuration key.
+
+    Its hint suggests the most similar keys or, if there are none, a command that lists all keys.
+    """
     message, known = f"unknown key {format_value(key)}", sorted(valid)
     if not _nearest_names(key, known):
         return ConfigurationError(message, hint=("ssl-bench", "keys"))
@@ -152,7 +161,7 @@ def unknown_key_error(key: str, valid: Iterable[str]) -> ConfigurationError:
 def unknown_name_error(
     message: str, name: str, valid: Iterable[str], *, hint: Sequence[str]
 ) -> ConfigurationError:
-    """Return the error for an unknown name.
+    """Return the error for an unknown name, with a hint that suggests what to type instead.
 
     In `hint`, "{near}" is replaced by the most similar valid names. If no valid name is similar,
     the error has no hint, and the valid names are appended to the message.
@@ -166,7 +175,7 @@ def unknown_name_error(
 
 
 def _nearest_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to three similar names, the most similar first."""
+    """Return up to three of `names` that are similar to `name`, the most similar first."""
     # Cut long names, because the time of difflib grows with the square of the length.
     name = name[:MAX_NAME_LENGTH].lower()
     # Compare the last parts of keys first, so that probe.limt is more similar to data.limit than to
@@ -182,10 +191,11 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
     """Return a name if it is valid, else raise ConfigurationError.
 
     Args:
-        kind: Word for the message, such as "dataset" or "on-bad-image".
+        kind: Word for what the name stands for, such as "dataset". The message contains it.
         name: The name to check.
         valid: All valid names.
-        hint: Hint of the error, as in `unknown_name_error`. By default, the flag `--KIND`.
+        hint: What the error suggests to type, as in `unknown_name_error`. By default, the flag
+            `--KIND` with the most similar names.
     """
     if name in valid:
         return name
@@ -199,14 +209,14 @@ def require_choice(kind: str, name: str, valid: Sequence[str], *, hint: Sequence
 
 
 def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """Return the names in a comma-separated list, after checking them. "all" gives all names."""
+    """Split a comma-separated list of names, and check each name. "all" stands for all names."""
     if text == "all":
         return valid
     return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
 
 
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
-    """Return the papers of a folder of configurations, sorted by name."""
+    """Return all papers that a folder of configurations describes, sorted by file name."""
     return _papers(folder or config_folder())
 
 
@@ -220,7 +230,7 @@ def _papers(folder: Path) -> tuple[Paper, ...]:
 
 
 def experiments(folder: Path | None = None) -> dict[str, Experiment]:
-    """Return the runs of all papers by name."""
+    """Return the pretraining runs of all papers, by name."""
     return {name: run for paper in papers(folder) for name, run in paper.experiments.items()}
 
 
@@ -244,7 +254,10 @@ def _read_paper(file: Path) -> Paper:
 
 
 def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Yield a run and its variants. Each entry of `arms` is a variant that changes a few values."""
+    """Yield a pretraining run of a paper, and its variants.
+
+    Each entry of `arms` defines a variant by the few values that it changes.
+    """
     unknown = [key for key in values if key not in _RUN_KEYS]
     if unknown or not _RUN_NAME.fullmatch(stem):
         raise ConfigurationError(

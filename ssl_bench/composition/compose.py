@@ -61,7 +61,7 @@ _SETTING = re.compile(r"\$([a-z_]+)")
 
 
 def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose a root file of `configs/` and apply overrides.
+    """Compose a configuration from a root file in `configs/`, and apply overrides.
 
     The order of the overrides does not matter. Overrides that choose a file, such as
     `probe=tokencut`, are applied before overrides that set a value, such as `probe.tau=0.3`.
@@ -95,10 +95,10 @@ def compose_config(root: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
-    """Return the folder of `configs/` that contains the choices for a key, or None.
+    """Return the folder of `configs/` from which a key chooses a file, or None for other keys.
 
     If `chosen` is {"probe": "segmentation"}, the key "probe.loss" chooses a file in the folder
-    "probe/segmentation/loss". Most keys have no such folder.
+    "probe/segmentation/loss".
     """
     owner, _, field = key.partition(".")
     group = f"{owner}/{chosen.get(owner)}/{field}"
@@ -116,7 +116,10 @@ def config_to_yaml(config: Mapping[str, Any]) -> str:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by dotted key. An empty mapping counts as a value."""
+    """Flatten a nested configuration to a dictionary with dotted keys, such as "probe.tau".
+
+    An empty mapping is kept as a value.
+    """
     values = {}
     for name, item in config.items():
         key = _join(prefix, name)
@@ -138,7 +141,10 @@ def list_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the content of a YAML file of `configs/`. Its defaults list is not composed."""
+    """Return the content of a YAML file of `configs/`.
+
+    Files in its defaults list are not read.
+    """
     values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     return values
 
@@ -148,7 +154,10 @@ def _join(key: str, name: object) -> str:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE in Hydra's grammar. Sweeps over several values are not allowed."""
+    """Parse an override KEY=VALUE in Hydra's grammar.
+
+    Sweeps over several values are not allowed.
+    """
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigurationError(
@@ -194,7 +203,10 @@ def _override_parser() -> OverridesParser:
 
 
 def _all_names(value: Any) -> Iterator[str]:
-    """Yield the names in all keys of a nested value. A dotted key contains several names."""
+    """Yield the names in all keys of nested mappings and lists.
+
+    A dotted key contains several names: "probe.tau" contains "probe" and "tau".
+    """
     for name, item in value.items() if isinstance(value, Mapping) else ():
         yield from str(name).split(".")
         yield from _all_names(item)
@@ -214,7 +226,10 @@ def _groups(folder: Path) -> frozenset[str]:
 
 
 def _require_file(root: str, group: str, key: str, name: Any) -> None:
-    """Check that a group contains a name. If the name has no file, register it with Hydra."""
+    """Check that a name can be chosen in a folder of `configs/`.
+
+    A name without a file, such as that of an entry point, is registered with Hydra.
+    """
     if name not in (known := choices(group)):
         message = f"unknown {key}={format_value(name)} for {root}"
         hint = (f"{escape_braces(key)}={{near}}",)
@@ -231,9 +246,10 @@ def _require_file(root: str, group: str, key: str, name: Any) -> None:
 
 @cache
 def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Compose a root file with one file of each group, and add the default values of all classes.
+    """Compose a root file with the chosen files, and add the default values of all classes.
 
-    The result is cached, because Hydra takes 0.1 seconds.
+    `files` contains pairs of a folder of `configs/` and a name. The result is cached, because Hydra
+    takes 0.1 seconds.
     """
     # A file that contains a class, such as probe/segmentation/loss/histogram.yaml, replaces the
     # whole field `loss`. Hydra would merge it with the protocol, so it is inserted afterwards.
@@ -255,7 +271,10 @@ def _compose_files(folder: Path, root: str, files: tuple[tuple[str, str], ...]) 
 
 
 def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value in place. If the value is a mapping, only the keys that it contains are set."""
+    """Set the value of a dotted key of a configuration in place.
+
+    If the value is a mapping, only the keys that it contains are set.
+    """
     *parents, name = key.split(".")
     owner: Any = config
     for parent in parents:
@@ -274,15 +293,16 @@ def _set_value(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def build(config: Mapping[str, Any], part: str = "") -> Any:
-    """Build a component of a composed configuration, such as "probe", or all of it."""
+    """Build a component of a composed configuration, such as "probe", or all components."""
     return instantiate(config[part] if part else config, part)
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Replace each mapping that has a `_target_` by an instance of that class.
+    """Replace each mapping that has a key `_target_` by an instance of the class that it names.
 
-    The value must not contain references such as ${data.root}. `key` is the key of the value, for
-    error messages.
+    Args:
+        value: A configuration without references such as ${data.root}.
+        key: Key of the value, for error messages.
     """
     if isinstance(value, list):
         return [instantiate(item, key) for item in value]
@@ -306,7 +326,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def component_class(address: Any, key: str) -> type:
-    """Import a class from its import path, such as "probes.knn.KNN".
+    """Import a component class from its import path, such as "probes.knn.KNN".
 
     Args:
         address: Import path of a dataclass of this repository, or of an entry point.
@@ -329,7 +349,7 @@ def component_class(address: Any, key: str) -> type:
 
 
 def _import_attribute(address: str) -> Any:
-    """Return the attribute of a module, or None if the module or the attribute does not exist."""
+    """Import an object such as "probes.knn.KNN", or return None if it does not exist."""
     module, _, name = address.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
@@ -352,10 +372,14 @@ def _load_component(point: metadata.EntryPoint) -> type:
 
 
 def fill_defaults(value: Any, key: str) -> Any:
-    """Add default values to each mapping that has a `_target_`, and return the result.
+    """Add the default values of class fields to each mapping that has a key `_target_`.
 
-    All fields of the class can then be overridden, except fields without a default value. `key` is
-    the key of the value, for error messages.
+    `_target_` contains the import path of the class. All of its fields can then be overridden,
+    except fields without a default value.
+
+    Args:
+        value: A configuration, which is not modified.
+        key: Key of the value, for error messages.
     """
     if isinstance(value, list):
         return [fill_defaults(item, key) for item in value]
@@ -370,7 +394,7 @@ def fill_defaults(value: Any, key: str) -> Any:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the default values of the fields of a dataclass. Fields without one are left out."""
+    """Return the default values of the fields of a dataclass, without fields that have none."""
     values = {item.name: get_default(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
@@ -381,7 +405,7 @@ def get_default(item: Field[Any]) -> Any:
 
 
 def _to_plain(default: Any) -> Any:
-    """Convert a default value to YAML types. A dataclass becomes a mapping with a `_target_`."""
+    """Convert a default value to YAML types. A dataclass becomes a mapping with `_target_`."""
     if is_dataclass(default):
         values = {item.name: getattr(default, item.name) for item in fields(default) if item.init}
         address = f"{type(default).__module__}.{type(default).__qualname__}"
@@ -392,7 +416,9 @@ def _to_plain(default: Any) -> Any:
 
 
 def describe_keys(config: Any, key: str = "") -> dict[str, tuple[str, str]]:
-    """Return the allowed values and the meaning of each key that is a field of a class.
+    """Return the allowed values and the meaning of each key of a configuration.
+
+    Only keys that set a field of a class are included.
 
     Returns:
         Two texts for each full key, each of which may be empty: the allowed values, such as "a
@@ -435,8 +461,8 @@ def attribute_docs(kind: type) -> dict[str, str]:
 def list_protocols(task: str, probe: type) -> list[str]:
     """Return the names that `probe.protocol` accepts, or an empty list if it accepts any text.
 
-    They are the names of the task's protocol files. If there are no files, they are the literals in
-    the type of the field `protocol`.
+    A protocol is a named set of settings. The names are those of the task's protocol files. If
+    there are no files, they are the literals in the type of the field `protocol`.
     """
     kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
     literals = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
@@ -444,15 +470,18 @@ def list_protocols(task: str, probe: type) -> list[str]:
 
 
 def protocol_group(task: str) -> str:
-    """Return the folder of `configs/` for a task's protocol files. Most tasks have none."""
+    """Return the path of the folder in `configs/` for a task's protocol files.
+
+    For most tasks, this folder does not exist.
+    """
     return f"probe/{task}/protocol"
 
 
 def changed_settings(probe: Any) -> dict[str, Any]:
-    """Return the settings of a probe that differ from its protocol.
+    """Return the settings of a probe that differ from its protocol, a named set of settings.
 
-    Fields that no protocol file sets are compared with the default values of the probe's class.
-    The result is empty if the protocol is unknown or if the probe is not a dataclass.
+    A field that no protocol file sets is compared with its default value in the probe's class. The
+    result is empty if the protocol is unknown or if the probe is not a dataclass.
     """
     if (values := load_protocol_values(probe)) is None:
         return {}
@@ -472,9 +501,10 @@ def changed_settings(probe: Any) -> dict[str, Any]:
 
 
 def load_protocol_values(probe: Any) -> dict[str, Any] | None:
-    """Return the value that the protocol of a probe gives to each field.
+    """Return the value of each field of a probe according to its protocol, a named set of settings.
 
-    The result is None if the protocol is unknown or if the probe is not a dataclass.
+    Fields that no protocol file sets have the default values of the probe's class. The result is
+    None if the protocol is unknown or if the probe is not a dataclass.
     """
     known = choices(protocol_group(probe.task))
     if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
@@ -484,16 +514,20 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the fields that a protocol's file sets. Mappings with `_target_` are instantiated."""
+    """Return the fields of a probe that a protocol file sets.
+
+    Mappings with a key `_target_` become instances of the class that it names.
+    """
     file = config_folder() / protocol_group(probe.task) / f"{protocol}.yaml"
     return instantiate(read_file(file), "probe")
 
 
 def fill_in_guesses(probe: Any, guesses: Sequence[str]) -> list[str]:
-    """Replace each `$NAME` in the guesses of a protocol by the probe's setting of that name.
+    """Insert the settings of a probe into the guesses of its protocol, a named set of settings.
 
-    A guess is a text about a choice that the authors of the protocol do not state. It is left out
-    if it mentions a setting that the probe does not have.
+    A guess is a text about a choice that the authors of the protocol do not state. Each `$NAME` in
+    it is replaced by the probe's setting of that name. Guesses that mention a setting which the
+    probe does not have are left out.
     """
     values = {name: _format_setting(value) for name, value in probe.settings().items()}
     applicable = [

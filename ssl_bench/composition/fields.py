@@ -27,7 +27,10 @@ _SHORT.maxlist = 12
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of allowed numbers. `allow_low` and `allow_high` state whether it is closed."""
+    """An interval of allowed numbers.
+
+    `allow_low` and `allow_high` state whether the ends `low` and `high` themselves are allowed.
+    """
 
     low: int | float
     high: int | float
@@ -46,7 +49,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ListLength:
-    """The minimum and the maximum number of items in a list."""
+    """The minimum and the maximum number of items that a list may have."""
 
     shortest: int
     longest: int
@@ -59,7 +62,7 @@ class ListLength:
 
 
 class PathRule:
-    """A rule that accepts strings that are valid paths."""
+    """A rule that accepts any text that is a valid file path."""
 
     def contains(self, value: str) -> bool:
         return is_valid_path(value)
@@ -101,7 +104,7 @@ MaskValue = Annotated[int, Bounds(0, 65535)]
 
 
 def check_fields(component: Any, key: str) -> None:
-    """Check that each field of a dataclass has a value that its type allows.
+    """Check that each field of a dataclass has a value that its type allows, and convert numbers.
 
     Nested dataclasses are checked too. In fields of type float, whole numbers are converted to
     floats. In fields of type list, a single number is converted to a list.
@@ -109,6 +112,9 @@ def check_fields(component: Any, key: str) -> None:
     Args:
         component: An instance of a dataclass, which may be frozen. Its fields are set in place.
         key: Prefix of the field names in error messages, such as "probe".
+
+    Raises:
+        ConfigurationError: A value is not allowed.
     """
     for name, kind in _field_types(component).items():
         value, full_name = getattr(component, name), f"{key}.{name}" if key else name
@@ -133,7 +139,9 @@ def _field_types(component: Any) -> dict[str, Any]:
 
 
 def require_type(key: str, kind: Any, value: Any) -> Any:
-    """Check that a type allows a value, and return the value converted as in `check_fields`.
+    """Check that a value is allowed by a type annotation, and return the converted value.
+
+    For example, a whole number becomes a float if the type is float (see `check_fields`).
 
     Raises:
         ConfigurationError: The value is not allowed. The message states the key, such as

@@ -1,1 +1,1 @@
-"""Datasets, their image sets, and the samples that image sets return."""
+"""Datasets, the image sets of their splits, and the samples that image sets return."""

@@ -1,6 +1,6 @@
 """Corrupt images as in ImageNet-C. The same image is always corrupted in the same way.
 
-All images except the training images are corrupted.
+In a corrupted dataset, the training set stays clean. All other images are corrupted.
 
 Source: Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and
 Perturbations", ICLR 2019.
@@ -54,11 +54,11 @@ _GLOBAL_GENERATOR_LOCK = Lock()
 
 @dataclass(frozen=True)
 class Corruption:
-    """A corruption with its severity.
+    """A type of image corruption and its severity.
 
     Attributes:
-        name: One of `NAMES`.
-        severity: One of `SEVERITIES`.
+        name: Type of the corruption, such as "snow". One of `NAMES`.
+        severity: Number from 1 (weakest) to 5 (strongest).
 
     Raises:
         ConfigurationError: The name or the severity does not exist.
@@ -83,7 +83,7 @@ class Corruption:
 
     @classmethod
     def parse(cls, text: str) -> "Corruption":
-        """Return the corruption in a text such as "snow:3"."""
+        """Parse a text such as "snow:3", which contains one corruption and its severity."""
         corruptions = _parse_severities(text)
         if len(corruptions) != 1:
             raise ConfigurationError(
@@ -97,7 +97,8 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
     Args:
         image: RGB image with values from 0 to 255.
-        corruption: The corruption. Its radii and distances are in pixels of this image.
+        corruption: Type and severity. Lengths, such as the radius of a blur, are measured in pixels
+            of this image.
         image_id: Id of the image.
     """
     # This package is optional.
@@ -118,11 +119,12 @@ def corrupt_image(image: Pixels, corruption: Corruption, image_id: str) -> Pixel
 
 
 def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Separate the override `corrupt=` from all other overrides.
+    """Separate the override `corrupt=` of the configuration from all other overrides.
 
     Returns:
-        A list of overrides for each requested corruption, which is empty for clean images, and the
-        list of all other overrides.
+        Two values. The first one contains a list of overrides for each requested corruption, such
+        as `["corrupt=snow:3"]`, or `[]` for clean images. The second one is the list of all other
+        overrides.
 
     Raises:
         ConfigurationError: A corruption or severity does not exist, or the key is given twice.
@@ -149,7 +151,7 @@ def parse_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 
 
 def _parse_severities(text: str) -> list[Corruption]:
-    """Return the corruptions in a text such as "snow:3", "snow:1-5" or "all:3"."""
+    """Parse a text such as "snow:3", "snow:1-5" or "all:3" into one or more corruptions."""
     name, colon, numbers = text.partition(":")
     if not colon:
         raise ConfigurationError(
@@ -181,8 +183,8 @@ def _parse_severities(text: str) -> list[Corruption]:
 class CorruptedImages(ImageView):
     """An `ImageSet` with corrupted images and unchanged annotations.
 
-    The name and fingerprint of the set depend on the corruption, so that its features and results
-    are never used for clean images.
+    The corruption is part of the name and the fingerprint of the set. Therefore, cached features
+    and results of corrupted images are never used for clean images.
 
     Attributes:
         corruption: Corruption of every image.
@@ -204,7 +206,7 @@ class CorruptedImages(ImageView):
 
 
 def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
-    """Corrupt the image of a sample, the other image of its pair, and the frames of its video."""
+    """Corrupt all images of a sample, including the second image of a pair and video frames."""
     image_id, pair, frames = sample.image_id, sample.pair, sample.frames
     if pair is not None:
         image_id, other_id = pair.image_ids
@@ -217,7 +219,7 @@ def _corrupt_sample(sample: Sample, corruption: Corruption) -> Sample:
 
 
 def corrupt_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
-    """Return a dataset in which all images except the training images are corrupted."""
+    """Return a dataset with a clean training set. All of its other images are corrupted."""
     return DatasetView(
         dataset,
         lambda method, images: images if method == "train" else CorruptedImages(images, corruption),
@@ -231,9 +233,10 @@ def find_corruption(images: ImageSet) -> Corruption | None:
 
 
 def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
-    """Return the settings of a record that describe the corruption, or None for clean images.
+    """Describe the corruption of an image set. The description is stored with results.
 
-    This computes the fingerprint of the clean images, so it reads their files.
+    It also contains the name and fingerprint of the clean images. Computing this fingerprint reads
+    the image files. For clean images, the description is None.
     """
     corruption, clean = _separate_corruption(images)
     if corruption is None:
@@ -247,7 +250,10 @@ def corruption_settings(images: ImageSet) -> Mapping[str, Any] | None:
 
 
 def _separate_corruption(images: ImageSet) -> tuple[Corruption | None, ImageSet]:
-    """Return the corruption of an image set, or None, and the same set without corruption."""
+    """Return the corruption of an image set, and the same set with clean images.
+
+    The corruption of clean images is None.
+    """
     if isinstance(images, ImageSubset):
         corruption, clean = _separate_corruption(images.images)
         return corruption, replace(images, images=clean)

@@ -36,7 +36,8 @@ class Pair:
         image: The second image, RGB with values from 0 to 255.
         source: Points in the sample's image.
         target: The corresponding points in the second image.
-        extent: Length in pixels of the longer side of the object's box in the second image.
+        extent: Length in pixels of the longer side of the object's box in the second image. If the
+            dataset has no boxes, it is the box around the points.
         category: Class of the object that both images show.
     """
 
@@ -50,14 +51,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Search:
-    """Expected results of a search for the object or place in an image, as sets of image ids.
+    """Expected results of a search for images that show the same object or place as a query image.
 
     Attributes:
-        matches: Images that show the same object or place.
-        hard_matches: Images that show it, but are difficult to find. They are not in `matches`.
-        ignored: Images that count as neither right nor wrong. They are removed from the ranking.
-        bystanders: Images that no search ranks, such as the other queries. Several searches can
-            share this set.
+        matches: Ids of the images that show the same object or place.
+        hard_matches: Ids of images that show it, but are difficult to find. They are not in
+            `matches`.
+        ignored: Ids of images that count as neither right nor wrong. They are removed from the
+            ranking.
+        bystanders: Ids of images that no search ranks, such as the other queries. Several searches
+            can share this set.
     """
 
     matches: frozenset[str]
@@ -69,11 +72,11 @@ class Search:
 # A check of the type `Sequence[Sample]` at run time would decode a frame.
 @dataclass(frozen=True)
 class Frames(Sequence[Any]):
-    """The frames of a video. Each frame is decoded whenever it is accessed.
+    """Sequence of the frames of a video. A frame is decoded each time it is accessed.
 
     Attributes:
         num_frames: Number of frames.
-        read: Function that returns the frame with a given number.
+        read: Function that decodes the frame with a given number, counted from 0.
     """
 
     num_frames: int
@@ -139,29 +142,36 @@ class ImageSet(Protocol):
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of all images, annotations and class names.
 
-        The digest has a prefix if files were identified by size and modification time.
+        The digest has the prefix "stat-" if files were identified by size and modification time.
         """
         ...
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A dataset. If it does not support the role of a method, the method raises `DataError`."""
+    """A dataset, whose methods return its image sets.
+
+    The roles of a dataset, such as "segmentation", are the evaluations that its annotations allow.
+    If no role needs the images of a method, the method raises `DataError`.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the supported roles, which are keys of `ROLE_ANNOTATIONS`."""
+        """Return the evaluations that the annotations allow, such as "segmentation" or "depth".
+
+        They are keys of `ROLE_ANNOTATIONS`.
+        """
         ...
 
     def train(self) -> ImageSet:
-        """Return the images on which heads are trained, with masks, class labels or depth maps."""
+        """Return the images for training probe heads, with masks, class labels or depth maps."""
         ...
 
     def val(self) -> ImageSet:
-        """Return the images or videos to score, with annotations."""
+        """Return the images or videos on which scores are computed, with annotations."""
         ...
 
     def discovery(self) -> ImageSet:
@@ -179,7 +189,7 @@ class DatasetView:
     Args:
         dataset: The original dataset.
         transform: Function that returns the transformed image set. Its arguments are the name of a
-            method of `Dataset`, and the image set that this method returns.
+            method of `Dataset`, such as "train", and the image set that this method returns.
         name: Name of the view. By default, the name of the dataset.
     """
 
@@ -238,7 +248,7 @@ class ImageView:
         return len(self.ids)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of this set. It differs from that of the wrapped image set."""
+        """Return the fingerprint of this set, which differs from that of the wrapped image set."""
         return self._fingerprint
 
     @cached_property
@@ -309,7 +319,7 @@ _ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
 class Layout:
     """Base class of datasets on disk. Methods that a subclass does not override raise `DataError`.
 
-    Subclasses are dataclasses. The value of each field must match the type of the field.
+    Subclasses are dataclasses. When an instance is created, the types of its values are checked.
     """
 
     # A subclass defines a string or a property.
@@ -332,13 +342,16 @@ class Layout:
 
 
 def unsupported_role_error(dataset: str, role: str) -> DataError:
-    """Return the error for a role that a dataset does not support."""
+    """Return the error for a dataset without the annotations for a role, such as "segmentation".
+
+    The message lists the datasets that have them.
+    """
     others = ", ".join(datasets_with(role))
     return DataError(f"{dataset} has no {ROLE_ANNOTATIONS[role]}. Datasets for {role}: {others}")
 
 
 def datasets_with(role: str) -> list[str]:
-    """Return the names of the datasets in `configs/dataset` that support a role."""
+    """Return the datasets in `configs/dataset` that support a role, such as "segmentation"."""
     # Imported only here, because importing Hydra takes longer than running `data list`.
     from ssl_bench.composition.compose import build, compose_config
 
@@ -352,10 +365,10 @@ def datasets_with(role: str) -> list[str]:
 
 
 def benchmark_name(name: str, ids: Mapping[str, Collection[str]]) -> str:
-    """Return the name of a dataset, such as "voc2012", or of a part of it, such as "voc2012-62".
+    """Return the name of a published dataset, or a name such as "voc2012-62" for a part of it.
 
-    A part of a published dataset is another benchmark. The number in its name is the number of
-    different ids in all splits. Shares such as `train:0-50%` do not affect this number.
+    Results on a part are not comparable with those on the whole dataset. The number in the name is
+    the number of different ids in all splits. Shares such as `train:0-50%` do not affect it.
 
     Args:
         name: Name of the published dataset.
@@ -388,11 +401,11 @@ def find_root(
     """Return the folder of a dataset, which is the given root or a folder inside it.
 
     Args:
-        root: The folder that the user typed.
+        root: The folder that the user entered.
         name: Name of the dataset.
-        inside: Relative paths below `root` that may be the folder of the dataset.
-        landmarks: Relative paths of folders in a dataset. The result is the first candidate folder
-            that contains at least one of them.
+        inside: Relative paths below `root` at which the dataset may be.
+        landmarks: Relative paths of folders that a dataset contains. The result is the first
+            candidate folder with at least one of them.
         tree: Expected files, for the error message.
 
     Raises:
@@ -412,7 +425,7 @@ def find_root(
 
 
 def resolve_folder(root: str | Path) -> Path:
-    """Return the path of a folder that a user typed. Raise `DataError` for an archive."""
+    """Return the path of a folder that the user entered. Raise `DataError` for an archive."""
     path = expand_path(root)
     if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
         command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
@@ -421,7 +434,7 @@ def resolve_folder(root: str | Path) -> Path:
 
 
 def find_existing_folder(candidates: Sequence[Path]) -> Path:
-    """Return the first folder that exists. If there is none, raise `DataError`."""
+    """Return the first of the candidates that is a folder. If there is none, raise `DataError`."""
     for folder in candidates:
         if folder.is_dir():
             return folder

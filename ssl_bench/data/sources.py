@@ -25,14 +25,14 @@ _COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
 
 @dataclass(frozen=True)
 class Download:
-    """A published file and its place in the folder of the dataset.
+    """A file to download, and its place in the folder of a dataset.
 
     Attributes:
         name: Name of the file.
-        published: Address and digest of the file.
+        published: Web address and digest of the file.
         size: Size in bytes, or an estimate if the size is not published.
-        into: Subfolder of the dataset's folder that receives the file, or the content of an
-            archive.
+        into: Subfolder of the dataset's folder in which the file is stored. An archive is unpacked
+            there.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Download:
 
 @dataclass(frozen=True)
 class Source:
-    """Facts about a dataset.
+    """Published facts about a dataset, such as its licence and where to get it.
 
     Attributes:
         name: Name of the dataset.
@@ -56,9 +56,10 @@ class Source:
         homepage: Web address of the publisher, or path of the page that describes the layout.
         licence: Licence in one line.
         tree: Expected files below the folder of the dataset, one pattern per line.
-        counts: Published number of images of each split. Empty for data of the user.
+        counts: Published number of images, pairs or videos in each split. Empty for a user's own
+            data.
         num_classes: Number of classes, or 0 if the classes depend on the files.
-        downloads: Files that contain everything in `tree`.
+        downloads: Downloads that together contain all files in `tree`.
         instructions: How to get the files, or a note about the folder.
     """
 

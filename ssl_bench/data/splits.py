@@ -1,6 +1,6 @@
 """Parse splits and lists of images, and apply the config keys that all datasets share.
 
-The keys in `SHARED` select how files are read, limit the number of images and corrupt images.
+Examples of these keys are `data.limit`, `data.bits` and `corrupt`. `SHARED` lists all of them.
 """
 
 import codecs
@@ -56,8 +56,8 @@ class Split:
 
     Attributes:
         name: Name of the split in the dataset.
-        start: Percentage of the sorted ids at which the share begins.
-        stop: Percentage of the sorted ids at which the share ends, exclusive.
+        start: Position in the sorted ids at which the share begins, in percent.
+        stop: Position in the sorted ids at which the share ends, in percent. It is exclusive.
     """
 
     name: str
@@ -66,10 +66,11 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Parse `NAME` or `NAME:a-b%`.
+        """Parse a split in the form `NAME`, or a share of a split in the form `NAME:a-b%`.
 
         Raises:
-            ConfigurationError: The text is neither `NAME` nor `NAME:a-b%`.
+            ConfigurationError: The text has neither of these forms, or `0 <= a < b <= 100` is
+                false.
         """
         match = _SPLIT.fullmatch(text)
         if match is not None:
@@ -83,7 +84,10 @@ class Split:
         )
 
     def cut(self, ids: Collection[str]) -> tuple[str, ...]:
-        """Return this share of the sorted ids. Adjacent shares neither overlap nor leave a gap."""
+        """Return the ids that belong to this share of a split, sorted.
+
+        Adjacent shares, such as 0-75% and 75-100%, neither overlap nor leave a gap.
+        """
         first, last = (int(len(ids) * share / 100) for share in (self.start, self.stop))
         return tuple(sorted(ids)[first:last])
 
@@ -99,7 +103,7 @@ def require_disjoint(train: str, val: str) -> None:
 
 
 def _division_hint(split: str) -> tuple[str, str]:
-    """Return the settings that divide a split into training images and scored images."""
+    """Return the settings that use 75% of a split for training and the rest for scoring."""
     name = escape_braces(split)
     return f"dataset.train_split={name}:0-75%", f"dataset.val_split={name}:75-100%"
 
@@ -126,7 +130,7 @@ def read_lines(path: Path) -> list[str]:
 def missing_split_error(
     name: str, present: Sequence[str], where: Path, divisible: Sequence[str] | None = None
 ) -> DataError:
-    """Return the error for a missing split. Its hint divides an existing split into two shares.
+    """Return the error for a missing split. Its hint suggests dividing an existing split in two.
 
     Args:
         name: Name of the missing split.
@@ -148,10 +152,10 @@ def missing_split_error(
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the lines of a list of images, without blank lines.
+    """Read a text file that lists images, and return its lines without blank ones.
 
     Raises:
-        DataError: The list does not exist. The error names the other lists in its folder.
+        DataError: The file does not exist. The error names the other lists in its folder.
     """
     if not path.is_file():
         raise missing_split_error(
@@ -161,12 +165,13 @@ def read_list(path: Path) -> list[str]:
 
 
 def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
-    """Return the image id for each line of a list.
+    """Return the id of the image that each line of a list refers to.
 
-    A line begins with an id, a file name or a path. Any columns may follow a file name, but only
-    numbers and paths may follow an id. Names may contain blanks and dots, so the longest name with
-    an existing file is used. For example, `pet0 (2)` is never the id `pet0`, because "(2)" is not a
-    number. The name in the list and the name of the file may have different Unicode forms.
+    A line begins with an id, a file name or a path. Further columns may follow. After a file name,
+    they may have any content. After an id, they must be numbers or paths. Names may contain blanks
+    and dots, so the longest name with an existing file is used. For example, `pet0 (2)` is never
+    the id `pet0`, because "(2)" is not a number. A name may have another Unicode form in the list
+    than in the folder.
 
     Args:
         lines: The lines of a list.
@@ -178,7 +183,10 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
     @cache
     def list_names(folder: str) -> dict[str, str]:
-        """Return the names of the files in a folder. Keys are these names and their NFC forms."""
+        """Return a dictionary of the file names in a folder.
+
+        Its keys are these names and their composed Unicode forms (NFC).
+        """
         names: list[str] = []
         with suppress(OSError), os.scandir(files.folder / folder) as entries:
             names = [entry.name for entry in entries]
@@ -213,7 +221,10 @@ def find_image_ids(lines: Sequence[str], files: Files) -> list[str]:
 
 
 def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
-    """Yield each folder and file name that a line may mean, longer paths first."""
+    """Yield the folder and file name of each path that a line of a list may contain.
+
+    Longer paths come first.
+    """
     for path in _drop_columns(line, suffix):
         *folders, name = [part for part in path.split("/") if part not in ("", ".", "..")] or [""]
         for start in range(len(folders) + 1):
@@ -225,7 +236,11 @@ def _possible_names(line: str, suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def _drop_columns(line: str, suffix: str) -> Iterator[str]:
-    """Yield a line, then the line without its last column, without its last two, and so on."""
+    """Yield a line of a list, then the line without its last column, then without two, and so on.
+
+    The rest of a line is only yielded if it is a file name, or if the removed columns are numbers
+    or paths.
+    """
     yield line
     suffixes = (suffix.lower(), *IMAGE_SUFFIXES) if suffix else IMAGE_SUFFIXES
     for blank in reversed(list(re.finditer(r"\s+", line))):
@@ -236,7 +251,10 @@ def _drop_columns(line: str, suffix: str) -> Iterator[str]:
 
 
 def shared_values(config: Any) -> dict[str, Any]:
-    """Return the values of the keys in `SHARED` that a composed configuration contains."""
+    """Return the values of the config keys that all datasets share, if the configuration has them.
+
+    `SHARED` lists these keys and their types.
+    """
     values = {}
     for key, kind in SHARED.items():
         group, _, name = key.partition(".")
@@ -246,7 +264,9 @@ def shared_values(config: Any) -> dict[str, Any]:
 
 
 def apply_shared_values(dataset: Dataset, values: Mapping[str, Any]) -> Dataset:
-    """Return a view of a dataset that applies the shared config keys.
+    """Apply the config keys that all datasets share, and return a view of the dataset.
+
+    The keys set how files are read, limit the number of images, and corrupt images.
 
     Args:
         dataset: The dataset.
@@ -298,7 +318,10 @@ class ListedDataset(CachedDataset):
 
 
 def _drop_cached_fingerprint(images: ImageSet) -> ImageSet:
-    """Return a copy of an image set without its cached fingerprint, if it is a dataclass."""
+    """Return a copy of an image set without its cached fingerprint.
+
+    An image set that is not a dataclass is returned as it is.
+    """
     if not is_dataclass(images) or isinstance(images, type):
         return images
     values = {field.name: getattr(images, field.name) for field in fields(images)}
@@ -317,7 +340,7 @@ def limit_dataset(dataset: Dataset, limit: int, *, first: bool = False) -> Datas
 
 
 def limit_images(images: ImageSet, limit: int, *, first: bool = False) -> ImageSet:
-    """Return at most `limit` images of a set, as a set with a name such as "voc2012-limit64".
+    """Return a subset of at most `limit` images, with a name such as "voc2012-limit64".
 
     The name differs from that of the whole set, so that their results are not mixed.
 
@@ -336,7 +359,7 @@ def _limited_name(name: str, limit: int, first: bool) -> str:
 
 
 def sample_ids(ids: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return the `count` ids with the smallest SHA-256, in their original order.
+    """Select the `count` ids with the smallest SHA-256, and return them in their original order.
 
     Most of the selected ids stay the same if images are added or removed.
     """

@@ -1,4 +1,4 @@
-"""Encoders of this suite, timm models, and loaders for checkpoints of other libraries."""
+"""Encoders of this suite, wrapped timm models, and loaders for checkpoints of other libraries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

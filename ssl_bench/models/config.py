@@ -60,12 +60,20 @@ _BUILT_IN: Mapping[str, Mapping[str, str]] = {
 
 
 def registered_names(group: str) -> list[str]:
-    """Return all names in the group "model", "attention" or "graying"."""
+    """Return the names of all implementations in a group, including those of installed packages.
+
+    Args:
+        group: "model" (encoders), "attention" or "graying" (see `ssl_bench.models.graying`).
+    """
     return [*_BUILT_IN[group], *entry_points(group)]
 
 
 def find_registered(group: str, name: str) -> Any:
-    """Import and return the class or function that is registered in a group under a name.
+    """Import and return the class or function that is registered under a name.
+
+    Args:
+        group: "model", "attention" or "graying".
+        name: Name of a built-in implementation, or of an entry point of an installed package.
 
     Raises:
         ConfigurationError: The group does not contain the name.
@@ -84,12 +92,20 @@ def find_registered(group: str, name: str) -> Any:
 
 
 def build_part(group: str, config: Any) -> Any:
-    """Build the module that the field `attention` or `graying` of a configuration names."""
+    """Build the attention or token graying module that an encoder's configuration selects.
+
+    Args:
+        group: Field of the configuration that contains the name: "attention" or "graying".
+        config: Configuration of the encoder.
+    """
     return find_registered(group, getattr(config, group))(config)
 
 
 class RegisteredName:
-    """A rule for `check_fields` that accepts the registered names of a group."""
+    """Rule for a field of a configuration: its value must be a registered name, such as "softmax".
+
+    `check_fields` enforces it.
+    """
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -105,13 +121,13 @@ GrayingKind = Annotated[str, RegisteredName("graying")]
 
 
 class EncoderConfig(ABC):
-    """Base class of the configurations of encoders. Subclasses are frozen dataclasses.
+    """Base class of encoder configurations. Subclasses are frozen dataclasses.
 
     All fields must have JSON types. Other packages register a subclass with an entry point in the
-    group `ssl_bench.model`. The name of the entry point must be the `kind`.
+    group `ssl_bench.model`. The name of the entry point must equal `kind`.
 
     Attributes:
-        kind: Name of the class in checkpoints.
+        kind: Name that identifies the subclass in checkpoints, such as "vit".
         training_fields: Names of the fields that affect training but not the forward pass. These
             fields are not part of the identity of a trained encoder.
         image_size: Side of training images in pixels.
@@ -151,7 +167,10 @@ class EncoderConfig(ABC):
         """Return an encoder with arbitrary weights, for callers that load a checkpoint into it."""
 
     def __post_init__(self) -> None:
-        """Check all types, convert lists to tuples, and drop options that are None."""
+        """Check the types of all fields, and convert lists to tuples.
+
+        Initialiser options that are None are removed.
+        """
         check_fields(self, "model")
         for item in fields(self):
             value = getattr(self, item.name)
@@ -162,12 +181,12 @@ class EncoderConfig(ABC):
             object.__setattr__(self, item.name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary of JSON types."""
+        """Return the fields as a dictionary that can be stored as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Return the configuration with the given fields, in the form of `to_dict`.
+        """Create a configuration from a dictionary in the form that `to_dict` returns.
 
         Raises:
             ConfigurationError: A key is unknown or a value is not allowed.
@@ -192,16 +211,17 @@ class ViTConfig(EncoderConfig):
     """Architecture and initialisation of a Vision Transformer.
 
     Attributes:
-        image_size: Side in pixels of the images that the stored position embedding fits. For other
-            sizes, the position embedding is resized.
+        image_size: Side in pixels of the images for which the position embedding is stored. It is
+            resized for images of other sizes.
         mlp_ratio: Hidden width of the MLP divided by `dim`.
         attention: Kind of attention in all blocks. "softmax" is standard attention, and "linear" is
             attention without a softmax. "osa_qr" and "osa_newton_schulz" are orthogonal
             self-attention, which has no biases.
-        graying: Token graying at the start of a block. "svd" changes the singular values of the
-            tokens, and "dct" changes their cosine coefficients.
+        graying: Token graying at the start of a block, which increases small singular values of the
+            token matrix. "svd" changes the singular values directly, and "dct" changes cosine
+            coefficients instead.
         graying_exponent: Exponent of token graying in (0, 1]. 1 does not change the tokens. The
-            paper uses 0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
+            paper "Always Skip Attention" uses 0.85 to 0.97 for "dct" and 0.5 to 0.9 for "svd".
         graying_layers: Indices of the blocks with token graying, starting at 0. None means all
             blocks.
         skip_attention: Add the input of the attention sub-block to its output.
@@ -223,7 +243,7 @@ class ViTConfig(EncoderConfig):
             layer of each MLP. One normal offset is drawn per input channel, and is added to the
             weights from this channel to all hidden units.
         init: Name of an initialiser in `ssl_bench.models.initialisers`.
-        init_options: Options of the initialiser. None means the default of the option.
+        init_options: Options of the initialiser. An option that is None has its default value.
     """
 
     kind = "vit"
@@ -293,7 +313,7 @@ class ViTConfig(EncoderConfig):
             )
 
     def _move_former_options(self) -> None:
-        """Set the fields that earlier versions stored in `init_options`."""
+        """Move options that earlier versions stored in `init_options` to fields of their own."""
         options = dict(self.init_options)
         for item in fields(self):
             if item.name not in _FORMER_INIT_OPTIONS & options.keys():
@@ -335,7 +355,11 @@ class ViTConfig(EncoderConfig):
 
 
 def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
-    """Return the configuration of an encoder, given its kind and its fields as in `to_dict`.
+    """Create the configuration of an encoder from a dictionary.
+
+    Args:
+        kind: Name of the configuration class, such as "vit".
+        values: Fields of the configuration, in the form that `EncoderConfig.to_dict` returns.
 
     Raises:
         ConfigurationError: The kind or a key is unknown, or a value is not allowed.
@@ -344,7 +368,10 @@ def config_from_dict(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
 
 
 def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
-    """Check that a field is a multiple of another field, or raise an error with nearby values."""
+    """Raise an error if one field of a configuration is not a multiple of another field.
+
+    The error message suggests the nearest multiples.
+    """
     value, divisor = getattr(config, name), getattr(config, divisor_name)
     if value % divisor:
         lower = value - value % divisor
@@ -357,7 +384,13 @@ def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None
 
 
 def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
-    """Check that a field is None or a non-empty list of block indices below the depth."""
+    """Raise an error unless a field is None or a non-empty list of valid block indices.
+
+    Args:
+        name: Name of the field, for the error message.
+        layers: Value of the field.
+        depth: Number of blocks. Valid indices are 0 to depth - 1.
+    """
     if layers is None:
         return
     outside = [layer for layer in layers if layer not in range(depth)]

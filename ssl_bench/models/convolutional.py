@@ -29,10 +29,11 @@ class ConvMixerConfig(EncoderConfig):
     Attributes:
         kernel_size: Side of the depthwise filters in patches, an odd number.
         skip: Add the input of the depthwise convolution to its output.
-        frozen_filters: Do not train the depthwise filters. Their biases are trained.
+        frozen_filters: Do not train the weights of the depthwise convolutions. Their biases are
+            trained.
         init: Initialiser of the depthwise filters, from `ssl_bench.models.initialisers`. All other
             weights have PyTorch's default initialisation.
-        init_options: Options of the initialiser. None means the default of the option.
+        init_options: Options of the initialiser. An option that is None has its default value.
     """
 
     kind = "conv_mixer"
@@ -72,7 +73,8 @@ class ConvNeXtConfig(EncoderConfig):
     """Architecture and initialisation of a single-stage ConvNeXt. The defaults are ConvNeXt-256/8.
 
     Attributes:
-        frozen_filters: Do not train the depthwise filters. Their biases are trained.
+        frozen_filters: Do not train the weights of the depthwise convolutions. Their biases are
+            trained.
         mlp_mean: Constant that is added to all initial weights of the first layer of each MLP, as
             in equation 3.40 of Trockman, "Mimetic initialization" (2025).
         mlp_input_std: Standard deviation of random offsets of the initial weights in the first
@@ -80,7 +82,7 @@ class ConvNeXtConfig(EncoderConfig):
             weights from this channel to all hidden units, as in equation 3.39 of the same thesis.
         init: Initialiser of the 7 x 7 depthwise filters, from `ssl_bench.models.initialisers`. All
             other weights have PyTorch's default initialisation.
-        init_options: Options of the initialiser. None means the default of the option.
+        init_options: Options of the initialiser. An option that is None has its default value.
     """
 
     kind = "convnext"
@@ -118,19 +120,19 @@ class ConvNeXtConfig(EncoderConfig):
 
 
 class _ConvEncoder(EncoderModule):
-    """Base class of ConvMixer and ConvNeXt. Their output is the mean of all patches."""
+    """Base class of ConvMixer and ConvNeXt encoders, which return the mean of all patch tokens."""
 
     patch_embed: PatchEmbed
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
-        """Return the mean over all patches.
+        """Return the mean of all patch tokens of each image.
 
         The images must be normalised, and their sides must be multiples of the patch size.
         """
         return self.forward_features(images).mean(1)
 
     def forward_features(self, images: Images) -> Float[Tensor, "batch tokens dim"]:
-        """Return the patch tokens after the final norm, row by row."""
+        """Return the patch tokens after the final norm, in row-major order."""
         maps = self.embed(images)
         for block in self.blocks:
             maps = block(maps)
@@ -142,11 +144,11 @@ class _ConvEncoder(EncoderModule):
 
 
 class ConvMixer(_ConvEncoder):
-    """ConvMixer. `build_encoder` draws its weights.
+    """ConvMixer encoder. Create it with `build_encoder`, which draws its weights.
 
     Source: Trockman and Kolter, "Patches are all you need?", https://arxiv.org/abs/2201.09792,
-    equations 2.1-2.3 of Trockman's thesis (2025). With `skip=False`, it is the variant in the row
-    "- Residual in Eq. 2.2" of table 2.3 in the thesis.
+    equations 2.1-2.3 of Trockman's thesis (2025). With `skip=False`, it is the variant that table
+    2.3 of the thesis calls "- Residual in Eq. 2.2".
     """
 
     config: ConvMixerConfig
@@ -187,12 +189,14 @@ class ConvMixerBlock(nn.Module):
 
 
 class ConvNeXt(_ConvEncoder):
-    """ConvNeXt-256/8 of figure 3.36 in Trockman's thesis. `build_encoder` draws its weights.
+    """Single-stage ConvNeXt encoder. Create it with `build_encoder`, which draws its weights.
+
+    The default configuration is ConvNeXt-256/8 of figure 3.36 in Trockman's thesis (2025). The
+    thesis does not state three details that we chose: an MLP expansion of 4, no LayerScale, and a
+    norm before the patches are averaged.
 
     Source: Liu et al., "A ConvNet for the 2020s", https://arxiv.org/abs/2201.03545, section 3.3,
-    with one stage only. Width, depth and filter size are those of Trockman's thesis (2025). The
-    thesis states neither the expansion of 4, nor the absence of LayerScale, nor the norm before the
-    mean.
+    with one stage only.
     """
 
     config: ConvNeXtConfig
@@ -206,7 +210,7 @@ class ConvNeXt(_ConvEncoder):
 
 
 class ConvNeXtBlock(nn.Module):
-    """A depthwise convolution, LayerNorm over channels, and an MLP, with one skip connection."""
+    """Depthwise convolution, LayerNorm over channels and MLP, with a skip connection around all."""
 
     def __init__(self, config: ConvNeXtConfig) -> None:
         super().__init__()

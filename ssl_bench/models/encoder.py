@@ -1,4 +1,4 @@
-"""The class `Encoder`, a frozen module with the properties that probes need."""
+"""The class `Encoder`: a frozen PyTorch module with the properties that probes need."""
 
 import hashlib
 import json
@@ -35,9 +35,8 @@ class Contents:
     Attributes:
         layout: Name of the layout, that is, of the naming scheme of the tensors.
         source: Library or repository that defines the layout.
-        ignored: Names of unused tensors or containers of tensors, with the reason why each is
-            unused.
-        note: Text that states the loader's assumptions and its changes to the weights.
+        ignored: Names of unused tensors or containers of tensors, each with the reason.
+        note: Message about assumptions of the loader and its changes to the weights.
         file: Path of the file. None if the weights were not read from a file.
         epoch: Number of training epochs. None if the file does not state it.
     """
@@ -55,7 +54,7 @@ class EncoderIdentity:
     """The properties of an encoder that are known before its weights are loaded.
 
     Attributes:
-        uri: Address from which the encoder was loaded.
+        uri: Address of the encoder, such as a path or `timm:NAME`.
         name: Name of the encoder in tables.
         sha256: Digest of the weights file, or of the state dict if there is no file.
         architecture: All properties that determine the forward pass, except weights, `mean` and
@@ -73,7 +72,8 @@ class EncoderIdentity:
         strides: Stride of each block in pixels. Empty if all blocks have the stride `patch_size`.
         widths: Width of each block. Empty if all blocks are equally wide or the widths are unknown.
         any_size: Whether the encoder accepts image sizes other than `native_size`.
-        fallback_facets: For each default facet that the encoder lacks, the facet to use instead.
+        fallback_facets: Facet (kind of feature) to use instead of a default facet that the encoder
+            lacks, by the default facet.
     """
 
     uri: str
@@ -94,7 +94,7 @@ class EncoderIdentity:
     fallback_facets: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """Return the properties that determine the features, under their names in records."""
+        """Return the properties that determine the features, by their names in result records."""
         return {
             "checkpoint_sha256": self.sha256,
             "architecture": self.architecture,
@@ -104,7 +104,7 @@ class EncoderIdentity:
 
     @property
     def is_staged(self) -> bool:
-        """Whether blocks differ in their strides or widths."""
+        """Whether the encoder has stages, that is, blocks of different strides or widths."""
         return len(set(zip_longest(self.strides, self.widths))) > 1
 
     @property
@@ -162,7 +162,7 @@ class Encoder(EncoderIdentity):
     ) -> "Encoder":
         """Wrap any module that takes images and has a list of blocks.
 
-        Forward passes of two zero images determine the depth, the width, the number of tokens
+        Forward passes of two all-zero images determine the depth, the width, the number of tokens
         before the patches, and whether other image sizes are accepted. The passes run in evaluation
         mode, and the mode of each submodule is restored afterwards. The module is not copied.
 
@@ -217,9 +217,14 @@ class Encoder(EncoderIdentity):
         return self.widths[layer] if self.widths else self.dim
 
     def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
-        """Group layers by stride and width, and return an encoder and the layers of each group.
+        """Group blocks that have the same stride and width.
 
-        The encoder is a copy of this one with the `patch_size` and `dim` of the group.
+        Args:
+            layers: Indices of the blocks.
+
+        Returns:
+            For each group, a copy of this encoder, and the indices of its blocks. The `patch_size`
+            and `dim` of the copy are the stride and width of the group.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in layers:
@@ -234,9 +239,9 @@ def describe_library_model(model: nn.Module, library: str, name: str) -> dict[st
     """Describe the architecture of another library's model by its name and a digest of its modules.
 
     The digest covers the class of each module, and those attributes that are numbers, strings or
-    functions, such as an epsilon. If `library` is "module", the digest does not cover the names of
-    the Python modules that define the classes. These names differ between notebooks, scripts and
-    `FILE.py:NAME`.
+    functions, such as an epsilon. For a user's own model (`library` is "module"), it leaves out the
+    names of the Python modules that define the classes. These names depend on how the model is
+    loaded, for example from a notebook or from `FILE.py:NAME`.
     """
     lines = [
         json.dumps(
@@ -265,7 +270,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def state_dict_sha256(module: nn.Module) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of all tensors, sorted by name."""
+    """Return the SHA-256 of a module's state dict.
+
+    It covers the names, dtypes, shapes and bytes of all tensors, in the order of their names.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
@@ -275,11 +283,15 @@ def state_dict_sha256(module: nn.Module) -> str:
 
 
 def describe_config(config: EncoderConfig, *, strides: Sequence[int] = ()) -> dict[str, Any]:
-    """Describe the architecture of an encoder of this suite as JSON types, for its identity.
+    """Describe the architecture of an encoder of this suite as a JSON object.
 
-    The result contains all integers of the configuration, and all other values that differ from
-    their defaults. Fields that only affect training are left out. `strides` contains the stride of
-    each block in pixels, for encoders whose blocks may have different strides.
+    The object is part of the encoder's identity. It contains all integers of the configuration, and
+    all other values that differ from their defaults. Fields that only affect training are left out.
+
+    Args:
+        config: Configuration of the encoder.
+        strides: Stride of each block in pixels. Empty for encoders whose blocks always have the
+            same stride.
     """
     defaults = type(config)().to_dict()
     architecture: dict[str, Any] = {"kind": config.kind}
@@ -324,7 +336,7 @@ def encoder_from_model(
         name: Name of the encoder in tables.
         uri: Address from which the model was loaded.
         sha256: Digest of the weights file. The default is the digest of the state dict.
-        keys: The attributes `loaded_keys` and `total_keys` of the encoder.
+        keys: Number of loaded tensors, and number of all tensors in the weights file.
         contents: Further information about the weights file.
         colours: Mean and standard deviation of the training images.
         colours_from: Text that names the source of `colours`.

@@ -4,8 +4,8 @@ The blocks of this suite contain the module `TokenGraying`, and timm blocks call
 module calls one of three functions:
 
 - `gray_by_svd` changes the singular values.
-- `gray_by_cholesky` approximates `gray_by_svd`. It is used on CUDA except in float64, because an
-  SVD makes the host wait.
+- `gray_by_cholesky` approximates `gray_by_svd` on CUDA, where an SVD would make the host wait. It
+  is not used in float64.
 - `gray_by_dct` changes cosine coefficients instead of singular values.
 """
 
@@ -82,9 +82,9 @@ def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T.
 
     The largest singular value does not change, and the condition number is raised to the power
-    `exponent`. The cost is cubic in the shorter side of the matrix. Unlike those of
-    `torch.linalg.svd`, the gradients are finite for repeated singular values and for singular
-    matrices. Second derivatives are not supported. On CUDA, the host waits for the decomposition.
+    `exponent`. The cost is cubic in the shorter side of the matrix. The gradients are finite for
+    repeated singular values and for singular matrices, unlike those of `torch.linalg.svd`. Second
+    derivatives are not supported. On CUDA, the host waits for the decomposition.
     """
     # The decomposition would raise an error for non-finite values. Return NaN for such images
     # instead.
@@ -102,12 +102,14 @@ def _derivative_along(
 ) -> Tokens:
     """Return the derivative of `gray_by_svd` in the direction of `change`.
 
-    Let M = U^T dX V. The symmetric part of M is multiplied by divided differences of the function,
-    and the skew-symmetric part by divided sums. Neither involves a difference of singular values in
-    a denominator. Components outside the span of U or V are multiplied by the gain.
+    `gray_by_svd` multiplies each singular value s by a gain g(s). Let dX be `change`, and M = U^T
+    dX V. The symmetric part of M is multiplied by divided differences of s g(s), and the
+    skew-symmetric part by divided sums. Both are computed without dividing by a difference of
+    singular values. Components of dX outside the span of U or V are multiplied by the gain.
 
     Source: Noferini, "A formula for the Frechet derivative of a generalized matrix function", 2017,
-    rewritten for functions s g(s). We add the derivative with respect to s_max.
+    rewritten for functions s g(s). We add the derivative with respect to the largest singular
+    value, because the gain depends on it.
     """
     u, ratio, vh = svd
     gain = _gain(ratio, exponent)
@@ -128,11 +130,12 @@ def _derivative_along(
 def _divided_difference(
     ratio: Float[Tensor, "batch rank"], exponent: float
 ) -> Float[Tensor, "batch rank rank"]:
-    """Return (g(a) - g(b)) / (a^2 - b^2) for each pair of ratios, and g'(a) / (2 a) if a = b.
+    """Return (g(a) - g(b)) / (a^2 - b^2) for each pair of ratios, or g'(a) / (2 a) if a = b.
 
-    Here g(a) = m^p with m = a^2 + floor, and g(b) = n^p with n = b^2 + floor. With L = log(m / n),
-    the result is (m n)^((p - 1) / 2) sinh(p L / 2) / sinh(L / 2). This form is also exact if a is
-    close to b.
+    A ratio is a singular value divided by the largest one. The gain is g(a) = m^p with m = a^2 +
+    floor and p = (exponent - 1) / 2. Likewise, g(b) = n^p with n = b^2 + floor. Here, `floor` is
+    the square of the machine epsilon. With L = log(m / n), the result is (m n)^((p - 1) / 2) sinh(p
+    L / 2) / sinh(L / 2). This form is also exact if a is close to b.
     """
     power = (exponent - 1) / 2
     logs = (ratio.square() + _floor(ratio)).log()
@@ -142,12 +145,12 @@ def _divided_difference(
 
 
 def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
-    """Gray the tokens by their two-dimensional cosine coefficients instead of singular values.
+    """Reduce the condition number of each token matrix by changing its cosine coefficients.
 
-    With Z = D_tokens x D_dim^T and m = max |Z|, the result is the inverse transform of sign(Z) m
-    (|Z| / m)^exponent. The condition number decreases if the singular vectors are similar to
-    cosines. For each image, the forward pass and the backward pass each need tokens x dim x (tokens
-    + dim) multiplications.
+    With the discrete cosine transform Z = D_tokens x D_dim^T and m = max |Z|, the result is the
+    inverse transform of sign(Z) m (|Z| / m)^exponent. The condition number decreases if the
+    singular vectors are similar to cosines. For each image, the forward pass and the backward pass
+    each need tokens x dim x (tokens + dim) multiplications.
     """
     token_dct, dim_dct = (_halve_dct(size, x) for size in x.shape[1:])
     coefficients = _transform(_transform(x, dim_dct).mT, token_dct)
@@ -160,16 +163,21 @@ def gray_by_dct(x: Tokens, exponent: float) -> Tokens:
 def _halve_dct(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the left halves of the even rows and of the odd rows of the DCT matrix.
 
-    Even rows are symmetric about the middle, and odd rows are antisymmetric.
+    Even rows are symmetric about the middle, and odd rows are antisymmetric, so the left halves
+    determine the whole matrix.
     """
     matrix = dct_matrix(size, like=like)
     return matrix[0::2, : (size + 1) // 2], matrix[1::2, : size // 2]
 
 
 def _transform(x: Rows, halves: tuple[Tensor, Tensor]) -> Rows:
-    """Return the cosine coefficients of each row, first the even ones, then the odd ones.
+    """Return the DCT coefficients of each row: first those with even indices, then the others.
 
     Each row is folded in the middle, which halves the number of multiplications.
+
+    Args:
+        x: The rows to transform.
+        halves: Result of `_halve_dct`.
     """
     even, odd = halves
     half, rest = odd.shape[1], even.shape[1]
@@ -202,7 +210,10 @@ def dct_matrix(size: int, *, like: Tensor) -> Float[Tensor, "{size} {size}"]:
 
 
 def _gain(ratio: Tensor, exponent: float) -> Tensor:
-    """Return |ratio|^(exponent - 1), bounded for ratios below the machine epsilon."""
+    """Return the factor |ratio|^(exponent - 1), bounded for ratios below the machine epsilon.
+
+    `ratio` is a singular value, or a cosine coefficient, divided by the largest one.
+    """
     return (ratio.square() + _floor(ratio)).pow((exponent - 1) / 2)
 
 
@@ -214,7 +225,7 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
     """Return U diag(s_max (s / s_max)^exponent) V^T for x = U diag(s) V^T without an SVD.
 
     Let G = x^T x / s_max^2. The result is x G^((exponent - 1) / 2). The power of G is an integral
-    of weighted inverses of G + t I over t. The integral is approximated by a sum of about thirty
+    over t of weighted inverses of G + t I. The integral is approximated by a sum of about thirty
     inverses, which are computed from Cholesky factors. Since G contains the squares of the singular
     values, it is computed in float64. Errors are below 1e-5 times the largest singular value.
     Singular values below 1e-6 times the largest one are not increased enough.
@@ -239,7 +250,7 @@ def gray_by_cholesky(x: Matrix, exponent: float) -> Matrix:
 
 
 class _GrayByCholesky(torch.autograd.Function):
-    """The function `gray_by_cholesky` for tall matrices, and its gradient."""
+    """Autograd function that computes `gray_by_cholesky` for tall matrices."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, exponent: float) -> Tensor:
@@ -258,8 +269,9 @@ class _GrayByCholesky(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient with respect to the tokens.
 
-        For an incoming gradient g, a term x R with R = (x^T x + t I)^-1 contributes g R - x R (x^T
-        g + g^T x) R. The derivative of the largest eigenvalue is the projector onto its
+        The result of the forward pass is a weighted sum of terms x R with R = (x^T x + t I)^-1. For
+        an incoming gradient g, such a term contributes g R - x R (x^T g + g^T x) R. The forward
+        pass divides x^T x by its largest eigenvalue, whose derivative is the projector onto its
         eigenvectors.
         """
         (tokens,), exponent = ctx.saved_tensors, ctx.exponent
@@ -282,10 +294,11 @@ class _GrayByCholesky(torch.autograd.Function):
 
 
 def _scale_gram(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
-    """Return x^T x divided by its largest eigenvalue, the largest eigenvalue, and a projector.
+    """Divide x^T x by its largest eigenvalue.
 
-    The projector onto the eigenvectors of the largest eigenvalue is a high power of x^T x, divided
-    by its trace.
+    Returns:
+        The scaled matrix, the largest eigenvalue, and the projector onto the eigenvectors of this
+        eigenvalue. The projector is a high power of x^T x, divided by its trace.
     """
     gram = x.mT @ x
     projector = _normalise_trace(gram)
@@ -312,13 +325,13 @@ def _normalise_trace(matrix: Square) -> Square:
 def _expand_power(
     power: float, like: Square
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
-    """Return the parts of an approximation of M^-power for symmetric M with eigenvalues l <= 1.
+    """Return the parts of a sum that approximates M^-power for symmetric M with eigenvalues l <= 1.
 
-    For each eigenvalue, l^-power is approximated by c - d l plus the sum of w / (l + t) over all
-    pairs (t, w). The exact sum has infinitely many shifts t, with poles at l = -t, which form a
-    geometric sequence. The smallest shifts are merged into one, with the sum of their weights and
-    their mean position. The sum over the largest shifts is replaced by c - d l, the first two terms
-    of its power series.
+    For each eigenvalue, l^-power is approximated by c - d l plus the sum of w / (l + t) over pairs
+    of a shift t and a weight w. The exact sum has infinitely many shifts, which form a geometric
+    sequence. The smallest shifts are merged into one, with the sum of their weights and their mean
+    position. The sum over the largest shifts is replaced by c - d l, the first two terms of its
+    power series.
 
     Returns:
         The identity matrix with the size and dtype of `like`, the pairs (t, w), c and d.
@@ -343,5 +356,5 @@ def _expand_power(
 
 
 def _geometric_sum(rate: float) -> float:
-    """Return the sum of exp(-n rate step) over all n >= 0."""
+    """Return the sum of exp(-n * rate * _STEP) over all integers n >= 0."""
     return -1 / math.expm1(-rate * _STEP)

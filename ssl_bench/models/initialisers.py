@@ -1,4 +1,4 @@
-"""Draw the initial weights of blocks and of depthwise filters.
+"""Draw the initial weights of transformer blocks and of depthwise filters.
 
 An initialiser is a dataclass. Its fields are the options in `model.init_options`. To add an
 initialiser, add its class to `INITIALISERS` or `FILTER_INITIALISERS`. If it also supports timm
@@ -37,10 +37,9 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Weights of an attention sub-block.
+    """Weights of an attention sub-block, which multiply row vectors: y = x W.
 
-    The columns of query, key and value, and the rows of output, are ordered by head. Those of the
-    first head come first.
+    The columns of `query`, `key` and `value`, and the rows of `output`, are grouped by head.
     """
 
     query: Float64[Tensor, "dim dim"]
@@ -54,9 +53,9 @@ MlpWeights = tuple[Float64[Tensor, "dim hidden"], Float64[Tensor, "hidden dim"]]
 
 @dataclass(frozen=True)
 class DefaultInit:
-    """Normal distribution with standard deviation 0.02, truncated at -2 and 2 as in DINO.
+    """DINO's initialisation: normal with standard deviation 0.02, truncated at -2 and 2.
 
-    This is the base class of all other initialisers of blocks.
+    This is the base class of all other initialisers of transformer blocks.
 
     Attributes:
         min_heads: Smallest number of heads that the initialiser supports.
@@ -86,11 +85,11 @@ class DefaultInit:
 
 @dataclass(frozen=True)
 class SkiplessInit(DefaultInit):
-    """Initialisation from "Cutting the Skip", for encoders without skip connections.
+    """Initialisation from the paper "Cutting the Skip", for encoders without skip connections.
 
-    For a head of width d_h, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I. W_V
-    and W_O are drawn jointly for all heads. They are c times the left and the right singular
-    vectors of one Gaussian matrix of size dim x dim.
+    For a head of width d_h, W_Q W_K^T is the best rank-d_h approximation of alpha Z + beta I, where
+    Z is random noise. W_V and W_O are drawn jointly for all heads. They are c times the left and
+    the right singular vectors of one Gaussian matrix of size dim x dim.
 
     Attributes:
         alpha: Factor of the noise Z in W_Q W_K^T.
@@ -134,10 +133,10 @@ class SkiplessInit(DefaultInit):
 
 @dataclass(frozen=True)
 class MimeticInit(DefaultInit):
-    """Attention similar to that of trained models: W_Q W_K^T near I, and W_V W_O near -I.
+    """Initialisation that imitates trained attention: W_Q W_K^T near I, and W_V W_O near -I.
 
-    The thesis combines this initialisation with `position_embedding=sinusoidal`. The MLP has the
-    default initialisation.
+    Trockman's thesis combines it with sinusoidal position embeddings. The MLP has the default
+    initialisation.
 
     Attributes:
         alpha1: Factor of the noise in W_Q W_K^T of each head.
@@ -191,14 +190,15 @@ class XavierInit(DefaultInit):
 
 @dataclass(frozen=True)
 class OsaInit(DefaultInit):
-    """Initialisation of orthogonal self-attention with at least two heads, close to the identity.
+    """Random orthogonal initialisation for orthogonal self-attention with at least two heads.
 
     For a head of width d_v, [W_Q, W_K] is uniform among all dim x 2 d_v matrices with orthonormal
     columns. W_V and W_O^T are uniform among all dim x d_v matrices with orthonormal columns. The
-    weights of the MLP are those of `SkiplessInit`.
+    weights of the MLP are those of `SkiplessInit`. With the small initial alpha of
+    `ssl_bench.models.OrthogonalAttention`, the attention matrix starts close to the identity.
 
-    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small initial alpha of
-    section 4.3 is an argument of `ssl_bench.models.OrthogonalAttention`.
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4. The small alpha is that of
+    section 4.3.
     """
 
     min_heads: ClassVar[int] = 2
@@ -221,7 +221,7 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a generator for optional draws, so that they do not affect the draws that follow.
+    """Return a random generator for optional draws, so that they do not change later draws.
 
     The seed of the generator is the bit pattern of the first weight.
     """
@@ -249,8 +249,8 @@ def draw_block(
     """Draw the weights of a block in place, and set its biases to 0.
 
     The block has `attn.qkv`, `attn.proj`, `attn.num_heads`, `mlp.fc1` and `mlp.fc2`, as in DINO and
-    timm. With "skipless" and "mimetic", the cost per head is cubic in dim. `ViTConfig` describes
-    `mlp_mean` and `mlp_input_std`.
+    timm. With the initialisers "skipless" and "mimetic", the cost per head is cubic in dim. See
+    `ViTConfig` for the meaning of `mlp_mean` and `mlp_input_std`.
 
     Source of `mlp_mean` and `mlp_input_std`: Trockman, "Mimetic initialization" (2025), section
     3.4, equations 3.40 and 3.39. We read sigma in "N(0, sigma I)" as the standard deviation.
@@ -293,10 +293,11 @@ def _noisy_identity_heads(
 def balanced_factors(
     matrix: Float64[Tensor, "dim dim"], rank: int
 ) -> tuple[Float64[Tensor, "dim {rank}"], Float64[Tensor, "dim {rank}"]]:
-    """Return (U sqrt(S), V sqrt(S)) for the `rank` largest singular values of M = U S V^T.
+    """Return U sqrt(S) and V sqrt(S) for the `rank` largest singular values of M = U S V^T.
 
-    The factors are computed from the eigenvectors of M^T M. Their product is as accurate as with a
-    full SVD. For dim 384 and rank 64, this is 8 times faster than a full SVD.
+    The first factor times the transpose of the second is the best approximation of M with this
+    rank. The factors are computed from the eigenvectors of M^T M. This is as accurate as a full
+    SVD, and 8 times faster for dim 384 and rank 64.
     """
     dim = len(matrix)
     gram = (matrix.T @ matrix).numpy()
@@ -339,7 +340,10 @@ def _noise_matrix(dim: int, generator: Generator, noise: str) -> Float64[Tensor,
 
 @dataclass(frozen=True)
 class UniformFilters:
-    """Independent weights from a uniform distribution on [-1 / size, 1 / size], as in PyTorch."""
+    """Depthwise filters with independent weights, uniform on [-1 / size, 1 / size] as in PyTorch.
+
+    `size` is the side of a filter.
+    """
 
     def filters(
         self,
@@ -348,16 +352,24 @@ class UniformFilters:
         depth: float,  # noqa: ARG002 - used by subclasses
         generator: Generator,
     ) -> Filters:
-        """Draw the filters of a layer. `depth` is 0 in the first layer and 1 in the last layer."""
+        """Draw the depthwise filters of one layer.
+
+        Args:
+            count: Number of filters.
+            size: Side of a filter in pixels.
+            depth: Relative depth of the layer: 0 for the first layer and 1 for the last.
+            generator: Source of random numbers.
+        """
         unit = torch.rand(count, size, size, generator=generator, dtype=torch.float64)
         return (2 * unit - 1) / size
 
 
 @dataclass(frozen=True)
 class CovarianceFilters(UniformFilters):
-    """Normally distributed filters with a covariance similar to that of trained filters.
+    """Normally distributed depthwise filters with a covariance similar to that of trained filters.
 
-    The filters are narrow in the first layer and wider in deeper layers.
+    The covariance is built from Gaussians, which are narrow in the first layer and wider in deeper
+    layers.
 
     Attributes:
         sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
@@ -384,7 +396,11 @@ class CovarianceFilters(UniformFilters):
             )
 
     def sigma(self, depth: float) -> float:
-        """Return the squared width of the Gaussians at a depth in [0, 1], by equation 3.11."""
+        """Return the squared width of the Gaussians, by equation 3.11 of Trockman's thesis.
+
+        Args:
+            depth: Relative depth of the layer: 0 for the first layer and 1 for the last.
+        """
         return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
@@ -414,8 +430,14 @@ def draw_convolutions(
 ) -> None:
     """Draw all convolutions and linear layers as PyTorch does, then redraw the depthwise filters.
 
-    The filters are drawn last, so that the other weights do not depend on `init`. `depthwise` lists
-    the depthwise convolutions from the first to the last layer.
+    The filters are drawn last, so that the other weights do not depend on `init`.
+
+    Args:
+        model: The model, whose weights are changed in place.
+        depthwise: Depthwise convolutions from the first to the last layer.
+        init: Name of the initialiser of the depthwise filters.
+        options: Options of this initialiser.
+        generator: Source of random numbers.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -430,12 +452,12 @@ def draw_convolutions(
 
 
 def filter_covariance(size: int, sigma: float) -> Covariance:
-    """Return the covariance matrix of a filter's pixels, which may have negative eigenvalues.
+    """Return the covariance matrix from which `CovarianceFilters` draws the pixels of a filter.
 
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
-    at pixel p if the peak is at the centre, and c_pq the value at pixel q if the peak is at pixel
-    p. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by equation 3.10 of Trockman's thesis in
-    the pixel order of equation 3.1.
+    at pixel p if the peak is at the centre of the filter, and c_pq the value at pixel q if the peak
+    is at pixel p. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by equation 3.10 of
+    Trockman's thesis in the pixel order of equation 3.1. The matrix may have negative eigenvalues.
 
     Where equations of the thesis disagree, we follow figure A.3 of the thesis:
 
@@ -475,7 +497,12 @@ def positive_root(covariance: Covariance) -> Covariance:
 
 
 def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
-    """Return the initialiser `name` with its options.
+    """Create an initialiser with the given options.
+
+    Args:
+        kinds: Classes of initialisers by name.
+        name: Name of the initialiser.
+        options: Fields of its class that differ from their defaults.
 
     Raises:
         ConfigurationError: The name is unknown or an option is not allowed.
@@ -497,22 +524,23 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
 
 
 def fill_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of an initialiser, with defaults for options that are absent or None."""
+    """Return all options of an initialiser, with defaults for those that are absent or None."""
     kind: Any = {**INITIALISERS, **FILTER_INITIALISERS}.get(name, DefaultInit)
     return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
 
 def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Initialise a ViT's blocks in place as in "Cutting the Skip", for training without skips.
+    """Initialise the blocks of a ViT in place for training without skip connections.
 
-    The weights are the same as those of `model.init=skipless` for a timm model. All biases of the
-    blocks are set to 0. Other parameters and the global random number generator are not changed.
+    The weights are drawn as in Ji et al., "Cutting the Skip" (see `SkiplessInit`). They equal those
+    of the configuration `model.init=skipless` for a timm model. All biases of the blocks are set to
+    0. Other parameters and the global random number generator are not changed.
 
     Args:
         model: A ViT from timm or from this suite. Each of its `blocks` has `attn.qkv`, `attn.proj`,
             `attn.num_heads`, `mlp.fc1` and `mlp.fc2`.
         seed: Seed of the weights.
-        options: Fields of `SkiplessInit`.
+        options: Options of the initialisation, which are the fields of `SkiplessInit`.
 
     Returns:
         The same model.
@@ -524,7 +552,11 @@ def skipless_(model: Model, *, seed: int = 0, **options: Any) -> Model:
 
 
 def mimetic_(model: Model, *, seed: int = 0, **options: Any) -> Model:
-    """Initialise the blocks of a ViT in place with `MimeticInit`. Use it like `skipless_`."""
+    """Initialise the blocks of a ViT in place so that they resemble trained blocks.
+
+    The weights are those of `MimeticInit`, whose fields are the options. The other arguments, the
+    result and the errors are those of `skipless_`.
+    """
     return _draw_blocks(model, "mimetic", seed, options)
 
 

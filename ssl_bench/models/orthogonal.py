@@ -48,11 +48,12 @@ class LinearAttention(Attention):
 
 
 class OrthogonalAttention(nn.Module):
-    """Multi-head attention with A = exp(S), S = alpha / sqrt(d_v) (Q K^T - K Q^T), without biases.
+    """Multi-head attention without biases, whose attention matrix A is orthogonal.
 
-    S is skew-symmetric, so A is orthogonal. The matrix A is never computed. Let B be a basis of the
-    column space of M = [Q, K], and let s = B^T S B, which has at most 2 d_v rows. Then A V = V + B
-    (exp(s) - I) B^T V. The cost is linear in the number of tokens.
+    A = exp(S) with the skew-symmetric matrix S = alpha / sqrt(d_v) (Q K^T - K Q^T), where d_v is
+    the width of a head. The matrix A is never computed. Let B be a basis of the column space of M =
+    [Q, K], and let s = B^T S B, which has at most 2 d_v rows. Then A V = V + B (exp(s) - I) B^T V.
+    The cost is linear in the number of tokens.
 
     Args:
         dim: Width of the tokens.
@@ -95,13 +96,19 @@ class OrthogonalAttention(nn.Module):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
     def attention(self, x: Tokens) -> Float[Tensor, "batch heads tokens tokens"]:
-        """Compute the matrix A of each head. The cost is quadratic in the number of tokens."""
+        """Compute the attention matrix A of each head.
+
+        The cost is quadratic in the number of tokens.
+        """
         queries_keys, values = self._project(x)
         identity = torch.eye(x.shape[1], dtype=values.dtype, device=x.device)
         return self._rotate(queries_keys, identity.expand(*values.shape[:2], -1, -1))
 
     def _project(self, x: Tokens) -> tuple[QueriesKeys, HeadTokens]:
-        """Return M = [Q, K] and V of each head in float32 or float64."""
+        """Return M = [Q, K] (queries and keys) and the values V of each head.
+
+        The dtype is float32 or float64.
+        """
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         # PyTorch has no decompositions in bfloat16.
         q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).permute(2, 0, 3, 1, 4)
@@ -122,11 +129,11 @@ class OrthogonalAttention(nn.Module):
 
 
 def _rotate_in_span(m: QueriesKeys, v: HeadTokens, scale: Float[Tensor, "heads 1 1"]) -> HeadTokens:
-    """Return A V, using an orthonormal basis of the column space of M as a constant.
+    """Return A V for A = exp(S), using an orthonormal basis of the column space of M = [Q, K].
 
-    The value of `outside` is 0 up to rounding, but its derivative is not. The term with `outside`
-    makes the derivative equal to that of exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T
-    and M J = scale [-K, Q].
+    No gradients flow through the basis. Therefore a term with `outside`, the part of M outside the
+    span of the basis, is added. It is 0 up to rounding, but makes the derivative equal to that of
+    exp(S) V = V + M phi(J M^T M) J M^T V, where S = M J M^T and M J = scale [-K, Q].
     """
     basis = orthonormal_basis(m)
     inside = basis.mT @ m
@@ -147,10 +154,12 @@ def _turn(m: Columns) -> Columns:
 def newton_schulz_basis(
     m: Float[Tensor, "*batch tokens rank"], iterations: int = NEWTON_SCHULZ_ITERATIONS
 ) -> Float[Tensor, "*batch tokens rank"]:
-    """Iterate M <- M (3 I - M^T M) / 2 from M / ||M||_F. Singular values stay in [0, 1].
+    """Approximate an orthonormal basis of the columns of M by Newton-Schulz iterations.
 
-    Each iterate is M times a polynomial in M^T M. Only this polynomial is updated, so the cost of
-    an iteration does not depend on the number of tokens.
+    Starting from M / ||M||_F, each iteration replaces M by M (3 I - M^T M) / 2. The singular values
+    grow towards 1 and stay in [0, 1]. Each iterate is the starting matrix times a polynomial in M^T
+    M. Only this polynomial is updated, so the cost of an iteration does not depend on the number of
+    tokens.
     """
     norm = torch.linalg.matrix_norm(m, keepdim=True)
     start = m / (norm + _NORM_FLOOR)
@@ -165,7 +174,7 @@ def newton_schulz_basis(
 
 
 def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
-    """Return an orthonormal basis of a space that contains the columns, without gradients.
+    """Return an orthonormal basis of a space that contains the columns of `m`, without gradients.
 
     The method is Householder QR. In float32 on CUDA, `cholesky_basis` is used instead, because
     PyTorch's QR would decompose the matrices of a batch one by one.
@@ -177,12 +186,12 @@ def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
 
 @torch.no_grad()
 def cholesky_basis(m: Columns) -> Columns:
-    """Compute M R^-1 with R^T R = M^T M + shift I, twice and in float64.
+    """Compute an approximately orthonormal basis of the columns of M by Cholesky QR.
 
-    The second round starts from the result of the first. All products, Cholesky factors and
-    triangular solves are batched, and the host does not wait for the device. The shift makes
-    singular matrices possible. A direction whose singular value is at least 1e-7 times the largest
-    one has less than 1e-6 of its length outside the basis.
+    Each of two rounds replaces M by M R^-1 with R^T R = M^T M + shift I, in float64. All products,
+    Cholesky factors and triangular solves are batched, and the host does not wait for the device.
+    The shift makes singular matrices possible. A direction whose singular value is at least 1e-7
+    times the largest one has less than 1e-6 of its length outside the basis.
 
     Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015. The shift
     is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor and in both rounds.
@@ -202,11 +211,11 @@ def cholesky_basis(m: Columns) -> Columns:
 def phi(skew: Square) -> Square:
     """Return (exp(S) - I) S^-1, the sum of S^n / (n + 1)!, for skew-symmetric S.
 
-    S may be singular. A Taylor polynomial gives phi(S / 2^n). Then n steps apply phi(2 X) = phi(X)
-    + phi(X) X phi(X) / 2. Since all steps are matrix products, the gradients cost only twice as
-    much as the values. In contrast, the gradients of `torch.matrix_exp` need the exponential of a
-    matrix of twice the size. In float32 on CUDA and in compiled code, `phi_without_sync` is called
-    instead.
+    For singular S, the sum defines the result. A Taylor polynomial gives phi(S / 2^n). Then n
+    doublings apply phi(2 X) = phi(X) + phi(X) X phi(X) / 2. Since all steps are matrix products,
+    the gradients cost only twice as much as the values. In contrast, the gradients of
+    `torch.matrix_exp` need the exponential of a matrix of twice the size. In float32 on CUDA and in
+    compiled code, `phi_without_sync` is called instead.
     """
     if skew.dtype == torch.float32 and (skew.is_cuda or torch.compiler.is_compiling()):
         return phi_without_sync(skew)
@@ -219,25 +228,28 @@ def phi(skew: Square) -> Square:
 
 
 def phi_without_sync(skew: Square) -> Square:
-    """Compute `phi` without making the host wait for the device. Results are bitwise identical.
+    """Compute `phi` without making the host wait for the device.
 
-    The loop always makes the maximum number of doublings. The norm of S has no bound, because
-    queries, keys and alpha are learned. Above a norm of 1e5 in float32 (16 doublings), rounding
-    changes rotation angles by 2^-7. For such S, the result is phi(w S) w with a factor w that
-    reduces the norm to 1e5, so that phi(S) S + I remains a rotation. The backward pass treats w as
-    a constant, and recomputes all intermediate values to save memory. Second derivatives are not
-    supported.
+    `phi` doubles the argument of a polynomial several times, and reads the number of doublings from
+    the device. Here, the loop always makes the maximum number of doublings and ignores those that
+    are not needed. The result is bitwise identical, unless the norm of S is above 1e5 in float32
+    (16 doublings). The norm has no bound, because queries, keys and alpha are learned. Above 1e5,
+    rounding would change rotation angles by 2^-7 or more. For such S, the result is phi(w S) w with
+    a factor w that reduces the norm to 1e5, so that phi(S) S + I remains a rotation.
+
+    The backward pass treats w as a constant, and recomputes all intermediate values to save memory.
+    Second derivatives are not supported.
     """
     return _Phi.apply(skew)
 
 
 def max_doublings(dtype: torch.dtype) -> int:
-    """Return the maximum number of doublings, which `phi_without_sync` always makes."""
+    """Return the number of doublings that `phi_without_sync` makes, such as 16 in float32."""
     return -round(math.log2(torch.finfo(dtype).eps)) - _ANGLE_BITS
 
 
 class _Phi(torch.autograd.Function):
-    """The function `phi_without_sync` and its gradient."""
+    """Autograd function that computes `phi_without_sync`."""
 
     @staticmethod
     def forward(ctx: Any, skew: Tensor) -> Tensor:
@@ -264,7 +276,11 @@ class _Phi(torch.autograd.Function):
 def _choose_scaling(
     skew: Square,
 ) -> tuple[Float[Tensor, "*batch 1 1"], Int64[Tensor, "*batch 1 1"]]:
-    """Return the factor w and the number of doublings of each matrix."""
+    """Return how `phi_without_sync` treats each matrix S.
+
+    Returns:
+        The factor w, which limits the norm of w S, and the number of doublings for phi(w S).
+    """
     count = max_doublings(skew.dtype)
     factor = (_largest_norm(skew.dtype) * 2**count / _norm_bound(skew)).clamp(max=1)
     return factor, _count_doublings(skew, count)
@@ -273,7 +289,10 @@ def _choose_scaling(
 def _product_rule(
     left: Float[Tensor, "2 *batch rank rank"], right: Float[Tensor, "2 *batch rank rank"]
 ) -> Float[Tensor, "2 *batch rank rank"]:
-    """Return a matrix product stacked with its derivative, for factors in the same form."""
+    """Return the product of two matrices, stacked with its derivative.
+
+    Each argument is a matrix stacked with its derivative.
+    """
     change = left[1] @ right[0] + left[0] @ right[1]
     return torch.stack([left[0] @ right[0], change])
 
@@ -281,7 +300,15 @@ def _product_rule(
 def _double(
     small: Tensor, doublings: Tensor, count: int, product: Product, identity: Tensor
 ) -> Tensor:
-    """Return phi(2^n X) for each matrix X in `small` with its own n in `doublings`."""
+    """Return phi(2^n X) for each matrix X in `small`, where n is its number in `doublings`.
+
+    Args:
+        small: Matrices whose norm is small enough for the Taylor polynomial of phi.
+        doublings: Number of doublings of each matrix.
+        count: Number of iterations, at least the largest number in `doublings`.
+        product: Function that multiplies two matrices.
+        identity: Identity matrix in the form that `product` expects.
+    """
     value = _taylor(small, product, identity)
     for number in range(count):
         is_due = number < doublings
@@ -291,7 +318,10 @@ def _double(
 
 
 def _count_doublings(skew: Square, maximum: int) -> Int64[Tensor, "*batch 1 1"]:
-    """Return how often each matrix must be halved until the Taylor polynomial is accurate."""
+    """Return how often each matrix must be halved until the Taylor polynomial of phi is accurate.
+
+    The result is at most `maximum`.
+    """
     exponent = torch.log2(_norm_bound(skew) / _largest_norm(skew.dtype)).ceil().nan_to_num(0.0)
     return exponent.clamp(0, maximum).long()
 
@@ -302,7 +332,7 @@ def _norm_bound(skew: Square) -> Float[Tensor, "*batch 1 1"]:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the largest matrix norm for which the Taylor polynomial is exact up to rounding."""
+    """Return the largest matrix norm for which `_taylor` is exact up to rounding."""
     return (torch.finfo(dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
 
 

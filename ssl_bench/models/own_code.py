@@ -1,4 +1,7 @@
-"""Compute a digest of a user module's code. Modules with different code are different encoders."""
+"""Compute a digest of the code of a user's module.
+
+It distinguishes modules with equal weights but different code.
+"""
 
 import dis
 import functools
@@ -46,9 +49,9 @@ def code_sha256(module: nn.Module) -> str:
 
 
 class _CodeLines:
-    """A set of text lines that describe code and values.
+    """Text lines that describe a module's code and the values that the code uses.
 
-    The lines have no order, because the order of modules depends on their names.
+    The lines form a set without an order, because the order of submodules depends on their names.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class _CodeLines:
         self._seen: dict[int, Any] = {}
 
     def add_value(self, name: str, value: Any) -> None:
-        """Add a line for a named value, and lines for all values that it contains."""
+        """Add a line that describes a named value, and lines for all values that it contains."""
         if value is None or isinstance(value, _CONSTANTS):
             self.lines.add(f"{name} = {value!r}")
             return
@@ -129,10 +132,10 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
 
 
 def _used_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of the globals, closures and defaults that a function uses.
+    """Yield the name and value of each global, closure variable and default that a function uses.
 
-    If a global is a module that the user wrote, yield those of its attributes that the function
-    uses.
+    If a global is a Python module that the user wrote, its attributes that the function uses are
+    yielded instead.
     """
     codes, names, attributes = [function.__code__], set[str](), set[str]()
     for code in codes:
@@ -165,7 +168,10 @@ def _source(value: type | CodeType) -> str:
 
 
 def _is_user_code(value: type | FunctionType | ModuleType) -> bool:
-    """Return whether the user wrote an object: not Python, an installed package or this suite."""
+    """Return whether an object is the user's own code.
+
+    Python, installed packages and this suite are not the user's code.
+    """
     name = (value.__name__ if isinstance(value, ModuleType) else value.__module__) or "__main__"
     if name.partition(".")[0] in (*PACKAGES, "builtins", "torch"):
         return False

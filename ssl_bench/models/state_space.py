@@ -83,17 +83,18 @@ class StateSpaceConfig(EncoderConfig):
     """Architecture and initialisation of a Mamba that predicts the next token of a sequence.
 
     Attributes:
-        version: "mamba1" has a step size for each channel, and a decay for each entry of the
-            channel's state. "mamba2" has one step size and one decay for each head.
-        num_states: Number of entries in the state of a channel. The thesis uses 32 for Mamba 1.
+        version: Version of Mamba. "mamba1" has a step size for each channel, and a decay for each
+            entry of the channel's state. "mamba2" has one step size and one decay for each head.
+        num_states: Number of entries in the state of a channel. Trockman's thesis uses 32 for Mamba
+            1.
         head_width: Number of channels in a head of Mamba 2.
-        num_tokens: Size of the vocabulary, including special tokens that are not letters.
-        mimetic: Parts of mimetic initialisation to apply. An empty list means the initialisation of
-            Mamba's authors.
+        num_tokens: Size of the vocabulary, that is, of letters and special tokens.
+        mimetic: Parts of mimetic initialisation to apply: "decay", "step", "correlation" and
+            "convolution". An empty list means the initialisation of Mamba's authors.
         mimetic_layers: Indices of the blocks with mimetic initialisation, starting at 0. None means
             all blocks.
-        state_decay: Value of A with the part "decay". "power" replaces the drawn value -a by -a^-8,
-            and "constant" replaces it by -exp(-8).
+        state_decay: Initial decay A if `mimetic` contains "decay". "power" replaces the drawn value
+            -a by -a^-8, and "constant" replaces it by -exp(-8).
 
     Source: chapter 3.3 of Trockman's thesis (2025), with the sizes in section 3.3.4.
     """
@@ -153,17 +154,20 @@ class StateSpaceConfig(EncoderConfig):
 
     @property
     def inner_dim(self) -> int:
-        """Number of channels in a mixer."""
+        """Number of channels in a mixer, which is twice the width of the model."""
         return _EXPANSION * self.dim
 
 
 def causal_convolution(values: Tokens, taps: nn.Conv1d) -> Tokens:
-    """Convolve each channel over four tokens. The last tap is applied to the current token."""
+    """Convolve each channel over the current token and the three tokens before it.
+
+    The last tap is applied to the current token.
+    """
     return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
 
 
 class Mamba1Mixer(nn.Module):
-    """Mixer of Mamba 1, which computes W3 (S(x) silu(z)) with (x, z) = W1 u.
+    """Token mixer of Mamba 1, which maps tokens u to W3 (S(x) silu(z)) with (x, z) = W1 u.
 
     S is a convolution, followed by silu and a scan.
 
@@ -187,7 +191,7 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Tensor:
-        """Return the matrix from `rank` numbers of a token to the step sizes of its channels."""
+        """Return the matrix that maps `rank` numbers of a token to its step sizes."""
         return self.step.weight
 
     @property
@@ -196,12 +200,12 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def keys_weight(self) -> Float[Tensor, "states channels"]:
-        """Return a view of W_B."""
+        """Return a view of W_B, the weights that compute the keys B."""
         return self.selection.weight[self.rank : self.rank + self.states]
 
     @property
     def queries_weight(self) -> Float[Tensor, "states channels"]:
-        """Return a view of W_C."""
+        """Return a view of W_C, the weights that compute the queries C."""
         return self.selection.weight[self.rank + self.states :]
 
     def forward(self, tokens: Tokens) -> Tokens:
@@ -221,9 +225,10 @@ class Mamba1Mixer(nn.Module):
 
 
 class Mamba2Mixer(nn.Module):
-    """Mixer of Mamba 2, which computes W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u.
+    """Token mixer of Mamba 2, which maps tokens u to W3 RMSNorm(S(x) silu(z)).
 
-    x, B and C are convolved and passed through silu. S is a scan.
+    Here, (z, x, B, C, delta) = W u. The parts x, B and C are convolved and passed through silu. S
+    is a scan.
 
     Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
     """
@@ -245,17 +250,17 @@ class Mamba2Mixer(nn.Module):
 
     @property
     def step_weight(self) -> Float[Tensor, "heads dim"]:
-        """Return a view of the weights of the step sizes."""
+        """Return a view of the weights that compute the step size of each head."""
         return self.in_proj.weight[-self.heads :]
 
     @property
     def keys_weight(self) -> Float[Tensor, "states dim"]:
-        """Return a view of W_B."""
+        """Return a view of W_B, the weights that compute the keys B."""
         return self.in_proj.weight[-self.heads - 2 * self.states : -self.heads - self.states]
 
     @property
     def queries_weight(self) -> Float[Tensor, "states dim"]:
-        """Return a view of W_C."""
+        """Return a view of W_C, the weights that compute the queries C."""
         return self.in_proj.weight[-self.heads - self.states : -self.heads]
 
     def forward(self, tokens: Tokens) -> Tokens:
@@ -292,7 +297,7 @@ class StateSpaceBlock(nn.Module):
 
 
 class StateSpaceModel(EncoderModule):
-    """A Mamba 1 or Mamba 2. `build_encoder` draws its weights."""
+    """Language model of Mamba 1 or Mamba 2 blocks. Create it with `build_encoder`."""
 
     config: StateSpaceConfig
 
@@ -314,7 +319,10 @@ class StateSpaceModel(EncoderModule):
 
 
 def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
-    """Draw weights as the authors of Mamba do. Output weights are divided by sqrt(depth)."""
+    """Draw the weights of a Mamba mixer in place as the authors of Mamba do.
+
+    The weights of the output projection are divided by sqrt(depth).
+    """
     draw_uniform(mixer.in_proj, generator)
     draw_uniform(mixer.out_proj, generator)
     mixer.out_proj.weight.div_(math.sqrt(depth))
@@ -336,7 +344,7 @@ def _draw_mixer(mixer: Mixer, depth: int, generator: Generator) -> None:
 
 
 def _apply_mimetic_parts(mixer: Mixer, config: StateSpaceConfig) -> None:
-    """Apply the parts of mimetic initialisation that the configuration contains."""
+    """Apply the parts of mimetic initialisation in `config.mimetic` to a Mamba mixer, in place."""
     if _DECAY in config.mimetic:
         mixer.log_decay.mul_(-_EXPONENT)
         if config.state_decay == "constant":
@@ -361,12 +369,19 @@ def scan_channels(
     *,
     chunk: int,
 ) -> PerChannel:
-    """Compute the output y of Mamba 1 by the recurrence.
+    """Compute the output y of Mamba 1's state space model by its recurrence over tokens.
 
-    Computing y = M x would take ten times as long, because each channel x has its own matrix M.
+    In each channel, the recurrence is h_t = exp(Delta_t A) h_(t-1) + Delta_t x_t B_t, and the
+    output is y_t = C_t . h_t. Multiplying x by the equivalent matrix `channel_mixing` would take
+    ten times as long, because each channel has its own matrix.
 
-    The step sizes Delta are positive, and the decay A is at most 0. The states of `chunk`
-    tokens are in memory at the same time.
+    Args:
+        inputs: Inputs x.
+        steps: Positive step sizes Delta.
+        decay: Decay A, at most 0.
+        keys: Keys B.
+        queries: Queries C.
+        chunk: Number of tokens whose states are in memory at the same time.
     """
     outputs = []
     state = inputs.new_zeros(len(inputs), *decay.shape)
@@ -385,7 +400,10 @@ def scan_channels(
 def channel_mixing(
     steps: PerChannel, decay: Float[Tensor, "channels states"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch channels tokens tokens"]:
-    """Return the matrix M of each channel of Mamba 1. Its rows are outputs, its columns inputs."""
+    """Return the matrix M of each channel of Mamba 1 that maps its inputs to its outputs, y = M x.
+
+    The rows are output tokens, and the columns are input tokens.
+    """
     logs = (steps[..., None] * decay).cumsum(1)
     between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs channels states
     products = torch.einsum("bin,bjn,bijcn->bcij", queries, keys, between)
@@ -401,11 +419,19 @@ def scan_heads(
     *,
     chunk: int,
 ) -> Float[Tensor, "batch tokens heads width"]:
-    """Compute the output y of Mamba 2, by M within chunks and by the recurrence between them.
+    """Compute the output y of Mamba 2's state space model in chunks of tokens.
 
-    The steps are positive, and the decay A is at most 0. The memory grows with the square of the
-    chunk size. With a single chunk, only the matrix M is used. With chunks of one token, only the
-    recurrence is used.
+    Within a chunk, inputs are multiplied by the matrix `head_mixing`. A recurrence carries the
+    state from chunk to chunk. A single chunk only uses the matrix, and chunks of one token only use
+    the recurrence.
+
+    Args:
+        inputs: Inputs x.
+        steps: Positive step sizes Delta.
+        decay: Decay A, at most 0.
+        keys: Keys B.
+        queries: Queries C.
+        chunk: Number of tokens in a chunk. The memory grows with its square.
     """
     outputs = []
     batch, _, heads, width = inputs.shape
@@ -425,7 +451,10 @@ def scan_heads(
 def head_mixing(
     steps: PerHead, decay: Float[Tensor, " heads"], keys: Selected, queries: Selected
 ) -> Float[Tensor, "batch heads tokens tokens"]:
-    """Return the matrix M of each head of Mamba 2. Its rows are outputs, its columns inputs."""
+    """Return the matrix M of each head of Mamba 2 that maps its inputs to its outputs, y = M x.
+
+    The rows are output tokens, and the columns are input tokens.
+    """
     logs = (steps * decay).cumsum(1)
     between = _masked_exp(logs[:, :, None] - logs[:, None])  # batch outputs inputs heads
     products = torch.einsum("bin,bjn->bij", queries, keys)[..., None] * between
@@ -433,9 +462,9 @@ def head_mixing(
 
 
 def _masked_exp(logs: Tensor) -> Tensor:
-    """Return exp(logs) where the input is not later than the output, and 0 elsewhere.
+    """Return exp(logs), with 0 where the input token is later than the output token.
 
-    The shape of `logs` is (batch, outputs, inputs, ...).
+    The shape of `logs` is (batch, output tokens, input tokens, ...).
     """
     tokens = logs.shape[1]
     is_later = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).triu(1)

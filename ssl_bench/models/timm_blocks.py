@@ -28,17 +28,17 @@ _TOLERANCE = 1e-5
 
 
 class UnsupportedBlocks(ValueError):
-    """Error for blocks that do not return one feature vector per patch."""
+    """Error for a timm model whose blocks do not return one feature vector per patch."""
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """The blocks of one stage.
+    """The blocks of one stage of a timm model, and the form of their outputs.
 
     Attributes:
         blocks: Names of the blocks. If the stage cannot be divided, the only entry is its own name.
-        width: Number of channels.
-        stride: Stride in pixels.
+        width: Number of channels of the outputs.
+        stride: Distance between neighbouring patches in pixels.
         num_prefix_tokens: Number of tokens before the patches. None if the blocks return feature
             maps.
         channels_last: Whether the channels are the last axis of feature maps.
@@ -124,7 +124,7 @@ def _trace_stages(model: Any, names: Sequence[str], size: tuple[int, int]) -> li
 
 
 def _record_outputs(model: Any, names: Sequence[str], images: Images) -> dict[str, Tensor]:
-    """Return the outputs of all stages and of all candidate blocks in a forward pass.
+    """Run a forward pass, and return the outputs of all stages and of modules that may be blocks.
 
     A module is left out if it is called several times, returns something other than a tensor, or
     returns a tensor that a later module modifies in place.
@@ -159,7 +159,7 @@ def _earlier_siblings(name: str) -> list[str]:
 
 
 def _inner_blocks(parts: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the modules in a stage's `blocks`, or of its children if it has none."""
+    """Return the names of the modules in a stage's `blocks`, or else of the stage's children."""
     owner = f"{name}.blocks" if f"{name}.blocks" in parts else name
     return [f"{owner}.{child}" for child, _ in parts[owner].named_children()]
 
@@ -169,9 +169,18 @@ def _divide_stage(
 ) -> tuple[str, ...]:
     """Return the names of the blocks of a stage, in order.
 
-    For Hiera, timm lists only the last block of each stage. Therefore, modules that precede
-    this block in its `ModuleList` also count as blocks of the stage. They must have the same class
-    and output shape as this block.
+    The blocks are the modules inside the stage, if they have equal classes and output shapes, and
+    the last one returns the stage's output. Otherwise, the stage itself is its only block.
+
+    For Hiera, timm lists only the last block of each stage. Modules that precede it in the same
+    `ModuleList` therefore also belong to the stage, if they have the same class and output shape.
+    Each of them is divided in the same way.
+
+    Args:
+        model: The timm model.
+        stage: Name of the stage, or of its last block.
+        outputs: Output of each module in a forward pass.
+        used: Names of modules that belong to other stages.
     """
     parts = dict(model.named_modules())
     shape, kind = outputs[stage].shape, type(parts[stage])
@@ -196,7 +205,11 @@ def _divide_stage(
 
 
 def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple[int | None, bool]:
-    """Return the number of prefix tokens (None for feature maps), and whether channels come last.
+    """Find the layout of a stage's output by comparing it with timm's own features.
+
+    Returns:
+        The number of tokens before the patches (None for feature maps), and whether the channels
+        are the last axis of feature maps.
 
     Raises:
         UnsupportedBlocks: The output does not match timm's features in any layout.
@@ -223,9 +236,10 @@ def _find_layout(model: Any, stage: str, output: Tensor, expected: Map) -> tuple
 
 
 def _remove_stem(model: Any, names: Sequence[str], stages: Sequence[_Stage]) -> Sequence[_Stage]:
-    """Return the stages without the stem, which is every stage before the first divided stage.
+    """Return the stages of a timm model without its stem.
 
-    A stage whose class is that of the blocks in the first divided stage is not part of the stem.
+    The stem consists of the stages before the first stage that contains blocks. A stage of the same
+    class as these blocks does not belong to it.
     """
     for first, (name, stage) in enumerate(zip(names, stages, strict=True)):
         if stage.blocks != (name,):

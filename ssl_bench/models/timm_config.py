@@ -86,7 +86,8 @@ class TimmConfig(EncoderConfig):
         drop_path: timm's `drop_path_rate`, the probability of dropping a sub-block. CaiT has the
             same probability in all blocks. In other models, it increases linearly from 0 in the
             first block to this value in the last block.
-        graying: Token graying before each block with attention, see `ssl_bench.models.graying`.
+        graying: Token graying before each block with attention, which increases small singular
+            values of the token matrix. See `ssl_bench.models.graying`.
         graying_exponent: Exponent of the graying in (0, 1]. 1 changes nothing.
         graying_layers: Indices of the blocks with graying, numbered from 0 across all stages. None
             means all blocks.
@@ -94,12 +95,13 @@ class TimmConfig(EncoderConfig):
             tokens of one Swin window ("window").
         graying_class_blocks: Whether graying is also applied before CaiT's last blocks, which only
             update [CLS]. There, graying changes [CLS] and all patches.
-        frozen_filters: Do not train the depthwise filters of ConvNeXt. Their biases are trained.
+        frozen_filters: Do not train the weights of ConvNeXt's depthwise convolutions. Their biases
+            are trained.
         init: "default" is timm's initialisation, and the only choice for PVT v2. ConvNeXt also has
             "uniform" (PyTorch's default for all layers) and "covariance" (like "uniform", but with
             other depthwise filters). All other models have the initialisers of `ViTConfig` except
             "osa".
-        init_options: Options of the initialiser. None means the default of the option.
+        init_options: Options of the initialiser. An option that is None has its default value.
     """
 
     kind = "timm"
@@ -195,7 +197,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def family(self) -> Family:
-        """Properties of the family that the model belongs to."""
+        """Properties of the timm family to which this model belongs."""
         families = [FAMILIES[start] for start in FAMILIES if self.name.startswith(start)]
         if not families or "." in self.name:
             raise ConfigurationError(
@@ -207,7 +209,7 @@ class TimmConfig(EncoderConfig):
 
     @property
     def shape(self) -> "Shape":
-        """Shapes of all blocks. Reading this property imports timm, which takes seconds."""
+        """Widths and strides of all blocks. Reading it imports timm, which takes seconds."""
         from ssl_bench.models.timm_model import shape_of
 
         return shape_of(self)

@@ -40,7 +40,7 @@ KNOWN = (*TRAINED, Eva)
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of a timm model's blocks. Each tuple has one value per block, in order.
+    """Widths, strides and token counts of a timm model's blocks, in order.
 
     Attributes:
         widths: Number of channels of each block.
@@ -112,7 +112,7 @@ class TimmBackbone(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """How the position embedding is resized. None without a position embedding."""
+        """Text that describes how the position embedding is resized. None if it never is."""
         if self.traced is None:
             has_positions = getattr(self.model, "pos_embed", None) is not None
             return describe_resampling() if has_positions else None
@@ -139,7 +139,7 @@ class TimmBackbone(nn.Module):
 
 
 class _TokenNorm(nn.Module):
-    """The LayerNorm of a feature map, applied to tokens."""
+    """LayerNorm for tokens that uses the parameters of a LayerNorm for feature maps."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _TokenNorm(nn.Module):
 
 
 class TimmEncoder(TimmBackbone, EncoderModule):
-    """A timm model that this suite trains. `build_encoder` initialises its weights.
+    """A timm model that this suite trains. Create it with `build_encoder`, which draws its weights.
 
     The names of the weights are those of timm with the prefix "model.".
     """
@@ -184,7 +184,7 @@ class TimmEncoder(TimmBackbone, EncoderModule):
 
 @torch.no_grad()
 def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
-    """Build an encoder whose weights depend only on `config` and `seed`.
+    """Build a timm model with initial weights that depend only on `config` and `seed`.
 
     The global random state does not change. Weights that the initialiser does not set keep timm's
     initial values.
@@ -209,7 +209,7 @@ def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
 
 
 def list_blocks(model: Any) -> list[nn.Module]:
-    """Return the blocks of all stages, in order, of a model whose class is in `KNOWN`."""
+    """Return the blocks of all stages of a timm model, in order. Its class must be in `KNOWN`."""
     if (stages := _list_stages(model)) is None:
         return list(model.blocks)
     return [block for stage in stages for block in stage.blocks]
@@ -220,7 +220,7 @@ def _list_stages(model: Any) -> Any:
 
 
 def native_size(model: Any) -> tuple[int, int]:
-    """Return the native height and width in pixels of a timm model's images."""
+    """Return the height and width in pixels of the images for which a timm model was made."""
     patch_embed: Any = getattr(model, "patch_embed", None)
     # Older versions of timm have no `_traits`.
     size = getattr(patch_embed, "img_size", None) or getattr(model, "_traits", {}).get("img_size")
@@ -229,9 +229,10 @@ def native_size(model: Any) -> tuple[int, int]:
 
 
 def token_arrangement(model: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """Return a timm model's value for `Encoder.arrange`, or None if its patches are row by row.
+    """Return the function that arranges a timm model's patch tokens as maps, for `Encoder.arrange`.
 
-    Hiera needs such a function, because it stores the patches of a window next to each other.
+    The result is None if the patches are already in row-major order. Hiera needs such a function,
+    because it stores the patches of a window next to each other.
     """
     return getattr(model, "reroll", None)
 
@@ -256,7 +257,7 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def shape_of(config: TimmConfig) -> Shape:
-    """Return the shape of the model of a configuration, without creating its weights."""
+    """Return the widths and strides of a configured model's blocks without creating weights."""
     fields = config.to_dict()
     described = {key: value for key, value in fields.items() if key not in config.training_fields}
     return _shape_of(json.dumps(described))
@@ -268,9 +269,9 @@ def _shape_of(described: str) -> Shape:
 
 
 def shape_of_model(model: Any) -> Shape:
-    """Return the widths, strides and token counts of a model, based on its `feature_info`.
+    """Return the widths, strides and token counts of a timm model's blocks.
 
-    The class of the model must be in `KNOWN`.
+    They are read from `model.feature_info`. The class of the model must be in `KNOWN`.
     """
     blocks, stages = list_blocks(model), _list_stages(model)
     # `feature_info` has one entry per stage, or one per block if the model has no stages.
@@ -323,7 +324,15 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
 def gray_inputs(
     config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
 ) -> None:
-    """Add token graying before those blocks of a timm model that a configuration selects."""
+    """Add token graying before those blocks of a timm model that a configuration selects.
+
+    Token graying reduces the condition number of the token matrix.
+
+    Args:
+        config: Configuration that selects the blocks and the kind of graying.
+        blocks: Blocks of the model.
+        class_blocks: Last blocks of CaiT, which only update [CLS].
+    """
     check_layers("graying_layers", config.graying_layers, len(blocks))
     if config.graying == "none":
         return
@@ -337,7 +346,11 @@ def gray_inputs(
 
 
 def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gray all tokens of an image as one matrix. Feature maps must have the channels last."""
+    """Apply token graying to all tokens of each image as one matrix.
+
+    The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
+    Feature maps must have the channels last.
+    """
     x, *others = inputs
     if x.ndim == 3:
         return graying(x), *others
@@ -345,8 +358,9 @@ def gray_images(graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]) 
 
 
 def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gray the tokens of each window of a Swin block as one matrix.
+    """Apply token graying to the tokens of each window of a Swin block as one matrix.
 
+    The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
     As in the block itself, the map is shifted and padded with zeros to a multiple of the window
     size.
     """
@@ -367,7 +381,11 @@ def gray_windows(graying: nn.Module, block: nn.Module, inputs: tuple[Any, ...]) 
 def gray_with_class(
     graying: nn.Module, _block: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Gray [CLS] and the patches as one matrix, before one of CaiT's last blocks."""
+    """Apply token graying to [CLS] and the patches of each image as one matrix.
+
+    The function is a forward pre-hook of a timm block, so it returns the new inputs of the block.
+    The block is one of CaiT's last blocks, which only update [CLS].
+    """
     x, cls_token = inputs
     gray = graying(torch.cat([cls_token, x], dim=1))
     return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

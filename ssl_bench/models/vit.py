@@ -28,7 +28,7 @@ HeadTokens = Float[Tensor, "batch heads tokens width"]
 
 
 class EncoderModule(nn.Module):
-    """Base class of the encoders that an `EncoderConfig` builds.
+    """Base class of this suite's encoders, which are built from an `EncoderConfig`.
 
     Attributes:
         config: The configuration from which the module was built.
@@ -42,7 +42,7 @@ class EncoderModule(nn.Module):
 
     @property
     def position_rule(self) -> str | None:
-        """How the position embedding is resized. None without a position embedding."""
+        """Text that describes how the position embedding is resized. None if there is none."""
         return None
 
 
@@ -116,11 +116,11 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Optional token graying, then pre-norm attention, then a pre-norm MLP.
+    """Transformer block: optional token graying, then pre-norm attention, then a pre-norm MLP.
 
-    With a skip connection, the output of the attention or MLP is added to the tokens before its
-    norm. For attention, these are the grayed tokens. Without a skip connection, the output replaces
-    the tokens.
+    With a skip connection, the output of the attention or MLP is added to its input before the
+    norm. The input of the attention is the grayed tokens. Without a skip connection, the output
+    replaces the input.
 
     Args:
         config: Configuration of the encoder. Its `graying_layers` and `drop_path` are ignored.
@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(EncoderModule):
-    """A Vision Transformer with parameter names as in DINO. `build_vit` draws its weights.
+    """A Vision Transformer with DINO's parameter names. Create it with `build_vit`.
 
     Args:
         config: Architecture of the encoder.
@@ -197,7 +197,7 @@ class VisionTransformer(EncoderModule):
         return describe_resampling(self.position_margin)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """Return [CLS] after the final norm.
+        """Return the [CLS] token of each image after the final norm.
 
         The images must be normalised, and their sides must be multiples of the patch size.
         """
@@ -287,7 +287,7 @@ def resize_positions(
     new_size: tuple[int, int],
     margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
-    """Resize the position embedding of the patches. Prefix tokens such as [CLS] keep theirs.
+    """Resize the position embedding of the patches. That of prefix tokens such as [CLS] is kept.
 
     Args:
         positions: Position embedding, with the patches after all other tokens.
@@ -322,7 +322,7 @@ def resize_positions(
 
 
 def describe_resampling(margin: float = DINO_MARGIN) -> str:
-    """Return a description of the method of `resize_positions`, for records."""
+    """Return a text that describes how `resize_positions` resizes a position embedding."""
     scale = f"(n + {margin:g}) / n0" if margin else "n / n0"
     return f"bicubic, scale {scale}, no antialiasing"
 
@@ -330,7 +330,7 @@ def describe_resampling(margin: float = DINO_MARGIN) -> str:
 def _bicubic_weights(
     old: int, new: int, scale: float, device: torch.device
 ) -> Float[Tensor, "{new} {old}"]:
-    """Return the weight of each old position for each new position along one axis.
+    """Return the bicubic weight of each old position for each new position along one axis.
 
     Positions outside the grid take the value of the nearest edge.
 

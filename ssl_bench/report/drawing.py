@@ -1,4 +1,4 @@
-"""Compute the layout of line charts, that is, the coordinates that a template writes as SVG."""
+"""Compute the coordinates of line charts, which HTML templates draw as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,10 @@ MAX_END_LABELS = 8
 
 
 class Size(NamedTuple):
-    """Size of a chart in SVG units. `left` is the width of the labels of the vertical axis."""
+    """Size of a chart in SVG units.
+
+    `left` is the width of the space for the labels of the vertical axis.
+    """
 
     width: int
     height: int
@@ -32,9 +35,10 @@ class Point(NamedTuple):
     Attributes:
         x: Block index, step, epoch or severity.
         value: The score. NaN makes a gap in the line. Infinity is drawn at the upper edge.
-        low: Lower end of the 95 % interval, or None if there is no interval.
-        high: Upper end of the 95 % interval, or None if there is no interval.
-        is_degenerate: Whether the score is degenerate. If so, the point is drawn as a cross.
+        low: Lower end of the band at this point, usually of the 95 % interval. None without a band.
+        high: Upper end of the band at this point. None without a band.
+        is_degenerate: Whether rounding errors decide the result of many images. If so, the point is
+            drawn as a cross.
     """
 
     x: int | float
@@ -50,9 +54,9 @@ class Curve:
     """Scores that are drawn as one line.
 
     Attributes:
-        name: Name of the checkpoint or block.
+        name: Name of the checkpoint, block or run.
         style: CSS classes of the line, separated by spaces.
-        number: Number of the checkpoint or block, which the page uses to hide curves.
+        number: Number of the checkpoint, block or run. The page uses it to hide the curve.
         points: Scores, sorted by x.
         label: Text at the right end of the line, or "".
         has_marks: Whether every point is drawn as a dot. If not, only points between two gaps are
@@ -68,7 +72,7 @@ class Curve:
 
 
 class Tick(NamedTuple):
-    """A position on an axis in SVG units, with its text."""
+    """A label on an axis, with its position in SVG units."""
 
     position: float
     label: str
@@ -89,7 +93,7 @@ class DrawnCurve(NamedTuple):
 
     Attributes:
         line: SVG path through the points.
-        band: SVG path around the band of the 95 % intervals.
+        band: SVG path around the band, which usually shows the 95 % intervals.
         label: The y coordinate and text of the label at the right end, or None without a label.
     """
 
@@ -143,7 +147,7 @@ def draw_chart(
     baselines: Sequence[tuple[str, float]] = (),
     size: Size = LARGE,
 ) -> Chart:
-    """Compute the layout of a chart.
+    """Compute the layout of a line chart in SVG coordinates.
 
     The vertical axis covers all scores, intervals and baselines. It is logarithmic if the values
     are positive plain numbers and the largest is more than 100 times the smallest.
@@ -155,9 +159,9 @@ def draw_chart(
         unit: Unit of the scores: "%", or "" for plain numbers.
         y_label: Label of the vertical axis. The default is the unit.
         x_label: Label of the horizontal axis.
-        same_axes: Curves of other charts that the axes must also cover.
+        same_axes: Curves of other charts that have the same axes, so that the axes must cover them.
         has_round_ticks: Whether the ticks of the horizontal axis are round numbers from 0.
-            Otherwise, they are the whole numbers among the x of all points.
+            Otherwise, they are the whole numbers among the x coordinates of all points.
         baselines: Names and values of image-independent baselines.
         size: Size of the chart.
     """
@@ -280,7 +284,10 @@ def choose_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ..
 
 
 def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float, ...]:
-    """Return at most `max_count` powers of ten with equal ratios that cover the range."""
+    """Return at most `max_count` ticks of a logarithmic axis that covers a range.
+
+    The ticks are powers of ten, and the ratio between neighbouring ticks is constant.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = -(-(last - first) // (max_count - 1))
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
@@ -289,10 +296,10 @@ def choose_log_ticks(low: float, high: float, max_count: int = 6) -> tuple[float
 def spread_labels(
     heights: Sequence[float], gap: float, low: float, high: float
 ) -> tuple[float, ...]:
-    """Move the y coordinates of labels apart, so that their distances are at least `gap`.
+    """Move labels up or down, so that the distances between them are at least `gap`.
 
-    The labels keep their order and stay between `low` and `high`. If there is no room for all of
-    them, some overlap at `low`.
+    `heights` contains their y coordinates. The labels keep their order and stay between `low` and
+    `high`. If there is no room for all of them, some overlap at `low`.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
@@ -309,7 +316,7 @@ def spread_labels(
 
 
 def _format_tick(value: float) -> str:
-    """Return a number as a short text, such as "2.5e5"."""
+    """Return the label of an axis tick as a short number, such as "2.5e5"."""
     text = f"{value:g}"
     if len(text) <= _MAX_TICK_LETTERS:
         return text
@@ -318,7 +325,7 @@ def _format_tick(value: float) -> str:
 
 
 def _omit_crowded(ticks: Sequence[Tick]) -> list[Tick]:
-    """Leave out ticks whose label would overlap with the previous label."""
+    """Leave out ticks whose label would overlap with the label of the previous tick."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick.position - kept[-1].position >= _LETTER_WIDTH * len(tick.label) + 4:

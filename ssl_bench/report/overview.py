@@ -30,15 +30,16 @@ _NOT_IN_LEADERBOARD = ("modules sha256", "position margin")
 
 
 class Leaderboard(NamedTuple):
-    """A table with one row per checkpoint, containing its scores and distinguishing facts.
+    """A table of checkpoints (rows) with their scores and the properties in which they differ.
 
     Attributes:
-        panels: One panel per column of scores. Each task and split has at least one column.
-        checkpoints: The rows, sorted by `rank_checkpoints`.
-        fact_names: Names of the facts that differ between checkpoints.
-        fact_rows: Values of these facts, or "" where missing, for each checkpoint in order of its
-            number.
-        shared_facts: Names and values of the facts that are equal for all checkpoints.
+        panels: One panel (a group of comparable scores) per column of scores. Each task and split
+            has at least one column.
+        checkpoints: The rows, from the best to the worst mean rank.
+        fact_names: Names of the properties that differ between checkpoints, such as "depth".
+        fact_rows: Values of these properties for each checkpoint, in order of its number. Missing
+            values are "".
+        shared_facts: Names and values of the properties that are equal for all checkpoints.
     """
 
     panels: Sequence[Panel]
@@ -63,9 +64,9 @@ def build_leaderboard(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]
 
 
 def list_best(panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints with the highest score. There are several if their scores are equal.
+    """Return the checkpoints with the highest score. In case of a tie, there are several.
 
-    The result is empty if fewer than two checkpoints have a best block.
+    The set is empty if fewer than two checkpoints have a best block.
     """
     highest = max((line.best_value for line in panel.ranked_lines), default=None)
     lines = panel.ranked_lines if len(panel.ranked_lines) > 1 else ()
@@ -73,11 +74,12 @@ def list_best(panel: Panel) -> set[Checkpoint]:
 
 
 def list_indistinguishable(store: ResultStore, panel: Panel) -> set[Checkpoint]:
-    """Return the checkpoints whose best score is not significantly below the highest score.
+    """Return the checkpoints that score lower than the best checkpoint, but not significantly.
 
-    If both checkpoints have per-image values of the same images and seed, the 95 % interval of the
-    paired difference includes 0. Otherwise, the 95 % intervals of both scores overlap or are
-    unknown.
+    If both checkpoints have per-image scores for the same images and seed, a difference is
+    significant if its paired 95 % interval excludes 0. Otherwise, it is significant unless the 95 %
+    intervals of both scores overlap. If one of these intervals is unknown, the difference counts as
+    significant.
     """
     entries = {line.checkpoint: best for line in panel.lines if (best := line.best_entry)}
     best = list_best(panel)
@@ -107,7 +109,7 @@ def list_winners(panel: Panel) -> set[Checkpoint]:
 
 
 def summarize_leaderboard(panels: Sequence[Panel]) -> list[str]:
-    """Return sentences about the encoders that are best most often, and about the baselines."""
+    """Return sentences on the encoders that are best most often, and on unbeaten baselines."""
     compared = [panel for panel in panels if list_best(panel)]
     won: dict[Checkpoint, list[str]] = defaultdict(list)
     for panel in compared:
@@ -143,7 +145,7 @@ def _name_column(panel: Panel) -> str:
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Join names to a text such as "a, b and c"."""
+    """Join names into a text such as "a, b and c"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -157,8 +159,8 @@ class BlockGroup(NamedTuple):
 
     Attributes:
         split_name: Dataset and split, such as "voc2012 val".
-        tables: Tables that are always visible. Columns of the headline metric come first.
-        folded: Tables that readers must unfold.
+        tables: Tables that are always visible. Columns of the task's main metric come first.
+        folded: Tables that are hidden until a reader unfolds them.
     """
 
     task: str
@@ -221,7 +223,10 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the headline panels of every protocol, sorted by task and split."""
+    """Return the panels to summarise: those that represent each task and split, for every protocol.
+
+    Panels of the same task and split follow each other.
+    """
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
         of_protocol = [panel for panel in panels if panel.protocol == protocol]
@@ -235,9 +240,9 @@ def find_lower_blocks(
 ) -> set[int] | None:
     """Return the blocks that score significantly lower than the best block, or None if unknown.
 
-    A score is significantly lower if the 95 % interval of the paired difference excludes 0. If
-    `is_paired` is False or there are no per-image values, the 95 % interval of the block must lie
-    below that of the best block. Degenerate blocks are never returned.
+    A score is significantly lower if the 95 % interval of its paired difference to the best score
+    excludes 0. If `is_paired` is False or there are no per-image scores, the 95 % interval of the
+    block must lie below that of the best block. Degenerate blocks are never returned.
     """
     best = line.best_entry
     if best is None:
@@ -255,7 +260,15 @@ def find_lower_blocks(
 
 
 def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | None) -> str:
-    """Return sentences about the best block. `lower` comes from `find_lower_blocks`."""
+    """Return sentences on the best block of a checkpoint in one task.
+
+    Args:
+        subject: Name of the task at the start of a sentence.
+        panel: The group of comparable scores to summarise.
+        line: Scores of the checkpoint in this panel.
+        lower: The blocks that score significantly lower than the best one (see
+            `find_lower_blocks`).
+    """
     metric = task_texts(panel.task).metrics.get(panel.metric, panel.metric)
     place = f"{subject} on {panel.dataset}"
     valued = [entry for entry in line.entries if not math.isnan(entry.value)]
@@ -312,7 +325,7 @@ def _be(number: int) -> str:
 
 
 def list_unreadable_images(panels: Sequence[Panel]) -> list[str]:
-    """Return one sentence for each dataset that has unreadable images."""
+    """Return one sentence for each dataset with images that cannot be read."""
     sentences = []
     for panel in panels:
         left_out = panel.record.details.get("left_out", {}).values()

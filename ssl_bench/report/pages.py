@@ -1,4 +1,4 @@
-"""Collect the contents of a report, and the values for the template of each page."""
+"""Collect the contents of a report, and the values that the template of each page needs."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -67,12 +67,12 @@ class Report:
     """Contents of all pages of a report.
 
     Attributes:
-        records: All records of the report. Pages refer to a record by its index.
+        records: All records (stored scores) of the report. Pages refer to a record by its index.
         pairs: Pairs of checkpoints to compare, each on a page of its own.
         epochs: Scores over epochs, for each panel with a run that was probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
-        galleries: Galleries of pictures, by encoder id. pictures: The picture files of the results
-            folder.
+        galleries: Galleries of pictures, by encoder id.
+        pictures: The picture files of the results folder.
         runs: Curves of training logs, or None without runs.
     """
 
@@ -101,7 +101,7 @@ class Report:
 
 
 def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels of uncorrupted images. If there are none, return all panels."""
+    """Return the panels with scores on uncorrupted images. If there are none, return all panels."""
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
 
@@ -115,9 +115,12 @@ def build_report(
 ) -> Report:
     """Collect the contents of a report on the given records.
 
-    `id_pairs` contains pairs of encoder ids to compare. If it is empty, `choose_pairs` chooses
-    pairs. Pictures are shown for the blocks `layers` (see `keep_layers`). `logs` contains the
-    training logs of runs.
+    Args:
+        store: Results folder with the records (stored scores) and per-image scores.
+        records: The records to report.
+        id_pairs: Pairs of encoder ids to compare. If it is empty, `choose_pairs` chooses pairs.
+        layers: The blocks whose pictures are shown (see `keep_layers`).
+        logs: Training logs of runs.
 
     Raises:
         ConfigurationError: A pair contains the same checkpoint twice.
@@ -211,7 +214,11 @@ def build_index_page(report: Report) -> Page:
 
 
 def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
-    """Return the drawn lines with the best checkpoint last, so that it is drawn on top."""
+    """Return the drawn lines of a panel in drawing order.
+
+    `checkpoints` is sorted from best to worst. The line of the best one comes last, so that it is
+    drawn on top.
+    """
     return sorted(panel.drawn_lines, key=lambda line: -checkpoints.index(line.checkpoint))
 
 
@@ -247,7 +254,10 @@ def _draw_lines(
 
 
 def _draw_panel(panel: Panel) -> dict[str, Any]:
-    """Draw the chart of a panel, with baselines and with published values inside its axes."""
+    """Return the values that a template needs to show a panel, such as its chart.
+
+    The chart includes baselines, and published values that are inside the range of its axis.
+    """
     lines = panel.drawn_lines
     # Make one table per source and description of the differences between the experiments.
     published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
@@ -273,7 +283,7 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 
 
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the panels of one task by split, and unfold those of the headline metric.
+    """Group the panels of one task by split, and unfold those of the task's main metric.
 
     If a split has at most `_MAX_UNFOLDED` panels, all of them are unfolded.
     """
@@ -292,7 +302,7 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers can filter panels, each with its values."""
+    """Return the fields by which readers can filter panels, each with the values to choose from."""
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
@@ -328,10 +338,10 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 
 
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
-    """Return tables with the IoU of each class, one per dataset, protocol and facet.
+    """Return tables with the IoU of each class, one per dataset, protocol, facet and settings.
 
-    A table belongs to the first recorded kind of mean IoU, which is `miou_holdout`. Classes without
-    an IoU at any block are only counted.
+    If there are several kinds of mean IoU, only the first recorded one (`miou_holdout`) has a
+    table. Classes without an IoU at any block have no row, but are counted.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:
@@ -357,7 +367,7 @@ def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, A
 
 
 def _list_settings(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return each distinct combination of settings among records, with its provenance."""
+    """Return each distinct combination of settings, with a note on how its scores were computed."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (

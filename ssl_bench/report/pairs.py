@@ -1,4 +1,4 @@
-"""Compare two checkpoints by paired differences, computed over the same images."""
+"""Compare two checkpoints by the paired differences of their scores on the same images."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,12 +34,15 @@ class Pair(NamedTuple):
 
     @property
     def page(self) -> str:
-        """File name of the page for this pair."""
+        """File name of the HTML page for this pair."""
         return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
 
 
 class Side(NamedTuple):
-    """Per-image values of one checkpoint in one panel, with the record of each block."""
+    """One side of a comparison: the per-image scores of a checkpoint in one panel.
+
+    `records` contains the record (a stored score) of each block.
+    """
 
     checkpoint: Checkpoint
     curve: ImageCurve
@@ -48,12 +51,12 @@ class Side(NamedTuple):
     seed: int
 
     def is_paired_with(self, other: "Side") -> bool:
-        """Return whether both sides have the same number of images and the same seed."""
+        """Return whether both checkpoints have the same number of images and the same seed."""
         return len(self.image_names) == len(other.image_names) and self.seed == other.seed
 
 
 class Row(NamedTuple):
-    """A difference, with the records of its first score and those of its second score."""
+    """Difference between two scores, with the records from which each score was computed."""
 
     difference: Difference
     first: Sequence[Record]
@@ -61,12 +64,12 @@ class Row(NamedTuple):
 
 
 class PanelComparison(NamedTuple):
-    """Comparison of two checkpoints in one panel.
+    """Comparison of two checkpoints in one panel (a group of comparable scores).
 
     Attributes:
         table: The differences in `blocks` and `summary`, as a table of `ssl-bench compare`.
-        blocks: Differences from `compare_block_by_block`, first checkpoint minus second checkpoint.
-        summary: Differences from `compare_best_blocks`.
+        blocks: Differences at each block, first checkpoint minus second checkpoint.
+        summary: Differences at the best blocks and at blocks chosen on held-out images.
         layers: Indices of the best blocks of the first and of the second checkpoint.
         images: The images with the largest differences in mean IoU at the best blocks. Each tuple
             contains an image name, the IoU of both checkpoints in percent, and their difference.
@@ -87,7 +90,13 @@ class PanelComparison(NamedTuple):
 def choose_pairs(
     checkpoints: Sequence[Checkpoint], id_pairs: Iterable[tuple[str, str]]
 ) -> list[Pair]:
-    """Return the requested pairs, or all pairs if there are up to `MAX_PAIRED` checkpoints."""
+    """Return the requested pairs of checkpoints.
+
+    If none are requested and there are at most `MAX_PAIRED` checkpoints, return all pairs.
+
+    Raises:
+        ConfigurationError: A pair contains the same checkpoint twice.
+    """
     by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
     pairs = [(by_id[first], by_id[second]) for first, second in id_pairs]
     if any(first == second for first, second in pairs):
@@ -101,7 +110,10 @@ def choose_pairs(
 
 
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
-    """Load the per-image values of the lowest seed. Return None if none are stored."""
+    """Load a checkpoint's per-image scores in a panel, for the lowest seed.
+
+    Return None if none are stored, or if their shape differs between blocks.
+    """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
     seed = min((record.seed for record in records), default=0)
@@ -121,7 +133,7 @@ def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side 
 
 
 def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
-    """Return the image names, or names such as "image 3 of 40" if they are unknown."""
+    """Return the image names of a dataset, or "image 3 of 40" and so on if they are unknown."""
     names = store.image_ids(record.dataset_fingerprint)
     if names is not None and len(names) == number:
         return list(names)
@@ -129,7 +141,7 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
-    """Compare two checkpoints, or return None if their seeds or numbers of images differ."""
+    """Compare two checkpoints, or return None if their seeds or their numbers of images differ."""
     if not first.is_paired_with(second):
         return None
 
@@ -169,7 +181,11 @@ def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | 
 
 
 def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
-    """Compute `PanelComparison.tally` from the per-image values of the best blocks."""
+    """Count the images by which of two checkpoints predict them correctly.
+
+    The four counts are for both checkpoints, only the first, only the second, and neither. The
+    result is None if the per-image scores do not state whether an image is correct.
+    """
     # If there is one integer per image, it says whether the image is correct. Other per-image
     # values are percentages, counts or the results of several draws.
     if first.ndim != 1 or "f" in (first.dtype.kind, second.dtype.kind):
@@ -182,7 +198,11 @@ def _count_correct(first: PerImage, second: PerImage) -> list[int] | None:
 def _list_images(
     metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
 ) -> list[tuple[str, float, float, float]]:
-    """Compute `PanelComparison.images`. Images on which the first side is better come first."""
+    """Return the images with the largest differences in IoU (see `PanelComparison.images`).
+
+    Images on which the first checkpoint is better come first. The list is empty unless the metric
+    is mean IoU.
+    """
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return []
     values = zip(names, *(mean_iou(side).tolist() for side in sides), strict=True)
@@ -200,7 +220,10 @@ def _list_images(
 def compare_pairs(
     store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
-    """Compare the checkpoints of each pair. Each checkpoint is loaded only once per panel."""
+    """Compare the two checkpoints of each pair in every panel.
+
+    The per-image scores of a checkpoint are loaded only once per panel.
+    """
     members = {checkpoint for pair in pairs for checkpoint in pair}
     compared: dict[Pair, list[PanelComparison]] = defaultdict(list)
     for panel in show_progress(panels, "comparisons", len(panels)):

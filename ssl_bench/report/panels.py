@@ -1,4 +1,4 @@
-"""Arrange the records of a report into checkpoints and panels.
+"""Arrange the records (stored scores) of a report into checkpoints and panels.
 
 A panel is a group of comparable scores. It is drawn as one chart with one line per checkpoint. A
 checkpoint has the same colour and dashes in all charts.
@@ -53,14 +53,14 @@ class Checkpoint:
     Attributes:
         number: Index in the list of checkpoints, which is sorted by name.
         name: Name of the checkpoint, which is unique in the report.
-        distinction: Facts that distinguish the checkpoint from others with the same model name,
-            such as "image size 224".
+        distinction: Properties that distinguish the checkpoint from others with the same model
+            name, such as "image size 224".
         label: Short name for the right end of a curve. The middle of a long name is left out.
         model: Model name as in records. Several checkpoints may have the same model name.
         is_skipless: Whether the architecture or the name says that the encoder has no skip
             connections.
         style: CSS classes for colour and dashes.
-        picture_folders: Prefixes of the names of its picture folders.
+        picture_folders: Names of the folders of its pictures, without the suffix for the image set.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints of records, sorted by name."""
+    """Return the checkpoints that occur in the records, sorted by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
@@ -114,7 +114,7 @@ def list_checkpoints(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 def mute_checkpoints(
     checkpoints: Sequence[Checkpoint], coloured: Sequence[Checkpoint]
 ) -> tuple[Checkpoint, ...]:
-    """Return copies of the checkpoints. Those that are not in `coloured` become grey."""
+    """Return copies of the checkpoints, in grey if they are not in `coloured`."""
     styles = choose_styles({one.name: one.is_skipless for one in coloured})
 
     def style(checkpoint: Checkpoint) -> str:
@@ -126,7 +126,7 @@ def mute_checkpoints(
 
 
 def _describe_distinction(record: Record, namesakes: Sequence[Record]) -> str:
-    """Return the facts that distinguish an encoder from others with the same model name."""
+    """Return the properties that distinguish an encoder from others with the same model name."""
 
     def list_facts(other: Record) -> dict[str, str]:
         inputs = {"mean": list(other.mean), "std": list(other.std)}
@@ -159,7 +159,10 @@ def _list_encoder_facts(record: Record) -> tuple[tuple[str, str], ...]:
 
 
 def _describe_skips(architecture: Mapping[str, Any]) -> str:
-    """Return "yes", "no", or the only part of a block with a skip: "attention" or "mlp"."""
+    """Return which parts of a block have skip connections: "attention", "mlp", "yes" or "no".
+
+    "yes" stands for all parts, and "no" for none.
+    """
     missing = {name for name in SKIPS if architecture.get(name) is False}
     if missing in ({"skip_attention"}, {"skip_mlp"}):
         return "mlp" if "skip_attention" in missing else "attention"
@@ -175,18 +178,18 @@ class Line:
 
     @cached_property
     def best_entry(self) -> Entry | None:
-        """The entry with the highest score, or None if no entry can be the best."""
+        """The highest score with its block, or None if no score can be the best."""
         candidates = [entry for entry in self.entries if entry.is_rankable]
         return max(candidates, key=lambda entry: entry.value, default=None)
 
     @property
     def best_value(self) -> float:
-        """The highest score, or minus infinity if no entry can be best."""
+        """The highest score, or minus infinity if no score can be the best."""
         return self.best_entry.value if self.best_entry else -math.inf
 
     @cached_property
     def marked_entries(self) -> tuple[Entry, ...]:
-        """The entries with the best score, or () if several blocks all have the same score."""
+        """The scores to mark as best, or () if several blocks all have the same score."""
         if self.best_entry is None:
             return ()
         equal = tuple(entry for entry in self._valid if entry.value == self.best_entry.value)
@@ -194,7 +197,10 @@ class Line:
 
     @property
     def best_blocks_text(self) -> str:
-        """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal"."""
+        """The blocks with the best score as text, such as "block 3" or "all 12 blocks equal".
+
+        If no block is the best, the text names the last block.
+        """
         if not self.marked_entries and self.best_entry is not None:
             return f"all {len(self._valid)} blocks equal"
         if self.best_entry is None and self.entries[-1].is_degenerate:
@@ -206,13 +212,13 @@ class Line:
         return tuple(entry for entry in self.entries if not entry.is_degenerate)
 
     def find_entry(self, layer: int) -> Entry | None:
-        """Return the entry of a block, or None if it was not scored."""
+        """Return the score of a block, or None if the block was not scored."""
         return next((entry for entry in self.entries if entry.layer == layer), None)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Comparable scores: one metric on the same images with the same settings.
+    """Comparable scores of checkpoints: one metric on the same images with the same settings.
 
     Attributes:
         number: Index in the list of panels. Links to the panel contain this number.
@@ -246,28 +252,31 @@ class Panel:
 
     @property
     def variant(self) -> str:
-        """Facet, protocol and settings, such as "token, protocol fast, lr=0.1"."""
+        """Kind of feature, protocol and settings, such as "token, protocol fast, lr=0.1"."""
         return f"{self.facet}, protocol {self.protocol}{self.settings_text}"
 
     @property
     def title(self) -> str:
-        """Metric and `variant`, such as "corloc, key, protocol reference"."""
+        """Metric, kind of feature and protocol, such as "corloc, key, protocol reference"."""
         return f"{self.metric}, {self.variant}"
 
     @property
     def record(self) -> Record:
-        """One record of the panel. All its records have the same images and settings."""
+        """One record (a stored score) of the panel.
+
+        All records of a panel have the same images and settings.
+        """
         return self.lines[0].entries[0].records[0]
 
     @property
     def is_ranked(self) -> bool:
-        """Whether higher is better, and at least one score is not NaN."""
+        """Whether scores can be ranked: higher is better, and at least one score is not NaN."""
         has_value = any(not math.isnan(entry.value) for entry in self.entries)
         return has_value and self.record.is_ranked
 
     @property
     def has_labels(self) -> bool:
-        """Whether computing the scores requires labels."""
+        """Whether labels of the images are required to compute the scores."""
         return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
 
     @property
@@ -276,14 +285,14 @@ class Panel:
 
     @property
     def drawn_lines(self) -> tuple[Line, ...]:
-        """The `MAX_LINES` lines with the highest scores, sorted by checkpoint name."""
+        """The lines to draw: up to `MAX_LINES` lines with the highest scores, sorted by name."""
         ordered = sorted(self.lines, key=lambda line: -line.best_value)
         chosen = {line.checkpoint.encoder_id for line in ordered[:MAX_LINES]}
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines that have a best block."""
+        """The lines of checkpoints that have a best block."""
         return [line for line in self.lines if line.best_entry]
 
     @cached_property
@@ -313,16 +322,17 @@ class Panel:
         return max(record.created for record in self.records)
 
     def describe_unbeaten(self, entry: Entry) -> str:
-        """Return a text such as "not significantly above centre box 43.0" about unbeaten baselines.
+        """Name the baselines that a score does not significantly exceed.
 
-        The text is "" if all baselines are below the 95 % interval of the score.
+        The text is, for example, "not significantly above centre box 43.0". It is "" if all
+        baselines are below the 95 % interval of the score.
         """
         low = entry.value if entry.low is None else entry.low
         names = [name for name, value in self.baselines if low <= value]
         return f"not significantly above {' and '.join(names)}" if names else ""
 
     def find_headline_entry(self, checkpoint: Checkpoint) -> Entry | None:
-        """Return a checkpoint's entry of the best block, or of the last block if none is best."""
+        """Return a checkpoint's score at its best block, or at the last block if none is best."""
         line = self.find_line(checkpoint)
         return (line.best_entry or line.entries[-1]) if line else None
 
@@ -371,19 +381,19 @@ def group_into_panels(
 
 
 def make_point(entry: Entry, x: int | float, name: str) -> Point:
-    """Return the point of a score at `x`. Its tooltip begins with `name`."""
+    """Return the chart point of a score at the position `x`. Its tooltip begins with `name`."""
     tooltip = f"{name}: {entry.text()}"
     return Point(x, entry.value, entry.low, entry.high, tooltip, entry.is_degenerate)
 
 
 def explain_missing_values(entries: Iterable[Entry]) -> str:
-    """Explain why entries have no value, such as in "–: no class has two images"."""
+    """Return a note on why scores are missing, such as "–: no class has two images"."""
     reasons = dict.fromkeys(entry.reason for entry in entries if entry.reason)
     return f"{NO_VALUE}: {'; '.join(reasons)}" if reasons else ""
 
 
 def name_blocks(layers: Sequence[int]) -> str:
-    """Format block indices, such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
+    """Return block indices as text, such as "block 3", "blocks 0, 4 and 7" or "blocks 3 to 11"."""
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"blocks {layers[0]} to {layers[-1]}"
     *others, last = map(str, layers)
@@ -391,16 +401,19 @@ def name_blocks(layers: Sequence[int]) -> str:
 
 
 def choose_headline_metric(panels: Sequence[Panel]) -> str:
-    """Return the metric that represents a task, given the panels of this task."""
+    """Return the metric that represents a task in overviews.
+
+    `panels` contains the panels (groups of comparable scores) of this task.
+    """
     return choose_main_metric(panels[0].task, [(panel.metric, panel.is_ranked) for panel in panels])
 
 
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Choose the panels that represent each task on each split of a dataset.
 
-    Usually this is one panel: the panel of the headline metric with the most checkpoints. Further
-    panels are only added for checkpoints that are missing in it. They preferably have the same
-    facet and protocol.
+    Usually this is one panel: among those of the task's main metric, the one with the most
+    checkpoints. If checkpoints are missing in it, further panels are added for them. These have the
+    same facet and protocol if possible.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:

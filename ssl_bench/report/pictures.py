@@ -1,4 +1,4 @@
-"""Find the pictures that probes saved below OUT/pictures, and arrange them on pages."""
+"""Find the pictures that probes saved in a results folder, and arrange them on pages."""
 
 import json
 import re
@@ -47,7 +47,7 @@ class PictureFiles:
     """The picture files of a results folder, which may come from an untrusted source.
 
     Only PNG files are shown, because an SVG file can contain scripts. Symbolic links are not
-    followed. `refused` maps each path that is not shown to the reason.
+    followed. `refused` maps each rejected path to the reason why it is not shown.
     """
 
     def __init__(self, root: Path) -> None:
@@ -67,7 +67,11 @@ class PictureFiles:
         return [PurePosixPath(path.relative_to(place).as_posix()) for path in paths]
 
     def copy(self, name: str, target: Path) -> None:
-        """Copy the picture at the relative path `name` to the same path below `target`."""
+        """Copy a picture into the folder `target`.
+
+        `name` is its path relative to the results folder. It has the same relative path in
+        `target`.
+        """
         content = read_untrusted(self.root, self.root / name, _MAX_BYTES)
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +94,10 @@ class PictureFiles:
         return path in self._sizes
 
     def measure(self, name: str) -> PictureSize:
-        """Return the size of the picture at the relative path `name`, which must be listed."""
+        """Return the size of the picture at the relative path `name`.
+
+        The picture must have been listed by `list_below` before.
+        """
         return self._sizes[self.root / name]
 
     def _read_size(self, path: Path) -> PictureSize:
@@ -113,18 +120,17 @@ class PictureFiles:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of one checkpoint with the same task, image set, protocol and facet.
+    """Pictures of one checkpoint with the same task, image set, protocol and kind of feature.
 
     Either there is one picture per image and block, or one picture per image that shows all blocks.
     The path of a picture is `prefixes[layer] + files[image]`.
 
     Attributes:
-        images: First digits of the dataset's fingerprint (see `short_fingerprint`), which identify
-            the image set.
-        variant: Protocol and facet, as in the names of picture folders.
-        prefixes: First part of the path, by block. The only key is None if pictures show all
-            blocks.
-        files: Last part of the path, by image title.
+        images: First digits of the dataset's fingerprint, which identify the image set.
+        variant: Protocol and facet (kind of feature), as in the names of picture folders.
+        prefixes: First part of each path, by block index. If pictures show all blocks, the only key
+            is None.
+        files: Last part of each path, by image title.
         data: Label of the image set. Empty unless the dataset has several image sets.
     """
 
@@ -175,7 +181,7 @@ class Gallery:
 def find_galleries(
     files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
 ) -> list[Gallery]:
-    """Return the galleries of a checkpoint that match the task and images of a record."""
+    """Return a checkpoint's picture galleries for the tasks and image sets in the records."""
     variants: dict[tuple[str, str, str, str], set[tuple[str, str]]] = defaultdict(set)
     datasets: dict[tuple[str, str, str, str], str] = {}
     for record in records:
@@ -199,7 +205,7 @@ def find_galleries(
 def _find_block_galleries(
     template: Gallery, start: str, names: Sequence[PurePosixPath]
 ) -> list[Gallery]:
-    """Return the galleries that have one picture per image and block, in a folder per block."""
+    """Return the galleries with one picture per image and block, stored in one folder per block."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     prefixes: dict[tuple[str, int], str] = {}
     for name in names:
@@ -224,11 +230,11 @@ def _find_overview_galleries(
     names: Sequence[PurePosixPath],
     variants: Iterable[tuple[str, str]],
 ) -> list[Gallery]:
-    """Return the galleries whose pictures each show all blocks.
+    """Return the galleries in which each picture shows all blocks.
 
-    The file of such a picture is PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. A protocol and facet
-    are only recognised if a record has them. Files blockNN_FACET.png, which show many images at one
-    block, are left out.
+    Such a picture has the name PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. `variants` contains the
+    pairs of protocol and facet to recognise. Files blockNN_FACET.png show many images at one block,
+    and are left out.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
     # Try longer prefixes first, because one prefix may be the start of another.
@@ -251,7 +257,10 @@ def _name_variant(folder: PurePosixPath, facet: str | None) -> str:
 
 
 def _title_images(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files by image title, or by image name if two images have the same title."""
+    """Return a dictionary from image titles to files.
+
+    If two images have the same title, the keys are the image names instead.
+    """
     titles = {figure_title(name): file for name, file in files.items()}
     return titles if len(titles) == len(files) else dict(files)
 
@@ -275,7 +284,7 @@ def keep_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: in
 def pair_galleries(
     first: Sequence[Gallery], second: Sequence[Gallery]
 ) -> list[tuple[Gallery, Gallery]]:
-    """Return pairs of corresponding galleries, reduced to the blocks and images of both."""
+    """Return pairs of corresponding galleries, with only the blocks and images that both have."""
     others = {gallery.kind: gallery for gallery in second}
     pairs = []
     for gallery in first:
@@ -288,9 +297,10 @@ def pair_galleries(
 
 
 def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
-    """Set `Gallery.data` where a task and dataset have pictures of several image sets.
+    """Label the image set of each gallery if its task and dataset have several image sets.
 
-    For example, a dataset has a new image set after one of its images was replaced.
+    For example, a dataset gets a new image set if one of its images is replaced. The label is
+    stored in `Gallery.data`.
     """
     sets: dict[tuple[str, str], set[str]] = defaultdict(set)
     for of_encoder in galleries.values():
@@ -308,7 +318,7 @@ def label_image_sets(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, li
 
 
 class StripPicture(NamedTuple):
-    """A picture in a strip.
+    """A picture in a row of pictures that show the same image.
 
     Attributes:
         block: Caption of the picture, such as "block 3", "all blocks" or "photograph".
@@ -339,11 +349,11 @@ def select_strips(
     panels: Sequence[Panel],
     hits: Mapping[str, float],
 ) -> list[Strip]:
-    """Choose rows of pictures for the overview page.
+    """Choose rows of pictures for the overview page: one per checkpoint, for a few tasks.
 
-    There is one row per task and checkpoint. The image is preferably one that all checkpoints have,
-    and among these, the one with the most `hits`. If a task and dataset have several image sets,
-    only those of `panels` are shown.
+    A row shows one image at every block. Images that more checkpoints have are preferred, and among
+    these, the image with the most `hits` (see `count_hits`). If a task and dataset have several
+    image sets, only the sets on which the scores in `panels` were computed are shown.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}
@@ -381,7 +391,10 @@ def select_strips(
 
 
 def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
-    """Count the encoders whose best block finds the object of an image, by picture file name."""
+    """Count, for each image, the encoders whose best block finds the object in the image.
+
+    The keys are the names of picture files.
+    """
     hits: dict[str, float] = defaultdict(float)
     for panel in panels:
         if not task_texts(panel.task).finds_objects:
@@ -400,9 +413,10 @@ def count_hits(store: ResultStore, panels: Sequence[Panel]) -> dict[str, float]:
 def _find_best_layer(
     panels: Sequence[Panel], checkpoint: Checkpoint, gallery: Gallery
 ) -> tuple[int | None, str]:
-    """Return the best block for a gallery's dataset and a note, or (None, "") if unknown.
+    """Return the block that comes first in a row of pictures, and a note such as "best".
 
-    The block is preferably the best one for the gallery's own task.
+    This is the best block for the gallery's task. If there is none, it is the best block for
+    another task on the same dataset. If no best block is known, return (None, "").
     """
     of_dataset = [panel for panel in panels if panel.dataset == gallery.dataset]
     for panel in sorted(of_dataset, key=lambda panel: panel.task != gallery.task):
@@ -443,10 +457,10 @@ def build_picture_sections(
     files: PictureFiles,
     shown: Sequence[Sequence[tuple[str, Gallery]]],
 ) -> list[dict[str, Any]]:
-    """Return one section per task. In its viewers, readers choose an image and a block.
+    """Return one section per task, in which readers choose the image and the block to view.
 
-    For each viewer, `shown` contains the galleries to show side by side, with the names of their
-    checkpoints. These galleries must have the same `Gallery.kind`, blocks and images.
+    Each element of `shown` lists the galleries that one viewer shows side by side, with the names
+    of their checkpoints. These galleries must have the same `Gallery.kind`, blocks and images.
     """
     by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
@@ -510,5 +524,5 @@ def _name_block(layer: int | None) -> str:
 
 
 def make_link(path: str) -> str:
-    """Return a relative path as a percent-encoded link. Bytes need not be valid UTF-8."""
+    """Return a relative path as a percent-encoded link. The path need not be valid UTF-8."""
     return quote(path, errors="surrogateescape")

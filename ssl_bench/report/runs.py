@@ -27,12 +27,12 @@ _SHOWN_MEASURES = ("loss", "lr", "images_per_second")
 
 
 class RunLine(NamedTuple):
-    """A run in the list of a report.
+    """A pretraining run in the list of runs of a report.
 
     Attributes:
         number: Index in the list of runs.
         style: CSS classes of the run's curves. Curves of runs without skip connections are dashed.
-        facts: State of the run, and faults of its log.
+        facts: Text on the progress of the run and on faults in its log.
     """
 
     number: int
@@ -42,10 +42,10 @@ class RunLine(NamedTuple):
 
 
 class MeasurePanel(NamedTuple):
-    """Chart and table of one measure for all runs.
+    """Chart and table of one logged measure, such as the loss, for all runs.
 
     Attributes:
-        table: The same values in at most `NUM_ROWS` rows.
+        table: The values of the chart, summarised in at most `NUM_ROWS` rows.
     """
 
     measure: str
@@ -60,8 +60,9 @@ class TrainingCurves(NamedTuple):
         lines: The runs that are drawn, at most `MAX_LINES`.
         num_runs: Number of all runs, including those that are not drawn.
         axis: Horizontal axis of the charts, "step" or "epoch".
-        panels: Panels of the loss, the measures of monitors, the learning rate and the speed.
-        folded: Panels of all other measures, which readers must unfold.
+        panels: Panels of the loss, the learning rate, the speed, and the measures of monitors,
+            which evaluate the encoder during training.
+        folded: Panels of all other measures, which are hidden until a reader unfolds them.
     """
 
     lines: Sequence[RunLine]
@@ -72,7 +73,11 @@ class TrainingCurves(NamedTuple):
 
 
 def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> list[Path]:
-    """Return the run folders inside `folders` that contain weights for which records exist."""
+    """Return the folders of those pretraining runs whose weights have been probed.
+
+    The run folders are inside `folders`. Weights have been probed if a record contains their
+    SHA-256.
+    """
     recorded = {record.checkpoint_sha256 for record in records}
     found = dict[Path, Path]()
     for folder in folders:
@@ -88,7 +93,7 @@ def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> li
 
 
 def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
-    """Draw one panel per measure, with one curve per run. Return None if there are no runs."""
+    """Draw one panel per measure, with one curve per run, or return None if there are no runs."""
     if not logs:
         return None
     drawn = logs[:MAX_LINES]
@@ -108,7 +113,7 @@ def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
 
 
 def _describe_run(log: RunLog) -> str:
-    """Return one line with the state of a run and the faults of its log."""
+    """Return one line of text on the progress of a run and on faults in its log."""
     state = read_run_state(log.folder)
     words = [str(state) if state else f"{log.last_step:,} steps, no saved weights"]
     if log.steps_per_epoch:

@@ -1,4 +1,4 @@
-"""Draw charts of each block's scores over pretraining epochs or over severities of corruptions."""
+"""Draw charts of scores over pretraining epochs or over severities of image corruptions."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ NUM_SHADES = 12
 
 @dataclass(frozen=True)
 class Trend:
-    """Scores of all blocks of one run over epochs, or of one encoder over severities.
+    """Scores of all blocks over the epochs of one run, or over severities for one encoder.
 
     The rows of `table` are epochs or severities, and its columns are blocks.
     """
@@ -41,7 +41,7 @@ class Trend:
 
     @property
     def highest(self) -> float:
-        """Highest score among those that can be best, or minus infinity if there is none."""
+        """Highest score that can be marked as best, or minus infinity if there is none."""
         entries = self.table.entries.values()
         return max((entry.value for entry in entries if entry.is_rankable), default=-math.inf)
 
@@ -49,7 +49,7 @@ class Trend:
         return self.table.entries.get((row, block))
 
     def make_curves(self) -> list[Curve]:
-        """Return one curve per block."""
+        """Return one curve per block, to be drawn in a chart."""
         curves = []
         for block in self.table.columns:
             entries = {x: entry for x in self.table.rows if (entry := self.find_entry(x, block))}
@@ -61,7 +61,10 @@ class Trend:
 
 
 class PanelTrends(NamedTuple):
-    """Runs of a panel that were probed at several epochs. `problems` explains runs not drawn."""
+    """Scores over epochs in one panel, for the runs that were probed at several epochs.
+
+    `problems` explains why some runs are not drawn.
+    """
 
     panel: Panel
     trends: Sequence[Trend]
@@ -69,13 +72,13 @@ class PanelTrends(NamedTuple):
 
     @property
     def drawn_trends(self) -> Sequence[Trend]:
-        """The `MAX_LINES` trends with the highest scores, in their original order."""
+        """The runs to draw, in original order: up to `MAX_LINES` runs with the highest scores."""
         ordered = sorted(self.trends, key=lambda trend: -trend.highest)
         names = {trend.name for trend in ordered[:MAX_LINES]}
         return [trend for trend in self.trends if trend.name in names]
 
     def draw_charts(self) -> list[tuple[Trend, Chart]]:
-        """Draw one chart per run, all with the same axes."""
+        """Draw one chart per run. All charts have the same axes."""
         panel, curves = self.panel, [trend.make_curves() for trend in self.drawn_trends]
         charts = [
             draw_chart(
@@ -92,7 +95,7 @@ class PanelTrends(NamedTuple):
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
-    """Return the trends of each panel that has a run with at least two probed epochs."""
+    """Return the scores over epochs of each panel with a run that was probed at several epochs."""
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)
 
@@ -121,8 +124,9 @@ def style_block(layer: int, depth: int) -> str:
 
 
 def draw_severities(records: Sequence[Record]) -> list[tuple[SeverityTable, Chart]]:
-    """Return a table and a chart per encoder and corruption, for the main metric of each task.
+    """Return tables and charts of scores over severities of image corruptions.
 
+    There is one table and one chart per encoder and corruption, for the main metric of each task.
     The list is empty if there are no records of corrupted images.
     """
     corrupted = [record for record in records if record.corrupted is not None]

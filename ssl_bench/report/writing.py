@@ -180,10 +180,10 @@ def replace_report(folder: Path) -> Generator[Path]:
 
 
 def make_records_script(store: ResultStore, records: Sequence[Record]) -> str:
-    """Return a script that defines the JavaScript constant `RECORDS`.
+    """Return JavaScript code that defines the constant `RECORDS`.
 
-    The constant contains the names of the fields, all distinct values, and one row per record with
-    the indices of its values.
+    The constant contains the names of the fields, a list of all distinct values, and one row per
+    record (a stored score). A row consists of indices into the list of values.
     """
     # Indices of values, by their JSON text. Mappings are also looked up by object identity, because
     # many records share them.

@@ -1,4 +1,4 @@
-"""Stored results: records, per-image values, and the folders that contain them."""
+"""Store results of probes: records, per-image values, and the folders that contain them."""
 
 from ssl_bench.results.record import (
     CORRUPTED,

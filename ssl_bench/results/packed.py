@@ -20,9 +20,12 @@ _ROW_DIGEST, _NUM_ROWS = "sha256", b"ssl_bench_rows"
 
 
 class Row(NamedTuple):
-    """The contents of a JSON file and of its `.npz` file, and the digest of both.
+    """Row of `records.parquet`: the content of a JSON file and of its `.npz` file, if there is one.
 
-    The digest is None if an older version wrote the row.
+    Attributes:
+        content: Content of the JSON file.
+        images: Content of the `.npz` file with per-image values. None if there is no such file.
+        digest: Digest of the row. None if an older version wrote the row.
     """
 
     content: bytes
@@ -31,10 +34,11 @@ class Row(NamedTuple):
 
 
 def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]:
-    """Return the valid rows of a Parquet file, and the damaged rows.
+    """Read the rows of a Parquet file of records.
 
-    Damaged rows do not match their digests. The keys are the paths below `root` that the files had
-    before packing.
+    Returns:
+        The valid rows, and the damaged rows, which do not match their digests. The keys are the
+        paths of the rows' former JSON files, below `root`.
 
     Raises:
         DataError: The Parquet file cannot be read, or it has a wrong number of rows.
@@ -63,7 +67,13 @@ def read_rows(root: Path, path: Path) -> tuple[dict[Path, Row], dict[Path, Row]]
 
 
 def write_rows(file: BinaryIO, root: Path, rows: Mapping[Path, Row]) -> None:
-    """Write rows to an open Parquet file. The keys are paths below `root`."""
+    """Write the rows of a Parquet file of records.
+
+    Args:
+        file: The Parquet file, open for writing.
+        root: Folder of results.
+        rows: The rows by the paths of their JSON files, which are below `root`.
+    """
     names = [os.fsencode(path.relative_to(root).as_posix()) for path in rows]
     digests = [
         # A damaged row keeps its stored digest, so that it is still recognised as damaged.

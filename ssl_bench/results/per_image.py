@@ -36,12 +36,14 @@ NUM_FOLDS = 5
 
 @dataclass(frozen=True)
 class Kind:
-    """Computation of a metric in percent from per-image values. `PerImageKind` lists the kinds.
+    """The way in which a metric in percent is computed from per-image values, such as hits.
+
+    `PerImageKind` lists the names of all kinds.
 
     Attributes:
         shape: Shape of the values of one image. None stands for any length.
         value: Function that computes the metric.
-        estimate: Function that computes the metric and the data for its interval.
+        estimate: Function that computes the metric and the data for its confidence interval.
     """
 
     shape: tuple[int | None, ...]
@@ -52,12 +54,12 @@ class Kind:
 def _score_of_sums(
     score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
 ) -> Kind:
-    """Return a kind that sums the values over the images, and computes the score of the sums."""
+    """Return the `Kind` of a metric that is computed from sums over images, such as the mIoU."""
     return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
 
 
 def _mean_of_scores(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
-    """Return a kind that computes the score of each image, and averages the scores."""
+    """Return the `Kind` of a metric that averages the scores of the images."""
     return Kind(
         shape,
         lambda per_image: float(score(per_image).mean()),
@@ -110,10 +112,10 @@ _KINDS_OF_OLD_METRICS = {
 
 
 def guess_kind(metric: str, per_image: PerImage) -> str:
-    """Guess the kind of per-image values for a record that does not state it.
+    """Guess the kind of per-image values, such as "hits", for a record that does not state it.
 
     Early versions stored percentages as floats and hits as one integer for each image. For other
-    shapes the name of the metric determined the kind.
+    shapes, the name of the metric determines the kind.
     """
     if per_image.dtype.kind == "f":
         return "percent"
@@ -124,9 +126,10 @@ def guess_kind(metric: str, per_image: PerImage) -> str:
 
 
 def matches_record(per_image: PerImage, record: Record) -> bool:
-    """Return whether the metric that per-image values give equals the value of their record.
+    """Return whether per-image values match their record.
 
-    The result is False if their kind is unknown, or if their shape or counts are impossible.
+    The metric that is computed from them must equal the recorded value up to rounding. The result
+    is False if their kind is unknown, or if their shape or counts are impossible.
     """
     kind = _KINDS.get(record.per_image_kind or guess_kind(record.metric, per_image))
     shape = per_image.shape[1:]
@@ -152,15 +155,15 @@ def matches_record(per_image: PerImage, record: Record) -> bool:
 
 @dataclass(frozen=True)
 class ImageCurve:
-    """The per-image values of one metric and one encoder, for each block.
+    """The per-image values of one metric for each block of one encoder.
 
     Attributes:
         metric: Name of the metric.
-        per_image: Per-image values by block.
+        per_image: Per-image values by block index.
         is_ranked: Whether a higher value is better. See `Record.is_ranked`.
-        kind: One of `PerImageKind`, or None if the records do not state a kind.
-        degenerate: Percentage of degenerate images by block. Blocks without a recorded percentage
-            are left out.
+        kind: Kind of the values, one of `PerImageKind`. None if the records do not state it.
+        degenerate: Percentage of degenerate images, whose result is arbitrary, by block index.
+            Blocks without a recorded percentage are left out.
     """
 
     metric: str
@@ -171,9 +174,10 @@ class ImageCurve:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The blocks that can be reported as best. Degenerate blocks cannot.
+        """Indices of the blocks that can be reported as best.
 
-        If the metric is not ranked, there are no candidates.
+        Blocks with too many degenerate images, whose result is arbitrary, are left out. If a higher
+        value of the metric is not better, there are no candidates.
         """
         if not self.is_ranked:
             return ()
@@ -186,7 +190,7 @@ class ImageCurve:
         return self._kind(per_image).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """Return the candidate block with the highest metric. There must be at least one candidate.
+        """Return the index of the best block among `candidates`, which must not be empty.
 
         Args:
             images: Indices of the images from which the metric is computed (default: all).
@@ -195,14 +199,14 @@ class ImageCurve:
         return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
 
     def choose_held_out(self) -> tuple[PerImage, list[int]]:
-        """Split the images into folds, and choose the best block of each fold on the other folds.
+        """Split the images into folds, and choose the best block for each fold on the other folds.
 
-        The images are assigned to folds at random, with seed 0. There must be at least one
-        candidate.
+        The images are assigned to folds at random, with seed 0. At least one block must be in
+        `candidates`.
 
         Returns:
             Per-image values, each from the block that was chosen for the fold of the image, and the
-            chosen block of each fold.
+            index of the block that was chosen for each fold.
         """
         first = next(iter(self.per_image.values()))
         order = np.random.default_rng(0).permutation(len(first))
@@ -221,30 +225,36 @@ class ImageCurve:
 
     @cached_property
     def best(self) -> int:
-        """The candidate with the highest metric, or the last block if there are no candidates."""
+        """Index of the best block in `candidates`, or of the last block if there are none."""
         return self.best_layer() if self.candidates else max(self.per_image)
 
     @cached_property
     def blocks(self) -> Mapping[int, Estimate]:
-        """The estimate of the metric for each block."""
+        """Metric of each block, with the data for its confidence interval."""
         return {layer: self.estimate(values) for layer, values in self.per_image.items()}
 
     @property
     def held_out(self) -> Estimate:
-        """The estimate of the metric if the best block is chosen on held-out images.
+        """Metric of the best block, which is chosen for each fold of images on the other folds.
 
-        If there are no candidates, this is the estimate for the last block.
+        If no block can be reported as best, this is the metric of the last block.
         """
         return self._held_out[0]
 
     @property
     def held_out_layers(self) -> tuple[int, ...]:
-        """The chosen block of each fold. If there are no candidates, only the last block."""
+        """Index of the block that is best on the other folds, for each fold of images.
+
+        If no block can be reported as best, the only entry is the last block.
+        """
         return self._held_out[1]
 
     @property
     def held_out_degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images at the chosen blocks, or None if it is not recorded."""
+        """Percentage of degenerate images at the blocks `held_out_layers`, or None if unknown.
+
+        The result of a degenerate image is arbitrary.
+        """
         # The sizes of the folds differ by at most one image, so each fold has the same weight.
         percents = [self.degenerate[n] for n in self.held_out_layers if n in self.degenerate]
         return sum(percents) / len(percents) if percents else None
@@ -263,9 +273,13 @@ class ImageCurve:
 
 
 def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
-    """Read the per-image values of records that share the metric, the encoder and the seed.
+    """Read the per-image values of one metric for each block of an encoder.
 
     A block is left out if it has no stored values, or if they do not match its record.
+
+    Args:
+        store: Folder of results.
+        records: Records that share the metric, the encoder and the seed, at most one per block.
     """
     if not records:
         return ImageCurve("", {})
@@ -278,10 +292,10 @@ def load_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 
 def check_values(store: ResultStore, records: Iterable[Record]) -> None:
-    """Add files of per-image values that do not match their records to `store.damaged`.
+    """Add each file of per-image values that does not match its record to `store.damaged`.
 
-    Only older records are checked. Newer records contain a digest of the file, so their files have
-    been checked already.
+    Only older records are checked. Newer records contain a digest of the file, which is checked
+    whenever the file is read.
     """
     for record in records:
         if record.record_sha256 is None:
@@ -291,7 +305,8 @@ def check_values(store: ResultStore, records: Iterable[Record]) -> None:
 def load_matching_values(store: ResultStore, record: Record) -> PerImage | None:
     """Return the per-image values of a record, or None if they are missing or do not match it.
 
-    The path of a file that does not match is added to `store.damaged`.
+    The path of a file that does not match is added to `store.damaged`, unless the recorded metric
+    is undefined (NaN).
     """
     per_image = store.per_image(record)
     if per_image is None or matches_record(per_image, record):

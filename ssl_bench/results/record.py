@@ -1,4 +1,4 @@
-"""Records of results: their keys, their fields, and the code that reads and checks their files."""
+"""Records, which store one result each: their fields, and how their files are read and checked."""
 
 import hashlib
 import json
@@ -93,7 +93,7 @@ class TrainingImages:
 class RecordedCorruption:
     """The corruption of the scored images, with its severity from 1 (mild) to 5 (strong).
 
-    `dataset` and `fingerprint` describe the images without the corruption.
+    `dataset` and `fingerprint` identify the original images, without the corruption.
     """
 
     name: str
@@ -126,27 +126,42 @@ class Baseline:
 
     @classmethod
     def best(cls, values: Mapping[str, float]) -> "Baseline":
-        """Return the first baseline with the highest score. NaN counts as the lowest score."""
+        """Return the baseline with the highest score. If several have it, return the first one.
+
+        Args:
+            values: Score of each baseline by its description. NaN counts as the lowest score.
+        """
         best = max(values, key=lambda name: -math.inf if math.isnan(values[name]) else values[name])
         return cls(best, values[best])
 
     @classmethod
     def most_frequent(cls, counts: Sequence[int], top: int) -> "Baseline":
-        """Return the baseline that always predicts the `top` most frequent classes.
+        """Return the baseline that always predicts the most frequent classes.
 
-        `counts` contains the number of scored images of each class.
+        Args:
+            counts: Number of scored images of each class.
+            top: Number of classes that are predicted.
         """
         share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
         return cls("most frequent class" if top == 1 else f"{top} most frequent classes", share)
 
 
 def is_degenerate(percent: float | None) -> bool:
-    """Return whether so many images are degenerate that a block cannot be reported as best."""
+    """Return whether a block has too many degenerate images to be reported as best.
+
+    Args:
+        percent: Percentage of images whose result is arbitrary, or None if unknown.
+    """
     return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
 
 def block_stride(architecture: Mapping[str, Any], layer: int) -> int | None:
-    """Return the stride of a block's tokens in pixels, or None if all blocks have equal strides."""
+    """Return the stride of a block's tokens in pixels, or None if all blocks have equal strides.
+
+    Args:
+        architecture: Field `architecture` of a record.
+        layer: Index of the block.
+    """
     strides = architecture.get("strides")
     if not isinstance(strides, (list, tuple)) or not 0 <= layer < len(strides):
         return None
@@ -163,13 +178,13 @@ class ResultKey:
     Attributes:
         task: Name of the probe, such as "knn".
         dataset: Name of the dataset. The name of a subset states its number of images.
-        split: Name of the scored split.
+        split: Name of the scored split of the dataset, such as "val".
         layer: Block index, from 0.
-        facet: Feature of the block, such as "token", "key" or "cls".
+        facet: Kind of feature of the block, such as "token", "key" or "cls".
         protocol: Name of a predefined set of probe settings.
         metric: Name of the metric, such as "corloc".
         checkpoint_sha256: SHA-256 of the weights.
-        architecture: Description of the forward pass without the weights.
+        architecture: Description of the encoder's forward pass without the weights.
         mean: Mean of each RGB channel, for values in [0, 1]. It is subtracted from the images.
         std: Standard deviation of each RGB channel. The images are divided by it.
         dataset_fingerprint: Digest that identifies the scored images and their annotations.
@@ -177,7 +192,8 @@ class ResultKey:
         settings: Settings of the probe. The entries `TRAINED_ON` and `CORRUPTED` describe the
             training images and the corruption.
         metric_version: `Probe.metric_version` of the code that computed the value.
-        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of this code.
+        pipeline_version: `ssl_bench.results.versions.PIPELINE_VERSION` of the code that computed
+            the value.
     """
 
     task: str
@@ -199,14 +215,18 @@ class ResultKey:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that identify the result. They are equal on every machine."""
+        """Sixteen hexadecimal digits that identify the result, equal on every machine."""
         return result_digest(self)
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def record(self, **measured: Any) -> "Record":
-        """Return a record with the fields of this key and the given other fields of `Record`."""
+        """Create a record of the result that this key identifies.
+
+        Args:
+            measured: Fields of `Record` that the key does not have, such as `value`.
+        """
         return Record(**{name: getattr(self, name) for name in _KEY_FIELDS}, **measured)
 
     def filename(self) -> str:
@@ -230,7 +250,7 @@ class RecordedEncoder(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Record(ResultKey):
-    """A result: its key, its value, and the facts that are needed to reproduce it.
+    """A result: its key, its value, and the information that is needed to reproduce it.
 
     Attributes:
         depth: Number of blocks of the encoder.
@@ -242,13 +262,14 @@ class Record(ResultKey):
         version: Version of ssl-bench.
         git_commit: Commit of ssl-bench, or None if it is unknown.
         torch: Version of PyTorch.
-        device: Device with the number of threads or the state of TF32.
+        device: Device, with the number of CPU threads or whether a GPU uses TF32.
         seconds: Wall-clock time of the pass over the images, which may compute several results.
-        created: Time in UTC and ISO 8601.
+        created: Time at which the record was created, in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
         changed: The settings that differ from the settings of the protocol.
-        per_image_kind: One of `PerImageKind`, or None without per-image values.
+        per_image_kind: Kind of the per-image values, one of `PerImageKind`, or None without such
+            values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
         record_sha256: Digest of the rest of the record's file, as stated in this file. It was
             verified when the file was read.
@@ -276,12 +297,18 @@ class Record(ResultKey):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a higher value is better: for percentages other than `UNRANKED_METRICS`."""
+        """Whether a higher value of the metric is better.
+
+        This holds for percentages, except for those in `UNRANKED_METRICS`.
+        """
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
     @property
     def degenerate_percent(self) -> float | None:
-        """Percentage of degenerate images, or None if the task has no degenerate images."""
+        """Percentage of degenerate images, whose result is arbitrary.
+
+        None if the task has no degenerate images.
+        """
         return self.details.get("degenerate_percent")
 
     @property
@@ -291,7 +318,7 @@ class Record(ResultKey):
 
     @property
     def protocol_label(self) -> str:
-        """The protocol and the settings that differ from it, as tables print them."""
+        """Text for tables that names the protocol and the settings that differ from it."""
         changes = [f"{name}={_shorten(value)}" for name, value in sorted(self.changed.items())]
         return ", ".join([self.protocol, *changes])
 
@@ -315,11 +342,11 @@ class Record(ResultKey):
         return None if setting is None else RecordedCorruption(**setting)
 
     def key(self) -> ResultKey:
-        """Return the key of the record, which is hashable."""
+        """Return the key that identifies the result of this record, and that can be hashed."""
         return ResultKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with "inf" for infinity and None for NaN.
+        """Return the fields as a JSON object, with "inf" for infinity and None for NaN.
 
         `per_image_sha256` and `record_sha256` are left out.
         """
@@ -335,10 +362,14 @@ _VERSIONS = ("metric_version", "pipeline_version")
 
 
 def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a key in its JSON form.
+    """Return the digest that identifies a result: 16 hexadecimal digits of the SHA-256 of its key.
 
-    `json_texts` contains the canonical JSON of some fields, if the caller already has it. All other
-    fields are converted here. Version numbers that are 1 are left out.
+    The key is converted to JSON. Version numbers that are 1 are left out.
+
+    Args:
+        key: The key.
+        json_texts: Canonical JSON of some fields, if the caller already has it. All other fields
+            are converted here.
     """
     texts = json_texts or {}
     items = (
@@ -350,7 +381,7 @@ def result_digest(key: ResultKey, json_texts: Mapping[str, str] | None = None) -
 
 
 def canonical_json(value: Any) -> str:
-    """Return JSON text with sorted names, so that equal values give equal texts."""
+    """Return a value as JSON text with sorted names, so that equal values give equal texts."""
     # For a string, this function returns the same as `json.dumps`, but is ten times faster.
     if type(value) is str:
         return encode_basestring_ascii(value)
@@ -358,7 +389,11 @@ def canonical_json(value: Any) -> str:
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Return the id of an encoder: the SHA-256 of its `ENCODER_FIELDS` as JSON."""
+    """Return the id of an encoder, which is the SHA-256 of its identity as JSON.
+
+    Args:
+        identity: The fields `ENCODER_FIELDS` of a record.
+    """
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
 
 
@@ -395,7 +430,13 @@ _RECORD_DIGEST_LINE = re.compile(rb'\n "record_sha256": "[0-9a-f]{64}",')
 
 
 def text_with_digest(content: Mapping[str, Any]) -> str:
-    """Return the text of a record's file, with a digest of the rest in `record_sha256`."""
+    """Return the JSON text of a record's file.
+
+    The field `record_sha256`, which contains the digest of all other fields, is added.
+
+    Args:
+        content: Fields of the record.
+    """
     digest = hashlib.sha256(_file_text(content)).hexdigest()
     return _file_text({**content, "record_sha256": digest}).decode()
 
@@ -405,7 +446,7 @@ def _file_text(content: Mapping[str, Any]) -> bytes:
 
 
 def _require_digest(content: bytes, expected: str) -> None:
-    """Raise ValueError if a record's file does not match the expected digest."""
+    """Raise ValueError if the content of a record's file does not match the expected digest."""
     # First check the file as it is, which is fast. If the digest differs, perhaps only the white
     # space has changed, so restore the white space and check again.
     if hashlib.sha256(_RECORD_DIGEST_LINE.sub(b"", content, count=1)).hexdigest() != expected:
@@ -415,10 +456,11 @@ def _require_digest(content: bytes, expected: str) -> None:
 
 
 class RecordReader:
-    """Parser of record files. Equal values, such as settings, become one shared object.
+    """Parser of record files. Equal values of several records, such as settings, share an object.
 
     Attributes:
-        checked_folders: Cache of `open_untrusted` for the files of the records.
+        checked_folders: Folders of records that were already checked for links. See
+            `open_untrusted`.
     """
 
     def __init__(self) -> None:
@@ -430,7 +472,10 @@ class RecordReader:
     def parse(self, content: bytes, path: Path) -> Record:
         """Parse and check the content of a record's file.
 
-        `path` is the path of the file, or the path that it had before packing.
+        Args:
+            content: The content.
+            path: Path of the file. For a record in `records.parquet`, the path of its former JSON
+                file.
 
         Raises:
             ValueError, TypeError, KeyError, OverflowError, RecursionError: The content is not a
@@ -472,9 +517,12 @@ def find_encoder(
 ) -> RecordedEncoder | None:
     """Return the encoder of a record without parsing its whole file.
 
-    This only works for the format of `text_with_digest`, in which each field is on a line that
-    starts with one space. The result is None for files in another format. `by_fields` is a cache of
-    encoders by the text of their fields. New encoders are added to it.
+    This is only possible in the format of `text_with_digest`, in which each field is on a line that
+    starts with one space. The result is None for files in another format.
+
+    Args:
+        content: Content of the file.
+        by_fields: Cache of encoders by the text of their fields, to which a new encoder is added.
     """
     texts, end = list[bytes](), 0
     for name in _SCANNED_FIELDS:
@@ -526,7 +574,10 @@ def _require_possible_values(record: Record) -> None:
 
 
 def _parse_fields(content: bytes) -> dict[str, Any]:
-    """Return the fields of `Record` from a file. Unknown names of later versions are ignored."""
+    """Parse the content of a record's file, and return the fields of `Record`.
+
+    Unknown fields, which later versions may have written, are ignored.
+    """
     try:
         values = json.loads(content)
     except ValueError as error:
@@ -551,7 +602,7 @@ def _parse_fields(content: bytes) -> dict[str, Any]:
 
 
 def _parse_number(value: Any) -> float:
-    """Convert a JSON value from `Record.as_json` to a number."""
+    """Convert a number from the JSON of a record. None becomes NaN, and "inf" becomes infinity."""
     if value is None:
         return math.nan
     if value == INFINITY_AS_JSON:
@@ -578,14 +629,15 @@ def describe_reading_error(error: Exception) -> str:
 
 
 def numeric_digest(key: ResultKey) -> str:
-    """Return a digest of a key that does not depend on whether a setting is 1 or 1.0."""
+    """Return a digest of a key that is the same whether a setting is stored as 1 or as 1.0."""
     return result_digest(key, {"settings": _numeric_text(key.settings)})
 
 
 def unify_settings(records: Sequence[Record]) -> list[Record]:
-    """Give numerically equal settings the same types, and keep the latest record of each result.
+    """Make settings of records equal if they only differ in number types, such as 1 and 1.0.
 
-    A number becomes a float if it is a float in any of the records.
+    A number becomes a float if it is a float in any of the records. If several records then have
+    the same key, only the latest is kept.
     """
     unified: dict[int, Mapping[str, Any]] = {}
     for name in ("settings", "changed"):
@@ -613,9 +665,9 @@ def unify_settings(records: Sequence[Record]) -> list[Record]:
 
 
 def replace_settings(record: Record, **settings: Any) -> Record:
-    """Return a copy of a record with new values of its fields `settings` or `changed`.
+    """Return a copy of a record with new values of the fields `settings` or `changed`.
 
-    The copy keeps the digest, which is part of the name of the record's file.
+    The copy keeps the record's digest, because the digest is part of the name of the record's file.
     """
     copy = replace(record, **settings)
     vars(copy)["digest"] = record.digest
@@ -627,7 +679,7 @@ def _numeric_text(value: Any) -> str:
 
 
 def _floats_as_integers(value: Any) -> Any:
-    """Replace whole-number floats, such as 1.0, by integers."""
+    """Replace whole-number floats, such as 1.0, by integers in nested containers."""
     if isinstance(value, Mapping):
         return {name: _floats_as_integers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -636,7 +688,10 @@ def _floats_as_integers(value: Any) -> Any:
 
 
 def _prefer_floats(first: Any, second: Any) -> Any:
-    """Merge two numerically equal values. A number becomes a float if either is a float."""
+    """Merge two nested containers that are equal except for number types, such as 1 and 1.0.
+
+    A number becomes a float if either is a float.
+    """
     if isinstance(first, Mapping):
         return {name: _prefer_floats(item, second[name]) for name, item in first.items()}
     if isinstance(first, list):

@@ -1,4 +1,4 @@
-"""Folders of results: one JSON file for each record, or one Parquet file for many records.
+"""Folders of results, in which a record is a JSON file or a row of a Parquet file.
 
 A folder of results contains:
 
@@ -6,7 +6,7 @@ A folder of results contains:
   file with the same stem.
 - `images/*.json`: the ids of a set of scored images, in the order of the per-image values.
 - `records.parquet`: a file that `ResultStore.pack` writes. Each row has the content of one JSON
-  file and of its `.npz` file. If a JSON file exists, its row is ignored.
+  file and of its `.npz` file. If the JSON file still exists, the row is ignored.
 
 Files are written atomically. To detect changes and losses, each record contains a digest of itself
 and of its `.npz` file. Each row of the Parquet file contains a digest of its content, and the file
@@ -83,7 +83,7 @@ class ResultStore:
         num_records: Number of records that the last call of `records` or `encoders` found. It
             includes unreadable and outdated records.
         unreadable: JSON files of invalid records, each with the reason why it is invalid.
-        outdated: Records of older code that the last call of `records` left out.
+        outdated: Records of older versions of the code, which the last call of `records` left out.
         damaged: `.npz` files of per-image values that do not match their records.
     """
 
@@ -100,7 +100,10 @@ class ResultStore:
 
     @classmethod
     def create(cls, root: Path) -> "ResultStore":
-        """Create the folder if it is missing, and delete temporary files of killed processes."""
+        """Open a folder of results for writing.
+
+        The folder is created if it is missing. Temporary files of killed processes are deleted.
+        """
         require_writable(root)
         root.mkdir(parents=True, exist_ok=True)
         for name in ("records", "images", "pictures"):
@@ -109,16 +112,16 @@ class ResultStore:
         return cls(root)
 
     def path(self, key: ResultKey) -> Path:
-        """Return the path of the file of a record."""
+        """Return the path of the JSON file for the record of a result. The file may not exist."""
         return self.root.joinpath("records", *key.relative_path())
 
     def per_image_path(self, key: ResultKey) -> Path:
         return self.path(key).with_suffix(".npz")
 
     def describe_path(self, record: Record) -> str:
-        """Return the path of a record relative to `root`.
+        """Return the path of a record relative to `root`, as a text for messages.
 
-        If the record is packed, the prefix "records.parquet: " is added to the path.
+        If the record is stored in `records.parquet`, the prefix "records.parquet: " is added.
         """
         name = "/".join(("records", *record.relative_path()))
         return name if (self.root / name).exists() else f"{PACKED}: {name}"
@@ -141,7 +144,10 @@ class ResultStore:
         return path is not None and self._packed()[path].images is not None
 
     def _find_path(self, key: ResultKey) -> Path | None:
-        """Return the path of a result's record, or None. If it is packed, this is its old path."""
+        """Return the path of the JSON file for a result's record, or None if there is no record.
+
+        If the record is stored in `records.parquet`, this is the path of its former JSON file.
+        """
         path = self.path(key)
         if path.is_file() or path in self._packed():
             return path
@@ -151,7 +157,15 @@ class ResultStore:
         return self._paths_by_digest[place].get(numeric_digest(key))
 
     def _list_by_digest(self, folder: Path, checkpoint_sha256: str) -> dict[str, Path]:
-        """Return the paths of all records of a checkpoint in a folder, by `numeric_digest`."""
+        """Return the paths of all records of an encoder in a folder.
+
+        Args:
+            folder: Folder of JSON files.
+            checkpoint_sha256: Digest of the encoder's weights.
+
+        Returns:
+            Dictionary from the `numeric_digest` of each record to its path.
+        """
         reader, paths = RecordReader(), {}
         packed = (path for path in self._packed() if path.parent == folder)
         for path in sorted({*folder.glob("*.json"), *packed}):
@@ -166,7 +180,10 @@ class ResultStore:
         return paths
 
     def find_older_versions(self, keys: Iterable[ResultKey]) -> list[ResultKey]:
-        """Return the keys of stored results that differ from `keys` only in older versions."""
+        """Return the keys of stored results that older versions of the code computed.
+
+        Apart from the version numbers, each of them equals a key in `keys`.
+        """
         return [
             older
             for key in keys
@@ -224,11 +241,20 @@ class ResultStore:
         return None
 
     def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
-        """Write the image ids of a set with this fingerprint, in the order of per-image values."""
+        """Write the ids of a set of scored images.
+
+        Args:
+            fingerprint: Digest that identifies the set.
+            ids: Ids in the order of the per-image values.
+        """
         write_text_atomically(self._image_ids_path(fingerprint), json.dumps(list(ids)) + "\n")
 
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
-        """Return the image ids that `save_image_ids` wrote, or None if they cannot be read."""
+        """Return the ids of a set of scored images, or None if they cannot be read.
+
+        Args:
+            fingerprint: Digest with which `save_image_ids` stored the set.
+        """
         try:
             return _parse_image_ids(self._read_content(self._image_ids_path(fingerprint)))
         except (OSError, *_READING_ERRORS):
@@ -240,7 +266,8 @@ class ResultStore:
     def records(self, paths: Collection[str] | None = None) -> list[Record]:
         """Read the records that are valid and up to date.
 
-        Invalid files are listed in `unreadable`, and records of older code in `outdated`.
+        Invalid files are listed in `unreadable`, and records of older versions of the code in
+        `outdated`.
 
         Args:
             paths: Paths that `encoders` returned, or None to read all files.
@@ -307,7 +334,10 @@ class ResultStore:
                 yield str(path), row.content
 
     def _list_unreadable_rows(self) -> dict[Path, str]:
-        """Return the paths of damaged rows with the reason. Rows with a JSON file are left out."""
+        """Return the paths of damaged rows of `records.parquet`, each with the reason.
+
+        A row is left out if its JSON file still exists, because that file is read instead.
+        """
         return {path: _DAMAGED_ROW for path in self._unreadable_rows() if not path.exists()}
 
     def _no_records_error(self) -> DataError:
@@ -325,9 +355,10 @@ class ResultStore:
         )
 
     def _leave_out_outdated(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records with the newest versions of their task. Add others to `outdated`.
+        """Return the records that were computed by the newest version of their task's code.
 
-        Tables therefore never mix versions, even if records come from several machines.
+        All other records are added to `outdated`. Tables therefore never mix versions, even if
+        records come from several machines.
 
         Raises:
             DataError: All records are outdated.
@@ -438,25 +469,28 @@ class ResultStore:
         return path.parent != self.root / "images"
 
     def _read_content(self, path: Path, checked_folders: set[Path] | None = None) -> bytes:
-        """Return the content of a JSON file of this folder, or of its row if it is packed."""
+        """Return the content of a JSON file of this folder.
+
+        If the file does not exist, its content is taken from `records.parquet`.
+        """
         row = self._packed().get(path)
         if row is None or path.exists():
             return read_untrusted(self.root, path, MAX_FILE_BYTES, checked_folders=checked_folders)
         return row.content
 
     def _packed(self) -> "Mapping[Path, Row]":
-        """Return a dictionary from the path of each packed JSON file to its row.
-
-        It contains only valid rows of `records.parquet`.
-        """
+        """Return the valid rows of `records.parquet` by the path of the JSON file they replace."""
         return self._load_rows()[0]
 
     def _unreadable_rows(self) -> "Mapping[Path, Row]":
-        """Return the rows of `records.parquet` that do not match their digests."""
+        """Return the damaged rows of `records.parquet` by path. Their digests do not match."""
         return self._load_rows()[1]
 
     def _load_rows(self) -> "tuple[Mapping[Path, Row], Mapping[Path, Row]]":
-        """Return the valid and the damaged rows of `records.parquet`, cached until it changes."""
+        """Return the valid and the damaged rows of `records.parquet`.
+
+        They are cached until the file changes.
+        """
         path = self.root / PACKED
         try:
             status = path.stat()
@@ -470,7 +504,7 @@ class ResultStore:
         return self._packed_rows[1:]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
-        """Return a record. If it is invalid, return None and add its path to `unreadable`."""
+        """Read a record. If it is invalid, return None and add its path to `unreadable`."""
         reader = reader or RecordReader()
         try:
             return reader.parse(self._read_content(path, reader.checked_folders), path)
@@ -482,7 +516,7 @@ class ResultStore:
 
 
 def summarise_problems(reasons: Mapping[Path, str]) -> str:
-    """Return a text with the first five files, their problems, and the number of other files."""
+    """Return a text that lists up to five files with their problems, and the number of others."""
     listed = [f"{path}: {reason}" for path, reason in reasons.items()]
     more = [f"and {len(listed) - _MAX_LISTED} more"] if len(listed) > _MAX_LISTED else []
     return "; ".join([*listed[:_MAX_LISTED], *more])
@@ -537,7 +571,10 @@ def _drop_versions(record: Record) -> ResultKey:
 
 
 def _newest_versions(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
-    """Return the newest metric and pipeline versions of each task, in the records or the code."""
+    """Return the newest metric version and pipeline version of each task.
+
+    They are the largest version numbers in the records and in the installed code.
+    """
     newest: dict[str, tuple[int, int]] = {}
     for record in records:
         metric, pipeline = newest.get(record.task, (0, 0))
@@ -560,10 +597,10 @@ def _parse_image_ids(content: bytes) -> tuple[str, ...]:
 
 
 def _training_run_error(folder: Path) -> DataError | None:
-    """Return an error if the folder is a training run, or None for other folders.
+    """Return an error if a folder is a training run instead of a folder of results, or else None.
 
-    The message contains the last loss and the last values of measurements that the first step did
-    not log.
+    The message contains the last loss. It also contains the last values of measurements that were
+    not made at the first step.
     """
     log = folder / "log.jsonl"
     try:

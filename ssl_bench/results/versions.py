@@ -22,10 +22,11 @@ _CLASS_LITERAL = r"^class {name}\b.*?(?:^class |^    metric_version\b[^=\n]*= *(
 
 @cache
 def metric_version(task: str) -> int:
-    """Return `Probe.metric_version` of a task in this repository, without importing the probe.
+    """Return the `metric_version` of a task's probe without importing the probe.
 
     The number is read from the source file, because importing a probe would import PyTorch, and
-    `ssl-bench table` must start fast. The result is 1 for tasks of other packages.
+    `ssl-bench table` must start fast. The result is 1 for tasks of other packages, and for probes
+    that do not state a version.
     """
     config = config_folder() / "probe" / f"{task}.yaml"
     if not config.is_file():

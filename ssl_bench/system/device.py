@@ -69,7 +69,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the torch device with this name. It may not exist on this machine."""
+    """Return the torch device with this name. The device need not exist on this machine."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -91,7 +91,10 @@ def _require_usable(name: str) -> torch.device:
 
 
 def visible_devices() -> list[str]:
-    """Return the GPUs that this process may use, as numbers or as in CUDA_VISIBLE_DEVICES."""
+    """Return the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES.
+
+    If this variable is not set, the names are the numbers "0", "1" and so on.
+    """
     count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(count)) if variable is None else variable.split(",")
     return [name.strip() for name in names][:count]
@@ -106,9 +109,9 @@ def describe_device(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the largest number of bytes that this process has used so far, or None if unknown.
+    """Return the peak memory use of this process in bytes so far, or None if it is unknown.
 
-    On a GPU, this is the memory of tensors on the GPU. Otherwise, it is the resident memory of the
+    For a GPU, this is the memory of tensors on the GPU. Otherwise, it is the resident memory of the
     process, which is only known on Linux.
     """
     if device.type == "cuda":
@@ -120,13 +123,16 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Return the number of free bytes on a GPU, including memory that torch has cached."""
+    """Return the number of free bytes on a GPU, including unused memory that torch has reserved."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor through pinned memory, without waiting for earlier work on the device."""
+    """Copy a tensor to a device through pinned memory.
+
+    The host does not wait for earlier work on the device.
+    """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -146,7 +152,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device, or the CPU instead of MPS, which has no float64."""
+    """Return the given device, or the CPU instead of MPS, which does not support float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -155,7 +161,7 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 
 def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
-    """Round non-negative numbers down to powers of two. The smallest result is 2^-126.
+    """Round each non-negative number down to a power of two, but not below 2^-126.
 
     The numbers must lie in the range of float32.
     """
@@ -169,8 +175,9 @@ def power_of_two(numbers: Float[Tensor, "*some"]) -> Float[Tensor, "*some"]:
 def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
     """Compute matrix products and convolutions in `dtype`, as `torch.autocast` does.
 
-    If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions,
-    `RoundedProducts` replaces torch's slow products. It only adds the terms in another order.
+    If `dtype` is float32, autocast is turned off. On a CPU without bfloat16 instructions, torch's
+    bfloat16 products are slow, so `RoundedProducts` replaces them. Its results differ only because
+    sums are computed in another order.
     """
     is_emulated = autocast_dtype(device, dtype) != dtype
     with (
@@ -181,13 +188,16 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Generator[None]:
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast. Products then have the precision of their factors."""
+    """Return a context without autocast. Matrix products then have the dtype of their factors."""
     # torch has no autocast for the device "meta", on which FLOPs are counted.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return `dtype`, or float32 instead of bfloat16 on a CPU without bfloat16 instructions."""
+    """Return the dtype in which `autocast` computes products.
+
+    It is `dtype`, except on a CPU without bfloat16 instructions, where bfloat16 becomes float32.
+    """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return dtype
     capability = torch.backends.cpu.get_cpu_capability()
@@ -203,10 +213,10 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Emulation of bfloat16 products: round the factors, multiply in float32, round the result.
+    """Emulation of bfloat16 products: round the factors, multiply in float32, round the product.
 
     It has no effect where autocast is disabled. Gradients are rounded at the same places as with
-    `torch.autocast`, because the backward pass of a cast is a cast.
+    `torch.autocast`, because the backward pass of a cast is also a cast.
     """
 
     def __torch_function__(
@@ -234,10 +244,10 @@ def _round_factor(factor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Generator[None]:
-    """Switch a module to evaluation mode, then restore the mode of each submodule.
+    """Switch a module to evaluation mode in this context, then restore the mode of each submodule.
 
     The method `train` is not called, because a module may override it, for example to merge
-    weights, which cannot be undone exactly.
+    weights. Such a merge cannot be undone exactly.
     """
     submodules = [submodule for submodule in module.modules() if submodule.training]
     try:
@@ -314,10 +324,10 @@ def preserve_process_state() -> Generator[None]:
 
 
 def _tf32_settings() -> list[tuple[Any, str, Any]]:
-    """Return torch's TF32 settings as tuples of owner, attribute and value.
+    """Return torch's TF32 settings as tuples of the owning object, attribute name and value.
 
-    The attributes have old and new names. After a new name has been set, reading the old name
-    raises an error, so the new names are read.
+    Torch has old and new attributes for these settings. After a new one has been set, reading the
+    old one raises an error. In this case, the new ones are returned.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -335,9 +345,10 @@ def value_counts(
     size: int,
     weights: Float[Tensor, " places"] | None = None,
 ) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
-    """Count how often each number from 0 to `size` - 1 occurs, or sum the weights of each number.
+    """Count how often each number from 0 to `size` - 1 occurs in `values`.
 
-    `torch.bincount` is only used on a CPU, because it makes the host wait for other devices.
+    With `weights`, return the sum of the weights for each number instead. `torch.bincount` is only
+    used on a CPU, because on other devices it makes the host wait.
     """
     if values.device.type == "cpu":
         return torch.bincount(values, weights, size)

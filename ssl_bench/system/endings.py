@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 1000
 
 
 class StopSignal(KeyboardInterrupt):
-    """Raised for a signal of `STOP_SIGNALS`. It is handled in the same way as Ctrl-C."""
+    """Raised if the process receives a stop signal such as SIGTERM. It is handled like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -39,11 +39,11 @@ class StopSignal(KeyboardInterrupt):
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], None]
 ) -> Generator[None]:
-    """Call a handler for these signals, and restore the previous handlers at the end.
+    """Use `handler` for the named signals in this context, then restore the previous handlers.
 
     Outside the main thread this has no effect, because Python does not allow handlers there. If
-    SIGHUP is ignored, it stays ignored, as `nohup` expects. Otherwise SIGHUP also redirects the
-    output of a closed terminal to /dev/null.
+    SIGHUP is ignored, it stays ignored, as `nohup` expects. Otherwise, if SIGHUP reports a closed
+    terminal, the output is redirected to /dev/null.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -71,7 +71,7 @@ def handle_signals(
 def _discard_lost_output() -> None:
     """Redirect stdout and stderr to /dev/null if their terminal or pipe is closed.
 
-    Otherwise a failed print could end the command before it has saved its results.
+    Otherwise, a failed print could end the command before it has saved its results.
     """
     # A program at the other end of a pipe gets the same signal. Wait until it has ended.
     time.sleep(0.1)
@@ -85,16 +85,16 @@ def _discard_lost_output() -> None:
 
 
 def raise_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Raise `StopSignal`. This is the signal handler of commands that save nothing at the end."""
+    """Raise `StopSignal`. This is the signal handler of commands that need no saving at the end."""
     del frame
     raise StopSignal(number)
 
 
 def repair_standard_streams() -> None:
-    """Open each standard stream that is closed, and let stdout print any character.
+    """Open each standard stream that is closed, and make stdout accept any character.
 
-    If a standard stream stayed closed, the next opened file would get its descriptor, and messages
-    would be written to that file. Characters that the terminal cannot encode are printed as
+    If a standard stream stayed closed, the next opened file would get its descriptor. Messages
+    would then be written to that file. Characters that the terminal cannot encode are printed as
     escapes.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -107,7 +107,7 @@ def repair_standard_streams() -> None:
 
 
 def report_interruption(reason: KeyboardInterrupt, arguments: Sequence[str]) -> int:
-    """Print the reason for the stop and how to continue, and return the exit code."""
+    """Print why the command was stopped and how to continue it, and return the exit code."""
     name = next(iter(reason.args), "") if isinstance(reason, StopSignal) else ""
     if is_main_process():
         event = f"stopped by {name}" if name else "interrupted"
@@ -126,9 +126,9 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
     If the error is a bug in this program, print nothing and return None.
 
-    This code is not in `main`, because the error's traceback refers to the frame of `main`. A
-    variable in `main` that held the error would create a reference cycle, which would keep data
-    workers and memory alive.
+    This function is separate from `main` to avoid a reference cycle. The error's traceback refers
+    to the frame of `main`. A variable in `main` that held the error would keep data workers and
+    memory alive.
     """
     reported = _convert_error(error, next(iter(arguments), ""))
     if reported is None:
@@ -145,7 +145,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int | None:
 
 
 def _convert_error(error: Exception, command: str) -> SslBenchError | None:
-    """Return the error to report, or None if the error is a bug of this program."""
+    """Return the error to report to the user, or None if the error is a bug in this program."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -168,8 +168,8 @@ class Outcome:
         seconds: Duration of the part.
         exit_code: Exit code that the part would have as a separate command. It is 0 on success.
         error: Error message in one line. It is empty on success.
-        ran_out_of_memory: Whether a process of `sweep` ran out of memory, so that it can be run
-            again. It is False for parts that `run_and_catch` ran.
+        ran_out_of_memory: Whether a job that `sweep` ran in its own process ran out of memory, so
+            that it can be retried. It is always False for parts that `run_and_catch` ran.
     """
 
     seconds: float

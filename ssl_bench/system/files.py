@@ -1,4 +1,4 @@
-"""Write files atomically, open files safely, mark folders of ssl-bench, and name files."""
+"""Write files atomically, open files safely, mark output folders, and choose names of files."""
 
 import errno
 import hashlib
@@ -38,9 +38,13 @@ _ORPHAN_SECONDS_WITHOUT_LOCKS = 86_400.0
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file. A crash or a full disk never leaves a partial file.
+    """Write a file so that a crash or a full disk never leaves a partial file.
 
     Missing parent folders are created.
+
+    Args:
+        path: Path of the file.
+        write: Function that writes the content to an open binary file.
 
     Raises:
         MachineError: The folder cannot be written or the disk is full. The old file is kept.
@@ -56,7 +60,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write text as UTF-8 with `write_atomically`. Undecodable bytes in file names are kept."""
+    """Write text as UTF-8 so that a crash or a full disk never leaves a partial file.
+
+    Bytes of file names that are not UTF-8 are written unchanged.
+    """
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
@@ -66,7 +73,7 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
     After this context has ended, a power failure cannot lose the file, because its content and its
     name are flushed to the disk. The temporary file is locked while it is written, so that
-    `remove_orphans` keeps it.
+    `remove_orphans` does not delete it.
 
     Raises:
         OSError: The file cannot be written. The old file is kept.
@@ -109,7 +116,10 @@ def require_writable(folder: Path) -> None:
 
 
 def remove_orphans_below(folder: Path) -> None:
-    """Apply `remove_orphans` to a folder and all of its subfolders. Links are not followed."""
+    """Delete temporary files that killed processes left in a folder or its subfolders.
+
+    Links are not followed. `remove_orphans` decides which files are deleted.
+    """
     if not folder.is_symlink():
         for place, _, _ in os.walk(folder):
             remove_orphans(Path(place))
@@ -193,13 +203,14 @@ def read_regular(path: Path) -> bytes:
 
 
 def describe_substitute(start: bytes) -> str | None:
-    """Describe a file that a failed download or clone left in place of the real file.
+    """Recognise a file that a failed download or clone left in place of the real file.
 
     Args:
         start: At least the first 64 bytes of the file.
 
     Returns:
-        A text with the remedy, such as "is empty. Copy or download it again". None for other files.
+        A description with a remedy, such as "is empty. Copy or download it again". None if the
+        content does not look like such a file.
     """
     start = start.lstrip()
     if not start:
@@ -279,7 +290,10 @@ def open_untrusted(
 def read_untrusted(
     root: Path, path: Path, max_bytes: int, *, checked_folders: set[Path] | None = None
 ) -> bytes:
-    """Return the content of a file. Arguments and errors are those of `open_untrusted`."""
+    """Return the content of a regular file below the folder `root`.
+
+    The arguments and errors are those of `open_untrusted`.
+    """
     with open_untrusted(root, path, max_bytes, checked_folders=checked_folders) as file:
         return file.read()
 
@@ -287,9 +301,10 @@ def read_untrusted(
 def read_untrusted_folder(
     root: Path, folder: Path, suffix: str, max_bytes: int
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and content of each file of a folder, faster than `read_untrusted`.
+    """For each file with a given suffix in a folder, yield its path and content.
 
-    The content is b"" if `read_untrusted` would raise an error.
+    This is faster than calling `read_untrusted` for each file. Where `read_untrusted` would raise
+    an error, the content is b"".
     """
     is_below_link = _find_link(root, folder) is not None
     try:
@@ -323,9 +338,10 @@ _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 
 
 def read_digests(sidecar: Path) -> list[tuple[str, str]]:
-    """Return the pairs of lower-case digest and file name in a file that `sha256sum` wrote.
+    """Return the digests and file names in a file that `sha256sum` wrote, as a list of pairs.
 
-    A file name may be empty. The list is empty if the file cannot be read.
+    Digests are in lower case. A file name may be empty. The list is empty if the file cannot be
+    read.
     """
     try:
         lines = read_regular(sidecar).decode(errors="replace").splitlines()
@@ -346,7 +362,10 @@ _RESULT_FILES = ("records.parquet", RECORDS, NAMES)
 
 
 def mark_as_output(folder: Path) -> None:
-    """Create a folder if it is missing, and mark it, so that no dataset reads its images."""
+    """Mark a folder as output of ssl-bench, so that no dataset reads the images in it.
+
+    A missing folder is created.
+    """
     if not (folder / _OUTPUT_MARK).exists():
         write_text_atomically(
             folder / _OUTPUT_MARK, "ssl-bench wrote this and reads no data from it\n"
@@ -354,7 +373,7 @@ def mark_as_output(folder: Path) -> None:
 
 
 def is_output(folder: Path) -> bool:
-    """Return whether ssl-bench wrote the images in a folder."""
+    """Return whether a folder contains images that ssl-bench wrote, such as figures."""
     if any((folder / mark).is_file() for mark in (_OUTPUT_MARK, REPORT_MARK)):
         return True
     # Older versions wrote no file that marks the folder.
@@ -454,11 +473,12 @@ def cache_folder(configured: str | Path | None) -> Path:
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
-    """Return a valid file name for a text. If the text is already valid, return it unchanged.
+    """Convert a text to a valid file name.
 
-    "/" becomes "_". If the name would be hidden or too long, it is changed and ends with "~" and 16
-    digits of the text's SHA-256. These digits are also added to a text that already ends in this
-    way. A changed name therefore never equals the name of another text.
+    A text that is already valid is usually returned unchanged. "/" becomes "_". A name that would
+    be hidden or too long is changed and ends with "~" and 16 digits of the text's SHA-256. If a
+    text already ends like this, digits are added as well. A changed name thus never equals the name
+    of another text.
 
     Args:
         text: Text of any length.
@@ -483,7 +503,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
 
 
 def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a key that sorts numbers in names by value: `run@10` comes before `run@100`."""
+    """Return a sort key that orders numbers in names by value: `run@10` comes before `run@100`."""
     # The parts alternate between text and number. A number may have more digits than `int` accepts,
     # so numbers are compared by their length and then by their digits.
     parts = re.split(r"([0-9]+)", name)
@@ -494,7 +514,7 @@ def natural_sort_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def figure_file_name(image_id: str, *, before: str = "") -> str:
-    """Return the name of the PNG file for an image. Different ids have different names."""
+    """Return the name of the PNG file for an image id. Different ids have different names."""
     added = len(before) + len(".png")
     return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
 
@@ -504,15 +524,15 @@ TILES = "ssl-bench tiles"
 
 
 def figure_title(name: str) -> str:
-    """Return the title of a figure: its file name without suffix and without digest.
+    """Return the title of a figure, given its file name without suffix.
 
-    Different figures may have the same title.
+    A digest at the end is removed, so different figures may have the same title.
     """
     return name[: -1 - _DIGEST_DIGITS] if _ENDS_IN_DIGEST.fullmatch(name) else name
 
 
 def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
-    """Return the name of the folder for the figures of an encoder and a set of images.
+    """Return the name of the folder for the figures of one encoder and one set of images.
 
     If an image changes, the fingerprint changes too, so old and new figures are never mixed.
     """
@@ -520,12 +540,15 @@ def figures_folder_name(encoder_folder: str, fingerprint: str) -> str:
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """Return the prefix of the names of all figure folders of an encoder."""
+    """Return the first part of the names of all figure folders of an encoder.
+
+    It consists of the model name and the first digits of the encoder's id.
+    """
     return f"{encoder_folder_prefix(model)}-{encoder_id[:_SHORT_DIGITS]}"
 
 
 def encoder_folder_prefix(model: str) -> str:
-    """Return the part of `encoder_folder` that only depends on the name of the model."""
+    """Return the part of `encoder_folder` that is computed from the model name."""
     return file_name(model, added=2 * (1 + _SHORT_DIGITS))
 
 

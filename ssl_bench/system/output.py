@@ -24,7 +24,10 @@ _FIRST_LINE_SECONDS, _MAX_SECONDS_BETWEEN_LINES = 20.0, 600.0
 
 
 def say(line: str) -> None:
-    """Print a message on stderr, without damaging progress bars. Only rank 0 prints."""
+    """Print a message on stderr without damaging progress bars.
+
+    In a distributed run, only the process of rank 0 prints.
+    """
     if not is_main_process():
         return
     with bar_class().external_write_mode(file=sys.stderr):
@@ -33,7 +36,7 @@ def say(line: str) -> None:
 
 @cache
 def say_once(line: str) -> None:
-    """Print a message as `say` does. If it is repeated in the same process, do nothing."""
+    """Print a message on stderr unless this process has already printed it."""
     say(line)
 
 
@@ -65,9 +68,9 @@ def _show_bar(items: Iterable[T], description: str, total: int | None) -> Iterat
 def bar_class() -> Any:
     """Return a subclass of tqdm's progress bar with two changes.
 
-    The remaining time is computed without the first item, which takes longer because data and
-    models must be loaded. Each process has its own lock. Forked processes of tqdm share a lock, so
-    all of them would wait forever if one of them were killed while it prints.
+    First, the remaining time is computed without the first item, which takes longer because data
+    and models must be loaded. Second, each process has its own lock. In tqdm, forked processes
+    share a lock. If one of them were killed while it prints, all others would wait forever.
     """
     # Imported here because the import takes as long as everything else that `--help` does.
     from tqdm import tqdm
@@ -177,19 +180,19 @@ def to_one_line(message: object) -> str:
 
 
 def escape_lines(lines: Iterable[str]) -> str:
-    """Escape each line for a terminal, and join the lines with line ends."""
+    """Escape each line for a terminal, and join the lines with newline characters."""
     return "\n".join(map(escape_unprintable, lines))
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text for a terminal, with escaped cells and aligned columns."""
+    """Format rows of cells as a text table with aligned columns, and escape them for a terminal."""
     cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def escape_latex(text: str) -> str:
-    """Escape a cell of a LaTeX table."""
+    """Escape a text for a cell of a LaTeX table."""
     escaped = "".join(_LATEX.get(character, character) for character in escape_unprintable(text))
     # Braces protect a leading bracket or star. LaTeX would read it as an argument of the \\ that
     # ends the previous row.
@@ -207,7 +210,7 @@ def escape_markdown(text: str) -> str:
 def escape_csv(value: Any) -> Any:
     """Put an apostrophe before a text that a spreadsheet would run as a formula.
 
-    Numbers are not changed, even if they are texts with a sign.
+    Numbers are not changed, even if they are strings such as "-1".
     """
     if not isinstance(value, str) or _NUMBER.fullmatch(value):
         return value
@@ -222,7 +225,9 @@ def escape_undecodable(text: str) -> str:
 def dump_json(
     value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
 ) -> str:
-    """Return a nested value as ASCII JSON that every parser accepts. NaN and infinity become null.
+    """Convert a nested value to ASCII JSON that every parser accepts.
+
+    NaN and infinity become null.
 
     Args:
         value: Mappings, sequences, numbers and texts.
@@ -264,9 +269,9 @@ def to_plain_json(
 
 
 def escape_in_template(value: Any) -> Any:
-    """Replace unprintable characters in a text that is inserted into an HTML template.
+    """Replace unprintable characters in a text before it is inserted into an HTML template.
 
-    The template engine escapes HTML, and its markup objects are returned unchanged.
+    Markup objects of the template engine are returned unchanged. The engine itself escapes HTML.
     """
     return escape_unprintable(value) if type(value) is str else value
 
@@ -282,9 +287,9 @@ def safe_file_name(name: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a text is a valid file name without folders on every operating system.
+    """Return whether a text is a file name that contains no folder on any operating system.
 
-    Surrogates are only allowed if they stand for undecodable bytes.
+    Surrogate characters are only allowed if they stand for bytes that are not UTF-8.
     """
     try:
         os.fsencode(name)
@@ -294,7 +299,10 @@ def is_file_name(name: str) -> bool:
 
 
 def quote_command(words: Sequence[str]) -> str:
-    """Return a printable command line that bash and zsh split into the given words."""
+    """Quote the words of a command, so that bash and zsh read exactly these words.
+
+    Unprintable characters are escaped.
+    """
     plain = {*range(32, 127)} - {*b"\\'"}
     quoted = []
     for word in words:

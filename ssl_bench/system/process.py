@@ -1,7 +1,7 @@
 """Properties of the running process: its rank under torchrun, its CPU cores, memory and code.
 
 `hatch_build.py` imports this file when a wheel is built. At that time no package is installed, so
-the top level of this file only needs the standard library.
+the top level of this file only imports the standard library.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _MALLOC_OPTIONS = ((-3, 2**28), (-1, 2**29))
 class ProcessInfo:
     """The rank of this process and the number of all processes, as torchrun defines them.
 
-    `local_rank` is None if LOCAL_RANK is not set.
+    `local_rank` is None if the environment variable LOCAL_RANK is not set.
     """
 
     rank: int = 0
@@ -39,7 +39,9 @@ class ProcessInfo:
 
 
 def get_process_info() -> ProcessInfo:
-    """Read torchrun's environment variables. If WORLD_SIZE is not set, there is a single process.
+    """Read the rank and the number of processes from torchrun's environment variables.
+
+    If WORLD_SIZE is not set, there is a single process.
 
     Raises:
         ConfigurationError: A variable is missing or has an invalid value.
@@ -79,7 +81,7 @@ def _wrong_variable(name: str, expected: str) -> ConfigurationError:
 def is_main_process() -> bool:
     """Return whether this process has rank 0. Only the process of rank 0 prints messages.
 
-    The result is also True if torchrun's variables are invalid, so that the error is printed.
+    If torchrun's variables are invalid, return True, so that the error is printed.
     """
     try:
         return get_process_info().rank == 0
@@ -120,7 +122,7 @@ def count_usable_cores() -> int:
 
 
 def use_passive_openmp_waiting() -> None:
-    """Let waiting OpenMP threads sleep, unless the user has set an environment variable for this.
+    """Let OpenMP threads sleep while they wait, unless an environment variable configures this.
 
     By default a waiting thread keeps its core busy, which slows down all other programs on the
     machine (results/tables/waiting_threads.md). Call this function before torch is imported.
@@ -130,10 +132,11 @@ def use_passive_openmp_waiting() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library reuse the memory of freed tensors, unless the user has configured it.
+    """Let the C library keep the memory of freed tensors for reuse.
 
     By default, glibc returns large blocks to the system, and the kernel clears every page of the
     next tensor. Up to 512 MiB of freed memory are kept, in addition to gaps between used blocks.
+    Nothing is changed if the user has configured memory allocation by environment variables.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -185,13 +188,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reraise_out_of_memory(error: Exception) -> None:
-    """Raise an error again if memory ran out, so that callers do not report a damaged file."""
+    """Raise `error` again if it was caused by a lack of memory.
+
+    Call it before an error is reported as a damaged file.
+    """
     if is_out_of_memory(error):
         raise error
 
 
 def out_of_memory_error(error: BaseException, command: str) -> MachineError:
-    """Return the error for a command that ran out of memory. Its hint lists smaller settings."""
+    """Return the error for a command that ran out of memory. Its hint suggests smaller settings."""
     detail = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     hint = _SMALLER_SETTINGS.get(command, "").split()
     return MachineError(f"out of memory ({detail[:200]})", hint=hint)
@@ -220,7 +226,8 @@ def free_shared_memory() -> int | None:
 def free_host_memory() -> int:
     """Return the number of bytes that this process can still allocate.
 
-    The limits are the free memory of the machine and of the control groups of the process.
+    This is the smallest of the machine's free memory and the free memory of each control group
+    (cgroup) of the process.
     """
     return min([_free_machine_memory(), *_free_cgroup_memory()])
 
@@ -257,7 +264,7 @@ def _free_cgroup_memory() -> Iterator[int]:
 
 
 def _file_cache_bytes(group: Path) -> int:
-    """Return the size of a control group's file cache in bytes. The system frees it on demand."""
+    """Return the size in bytes of a control group's file cache, which is freed on demand."""
     with suppress(OSError, ValueError):
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(number) for name, number in lines if name in _CACHE_ENTRIES)
@@ -319,7 +326,7 @@ def source_commit() -> str | None:
 def read_git_commit(checkout: Path) -> str | None:
     """Return the commit of a git checkout, or None if git is missing or fails.
 
-    "-dirty" is appended if a tracked file has uncommitted changes.
+    If a tracked file has uncommitted changes, "-dirty" is appended.
     """
 
     def git(*arguments: str) -> str:

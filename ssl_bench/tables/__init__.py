@@ -1,1 +1,1 @@
-"""Turn records into tables over blocks, epochs, severities or encoders, and compare encoders."""
+"""Build tables of scores over blocks, epochs, severities or encoders, and compare encoders."""

@@ -1,4 +1,4 @@
-"""Compute paired differences of two encoders, two runs or two blocks over the same images."""
+"""Compare two encoders, two training runs or two blocks by their scores on the same images."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ _QUESTION = ("task", "dataset", "metric", "facet", "protocol")
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two scores over the same images, first minus second, in percentage points.
+    """Difference between two scores on the same images, first minus second, in percentage points.
 
     Attributes:
         name: Heading of the table row, such as "11" for block 11.
@@ -45,11 +45,11 @@ class Difference:
         low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
         high: Upper end of the 95 % interval, or NaN if there is no interval.
         layers: Block indices of the first score and of the second score.
-        degenerate: Percentages of degenerate images for the first and the second score. None if
-            unknown.
+        degenerate: For each score, the percentage of images whose result is decided by rounding
+            errors. None if unknown.
         p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
-        p_holm: The p-value after Holm's correction over the rows of the table that compare block by
-            block. NaN for all other rows and for rows that were not tested.
+        p_holm: The p-value after Holm's correction over the rows that compare block by block. NaN
+            for all other rows of the table, and for rows that were not tested.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes 0 and neither score is degenerate."""
+        """Whether the interval of the difference excludes 0 and neither score is degenerate."""
         return self.interval_excludes_0 and not self.is_degenerate
 
     @property
     def is_significant_after_holm(self) -> bool:
-        """Whether the difference stays significant after Holm's correction over the blocks."""
+        """Whether the difference is still significant after Holm's correction over the blocks."""
         return self.is_significant and self.p_holm < SIGNIFICANT
 
     @property
@@ -95,14 +95,18 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """The difference, such as "+2.5 [+1.0, +4.0] §", or a dash if a score is undefined."""
+        """The difference and its interval as text, such as "+2.5 [+1.0, +4.0] §".
+
+        The sign § marks significance after Holm's correction. If a score is undefined, the text is
+        a dash.
+        """
         if math.isnan(self.value) or math.isnan(self.low + self.high):
             return _format_number(self.value, "+z.1f")
         sign = " §" if self.is_significant_after_holm else ""
         return f"{self.value:+z.1f} [{self.low:+z.1f}, {self.high:+z.1f}]{sign}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the difference as JSON types. NaN and infinity become null."""
+        """Return the difference as a dictionary of JSON types, with None for NaN and infinity."""
         values = {"first": self.first, "second": self.second, "difference": self.value}
         values |= {"low": self.low, "high": self.high, "p": self.p, "p_holm": self.p_holm}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
@@ -121,7 +125,7 @@ def _format_number(value: float, style: str) -> str:
 
 
 class PairedScore(NamedTuple):
-    """One score of a difference, with its blocks and its percentage of degenerate images."""
+    """One of two compared scores, with its blocks and its percentage of degenerate images."""
 
     estimate: Estimate
     layers: tuple[int, ...]
@@ -133,12 +137,18 @@ def score_block(curve: ImageCurve, layer: int) -> PairedScore:
 
 
 def _score_held_out(curve: ImageCurve) -> PairedScore:
-    """Return the score of a curve whose block is chosen on held-out images."""
+    """Return the score of an encoder whose block is chosen on held-out images.
+
+    Each fold of the images is scored with the block that is best on the other folds.
+    """
     return PairedScore(curve.held_out, tuple(curve.blocks), curve.held_out_degenerate_percent)
 
 
 def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
-    """Subtract the second score from the first. A score minus itself has no interval."""
+    """Return the difference of two scores on the same images, first minus second.
+
+    If both arguments hold the same estimate, the difference has no confidence interval.
+    """
     is_same = first.estimate is second.estimate
     interval = None if is_same else first.estimate.difference_ci95(second.estimate)
     low, high = interval or (math.nan, math.nan)
@@ -155,7 +165,10 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 
 
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
-    """Return the rows with Holm-corrected p-values. Degenerate rows are not tested."""
+    """Return copies of the rows with p-values after Holm's correction over all rows.
+
+    Rows with a degenerate score are not tested, so their corrected p-value is NaN.
+    """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
 
@@ -163,7 +176,8 @@ def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
 def compare_block_by_block(first: ImageCurve, second: ImageCurve) -> list[Difference]:
     """Compare two encoders at every block index that was probed in both.
 
-    If their last blocks have different indices, the last blocks are compared, too.
+    If the last probed blocks of the encoders have different indices, one more row compares these
+    blocks.
     """
     pairs = [(str(n), n, n) for n in sorted(first.blocks.keys() & second.blocks.keys())]
     last = max(first.blocks), max(second.blocks)
@@ -179,7 +193,8 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
     The best blocks are chosen on the scored images, so their scores are optimistic. The held-out
     choice estimates the score of a user who must choose a block before seeing these images. The
-    result is empty if an encoder has no block that can be best.
+    list is empty if either encoder has no best block, for example because all blocks are
+    degenerate.
     """
     if not (first.has_best and second.has_best):
         return []
@@ -200,7 +215,10 @@ def compare_checkpoints(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
 
 def _compare_blocks_of_one(curve: ImageCurve) -> list[Difference]:
-    """Compare each block and the held-out choice with the best block, or with the last one."""
+    """Compare each block of one encoder with its best block, or the last block if none is best.
+
+    If there is a best block, one more row compares it with a block chosen on held-out images.
+    """
     best = score_block(curve, curve.best)
     rows = _correct_over_blocks(
         [subtract(str(n), score_block(curve, n), best) for n in sorted(curve.blocks)]
@@ -221,10 +239,10 @@ class Comparison(Table):
 
     Attributes:
         names: Column headings of the first and of the second score.
-        encoders: One record for each compared encoder, so one or two in total.
+        encoders: One record (a stored score) of each compared encoder, so one or two in total.
         without_best: Names of the encoders without a best block, because all their blocks are
             degenerate.
-        code: Versions of the code that computed the scores (`code_versions`), by encoder name.
+        code: For each encoder name, the versions of the code that computed its scores.
     """
 
     record: Record
@@ -236,7 +254,10 @@ class Comparison(Table):
     code: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def sheet(self) -> Sheet:
-        """Return the printed table. Marks do not depend on Holm's correction."""
+        """Return the table to print.
+
+        Significant differences are emphasised, without a correction for the number of rows.
+        """
         return Sheet(
             title=self.title,
             head=("block", *self.names, "first - second [95 %]"),
@@ -307,9 +328,10 @@ class Comparison(Table):
 
 
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
-    """Return explanations of the signs § and †, for those that occur in the tables.
+    """Return footnotes that explain the signs § (significant) and † (degenerate images).
 
-    Holm's correction was applied to each table separately.
+    § is explained if any difference was tested, even if none is significant. † is only explained if
+    it occurs. Holm's correction was applied to each table separately.
     """
     rows, notes = list(itertools.chain(*tables)), []
     num_tested = [sum(not math.isnan(row.p_holm) for row in table) for table in tables]
@@ -328,7 +350,7 @@ def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, .
 
 
 def code_warning(tables: Iterable[Comparison]) -> str:
-    """Return a warning if the compared scores come from different code versions, or ""."""
+    """Return a warning if scores of the same table come from different code versions, or ""."""
     versions: dict[str, set[str]] = defaultdict(set)
     for table in tables:
         # The code can only explain a difference if the versions differ within one table.
@@ -345,7 +367,7 @@ def code_warning(tables: Iterable[Comparison]) -> str:
 
 
 def code_versions(records: Iterable[Record]) -> frozenset[str]:
-    """Return the versions of the code that computed records, such as "0.2.0 (3f9a01b2c4)"."""
+    """Return the code versions that computed the records, such as "0.2.0 (3f9a01b2c4)"."""
     versions = set()
     for record in records:
         commit = record.git_commit or "unknown"
@@ -360,18 +382,22 @@ def compare_encoders(
     encoders: Mapping[str, str],
     select: Callable[[Sequence[Record]], Collection[Record]] = list,
 ) -> tuple[list[Comparison], dict[str, str]]:
-    """Compare two encoders, or the blocks of one encoder, in every task with per-image values.
+    """Compare two encoders, or the blocks of one encoder, in every task with per-image scores.
 
-    `encoders` maps the `Record.encoder_id` of one or two encoders to their checkpoints on the
-    command line. `select` receives one record for each possible table, and returns those whose
-    tables are computed.
+    Args:
+        store: Results folder with the records (stored scores) and the per-image scores.
+        records: The records to compare.
+        encoders: The checkpoint as typed on the command line, for the `Record.encoder_id` of each
+            of one or two encoders.
+        select: Function that chooses the tables to compute. It receives one record for each
+            possible table, and returns some of these records.
 
     Returns:
-        One table for each group of comparable records, and for each task without a table, the
-        reason why there is none.
+        The tables, one for each group of comparable records. Also a dictionary from each task
+        without a table to the reason why there is none.
 
     Raises:
-        DataError: There is no table.
+        DataError: No table can be computed.
     """
     ids = list(encoders)
     by_id = {record.encoder_id: record for record in records}
@@ -426,7 +452,10 @@ def compare_encoders(
 
 
 def _groups_by_seed(records: Sequence[Record]) -> list[list[Record]]:
-    """Group comparable records of the same seed. Images can only be paired within a group."""
+    """Group records that are comparable and have the same seed.
+
+    Two scores of the same image are only compared within a group.
+    """
     seeds = sorted({record.seed for record in records})
     groups = [
         [r for r in group if r.seed == n] for group in comparable_groups(records) for n in seeds
@@ -445,7 +474,10 @@ def _has_per_image(store: ResultStore, group: Sequence[Record], encoders: Sequen
 def _load_sides(
     store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
 ) -> list[ImageCurve]:
-    """Return the curve of each encoder, or [] if any encoder lacks per-image values."""
+    """Return the scores of each encoder at every block, together with its per-image scores.
+
+    If any encoder lacks per-image scores, the list is empty.
+    """
     curves = [load_curve(store, [r for r in group if r.encoder_id == key]) for key in encoders]
     is_complete = all(curve.per_image for curve in curves)
     return curves if is_complete else []
@@ -454,7 +486,7 @@ def _load_sides(
 def _explain_failure(
     store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
 ) -> str:
-    """Return why the records of a task cannot be compared, and the command that solves this."""
+    """Return why the records of a task cannot be compared, and what to do if this can be fixed."""
     task = records[0].task
     sides = {name: [r for r in records if r.encoder_id == key] for key, name in encoders.items()}
     for name, side in sides.items():
@@ -504,7 +536,7 @@ def _list_differences(first: Record, second: Record) -> list[str]:
 
 @dataclass(frozen=True)
 class EpochComparison(Table):
-    """Differences between two runs in one metric, at common blocks and ascending epochs."""
+    """Table of differences between two training runs, for each common block and epoch."""
 
     by_epoch: Mapping[float, Comparison]
 
@@ -513,7 +545,7 @@ class EpochComparison(Table):
         return next(iter(self.by_epoch.values())).record
 
     def sheet(self) -> Sheet:
-        """Return one table with the rows of all epochs, sorted by block and then by epoch."""
+        """Return the table to print. The rows of all epochs are sorted by block, then by epoch."""
         sheets = {epoch: comparison.sheet() for epoch, comparison in self.by_epoch.items()}
         first = next(iter(sheets.values()))
         rows = [
@@ -544,12 +576,12 @@ class EpochComparison(Table):
 def compare_runs(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Compare two runs block by block, at every epoch that was probed in both.
+    """Compare two training runs block by block, at every epoch that was probed in both.
 
-    The encoder `RUN@100` belongs to the run `RUN`.
+    The encoder `RUN@100` is the encoder of the run `RUN` after 100 epochs.
 
     Raises:
-        DataError: A run has two encoders for the same epoch, or there is no table.
+        DataError: A run has two encoders for the same epoch, or no table can be computed.
     """
     tables = []
     for group in _groups_by_seed(records):

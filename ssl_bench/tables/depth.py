@@ -1,4 +1,4 @@
-"""Tables with one row per block of encoders, or with one row per epoch of a run."""
+"""Build tables of scores over the blocks of encoders, or over the epochs of training runs."""
 
 import math
 from collections import defaultdict
@@ -39,13 +39,13 @@ class Pivot(Table):
     """A table of scores, for example with blocks as rows and encoders as columns.
 
     Attributes:
-        row_name: Kind of the rows: "block", "epoch", "severity", "encoder" or "step".
+        row_name: What a row stands for: "block", "epoch", "severity", "encoder" or "step".
         rows: Block indices, epochs, severities, encoder names or steps, in printed order.
-        columns: Names of the columns, or severities, in printed order.
-        entries: Scores by (row, column).
+        columns: Names of the columns, or severities of image corruptions, in printed order.
+        entries: Scores, by (row, column).
         undecided: The pairs (row, column) that have no score because no block could be chosen.
         notes: Lines of text that are printed below the table.
-        skipless: Columns of encoders or runs without skip connections.
+        skipless: Names of the columns whose encoder or run has no skip connections.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Pivot(Table):
 
     @property
     def record(self) -> Record:
-        """One of the records from which the scores were computed."""
+        """One of the records (stored scores) from which the table was computed."""
         return next(entry.records[0] for _, _, entry in self.scores())
 
     @property
@@ -69,7 +69,10 @@ class Pivot(Table):
 
     @property
     def has_values(self) -> bool:
-        """Whether any score is not NaN. Top-5 accuracy of two classes is always NaN."""
+        """Whether at least one score is a number, not NaN.
+
+        For example, top-5 accuracy is always NaN if there are only two classes.
+        """
         return any(not math.isnan(entry.value) for _, _, entry in self.scores())
 
     @property
@@ -82,14 +85,14 @@ class Pivot(Table):
         return dagger_meaning(entry.degenerate_percent for _, _, entry in self.scores())
 
     def scores(self) -> Iterator[tuple[Any, Any, Entry]]:
-        """Yield the row, the column and the entry of every score, row by row."""
+        """Yield the row, the column and the score of every cell that has a score, row by row."""
         for row in self.rows:
             for column in self.columns:
                 if (row, column) in self.entries:
                     yield row, column, self.entries[row, column]
 
     def curves(self) -> "Pivot | None":
-        """Return the table to draw, with one curve per column, or None if there are no curves."""
+        """Return a table whose columns are drawn as curves, or None if there are no curves."""
         return self
 
     def best_row(self, column: Any) -> Any:
@@ -103,10 +106,11 @@ class Pivot(Table):
         )
 
     def _ranking(self, column: Any) -> list[str]:
-        """Return the distinct scores that can be best (`Entry.is_rankable`) as text, highest first.
+        """Return the distinct printed scores of a column that can be marked as best, highest first.
 
-        The list is empty, so that nothing is marked, in two cases: the column has fewer than two
-        scores, or all scores that can be best are printed as the same number.
+        Degenerate scores, for example, cannot be best (see `Entry.is_rankable`). The list is empty,
+        so that nothing is marked, if the column has fewer than two scores or if all scores that can
+        be best are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)
@@ -147,7 +151,7 @@ class Pivot(Table):
         return entry.text()
 
     def missing_text(self, row: Any, column: Any) -> str:
-        """Return the text of a cell without a score."""
+        """Return the text to print in a cell that has no score."""
         return "‡" if (row, column) in self.undecided else ""
 
     def _cell(self, row: Any, column: Any, ranking: Sequence[str]) -> Cell:
@@ -162,7 +166,10 @@ class Pivot(Table):
         )
 
     def _strides(self) -> dict[Any, str]:
-        """Return the recorded token strides of each block in pixels, such as "16" or "8/16"."""
+        """Return the distance between neighbouring tokens in pixels, for each block.
+
+        The text is, for example, "16", or "8/16" if the encoders differ.
+        """
         if self.row_name != "block":
             return {}
         strides: dict[Any, set[int]] = defaultdict(set)
@@ -194,7 +201,10 @@ def _stride_field(entry: Entry) -> dict[str, int]:
 
 
 def depth_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return one table with blocks as rows and encoders as columns per comparable group."""
+    """Return tables with blocks as rows and encoders as columns.
+
+    There is one table per group of comparable records (see `comparable_groups`).
+    """
     groups, names = comparable_groups(records), model_names(records)
     return [
         _pivot(group, title, "block", lambda record: (record.layer, names[record.encoder_id]))
@@ -203,9 +213,10 @@ def depth_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
-    """Return one table with epochs as rows and blocks as columns per run and comparable group.
+    """Return tables with pretraining epochs as rows and blocks as columns.
 
-    The encoders `RUN@100`, `RUN@200` and `RUN` belong to one run. `RUN` is the encoder of its last
+    There is one table for each run and group of comparable records. The encoders `RUN@100` and
+    `RUN@200` belong to epochs 100 and 200 of the run `RUN`, and the encoder `RUN` to its last
     epoch.
 
     Raises:
@@ -227,7 +238,7 @@ def epoch_tables(records: Sequence[Record]) -> list[Pivot]:
 
 
 def epoch_table(records: Sequence[Record], title: str) -> Pivot:
-    """Return a table with epochs as rows and blocks as columns for one run."""
+    """Return a table of one run, with epochs as rows and blocks as columns."""
     return _pivot(
         records, title, "epoch", lambda record: (epoch_number(record), f"block {record.layer}")
     )
@@ -239,7 +250,14 @@ def _pivot(
     row_name: str,
     key: Callable[[Record], tuple[float, str]],
 ) -> Pivot:
-    """Build a table of means over seeds. `key` returns the row and column of a record."""
+    """Build a table in which each cell is a mean over random seeds.
+
+    Args:
+        records: Comparable records (stored scores).
+        title: Title of the table.
+        row_name: What a row stands for, such as "block".
+        key: Function that returns the row and the column to which a record belongs.
+    """
     entries = mean_entries(records, key)
     return Pivot(
         title=title,
@@ -255,7 +273,7 @@ def _pivot(
 
 
 def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the records of each run that has at least two epochs, sorted by run name."""
+    """Return a dictionary from run names to records, for runs probed at two or more epochs."""
     return {
         run: run_records
         for run, run_records in sorted(group_by_run(records).items())
@@ -264,7 +282,7 @@ def runs_with_several_epochs(records: Sequence[Record]) -> dict[str, list[Record
 
 
 def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group records by the name of their run. Records that state no epoch are left out."""
+    """Group records by the name of their pretraining run. Leave out records that state no epoch."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         epoch = record.details.get("epoch")
@@ -274,7 +292,7 @@ def group_by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
-    """Raise DataError if an epoch of a run has two encoders.
+    """Raise DataError if the records contain two encoders for the same epoch of a run.
 
     This happens if two runs have the same name. The records must be comparable.
     """
@@ -291,15 +309,15 @@ def require_one_encoder_per_epoch(run: str, records: Sequence[Record]) -> None:
 
 
 def epoch_number(record: Record) -> float:
-    """Return the pretraining epoch of the encoder, which the record must state."""
+    """Return the pretraining epoch of a record's encoder, which the record must state."""
     return float(record.details["epoch"])
 
 
 def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
-    """Print the tables of each task's main metric.
+    """Print the tables of each task's main metric to stdout.
 
-    If there is only one task and it has at most `MAX_TABLES` tables, all of them are printed. For
-    tables that are not printed, a message states the command that prints them.
+    If there is only one task and it has at most `MAX_TABLES` tables, all of them are printed. If
+    tables are left out, a message states the command that prints them.
     """
     by_task: dict[str, list[Pivot]] = defaultdict(list)
     for table in tables:
@@ -323,9 +341,9 @@ def print_main_tables(tables: Sequence[Pivot], store: ResultStore) -> None:
 def main_metrics(
     records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
 ) -> dict[tuple[Any, ...], str]:
-    """Return the main metric of each group of records that agree in the fields `names`.
+    """Group records by the fields `names`, and return the main metric of each group.
 
-    The first name must be "task".
+    The main metric represents a task in overviews. The first of `names` must be "task".
     """
     metrics: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
     for record in records:

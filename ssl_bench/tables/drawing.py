@@ -1,4 +1,4 @@
-"""Draw values as curves over blocks, epochs, severities or steps with matplotlib."""
+"""Draw tables as curves over blocks, epochs, severities or training steps with matplotlib."""
 
 import io
 import math
@@ -32,7 +32,7 @@ _HOLLOW: Mapping[str, Any] = {"marker": "o", "markersize": 5, "markerfacecolor":
 
 
 def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
-    """Draw tables with `curves_figure`, and write the figure to a file in the format of its suffix.
+    """Draw tables as curves, and save the figure in the format of the suffix of `path`.
 
     Raises:
         ConfigurationError: The suffix is not a known format.
@@ -53,8 +53,9 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
 def curves_figure(tables: Sequence[Pivot]) -> "Figure":
     """Draw one panel per table, with one curve per column of the table.
 
-    A band around each curve shows the 95 % intervals, or one standard deviation in each direction
-    for training logs. Each encoder has its style from `choose_styles` in all panels.
+    A band around each curve shows the 95 % intervals of the scores. For training logs, it shows the
+    mean plus or minus one standard deviation. Each encoder, run or block has the same colour in all
+    panels.
     """
     # Leave out tables in which every score is NaN, unless this is true for all tables.
     tables = [table for table in tables if table.has_values] or tables
@@ -102,7 +103,7 @@ def curves_figure(tables: Sequence[Pivot]) -> "Figure":
 
 
 def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
-    """Start a new line after the first comma, and wrap lines after `letters` characters."""
+    """Break a text after its first comma, and wrap it to lines of at most `letters` characters."""
     parts = escape_unprintable(text).split(", ", 1)
     return "\n".join(
         escape_matplotlib(line) for part in parts for line in textwrap.wrap(part, letters)
@@ -127,7 +128,10 @@ def _figure_inches(
 
 
 def _choose_ticks(rows: Sequence[float]) -> list[float]:
-    """Return the whole numbers among the rows, thinned out evenly if there are too many."""
+    """Return the axis positions that get a tick: the whole numbers among the rows.
+
+    If there are too many, only every second, third or n-th of them is returned.
+    """
     whole = [row for row in rows if row == int(row)]
     return whole[:: -(-len(whole) // _MAX_TICKS) or 1]
 
@@ -171,7 +175,7 @@ def _choose_marker(num_points: int) -> str:
 
 
 def _draw_curve(axis: Any, table: Pivot, column: str, look: Mapping[str, Any], top: float) -> None:
-    """Draw the curve of one column. Infinite values are drawn at the value `top`."""
+    """Draw one column of a table as a curve. Infinite values are drawn at the height `top`."""
     entries = {row: entry for row, at, entry in table.scores() if at == column}
     values = [min(entry.value, top) for entry in entries.values()]
     marker, colour = _choose_marker(len(table.rows)), look["color"]

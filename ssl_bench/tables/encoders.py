@@ -1,4 +1,4 @@
-"""Tables with encoders as rows, and with datasets, metrics, facets or protocols as columns."""
+"""Build tables with one row per encoder and one column per dataset, metric and kind of feature."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,13 @@ from ssl_bench.tables.layer_selection import (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderTable(Pivot):
-    """A table of encoders (rows) with one score in each column.
+    """A table of scores, with encoders as rows and measurements as columns.
 
     Attributes:
-        choice: How the block of each score was chosen: "holdout" or "oracle". "block" if only one
-            block of each encoder was scored.
-        series: One record for each column, by column name.
+        choice: How the block of each score was chosen: "holdout" (on other images than the scored
+            ones) or "oracle" (on the scored images). "block" if only one block of each encoder was
+            scored.
+        series: One record (a stored score) for each column name, which states what is measured.
     """
 
     choice: str
@@ -90,7 +91,10 @@ class EncoderTable(Pivot):
 
 
 def encoder_table(records: Sequence[Record], store: ResultStore, choice: str) -> EncoderTable:
-    """Score each encoder in each comparable group. `choice` is one of `CHOICES`."""
+    """Build a table with one score for each encoder and each group of comparable records.
+
+    `choice` states how the block of each score is chosen: "holdout" or "oracle".
+    """
     groups = comparable_groups(records)
     columns = column_names([group[0] for group in groups])
     models = model_names(records)
@@ -159,7 +163,7 @@ def _notes(
 
 
 def column_names(records: Sequence[Record]) -> list[str]:
-    """Return a short unique name for the column of each record, such as "voc2012, miou"."""
+    """Return a short unique column name for each record, such as "voc2012, miou"."""
     metrics = len({record.metric for record in records}) > 1
     names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet", "protocol_label"):
@@ -174,7 +178,11 @@ def column_names(records: Sequence[Record]) -> list[str]:
 
 
 def _extend_equal_names(names: Sequence[list[str]], words: Sequence[list[str]]) -> list[list[str]]:
-    """Append its words to each name if another column has the same name but other words."""
+    """Append words to column names that are not unique.
+
+    `words` contains the words for each name. They are only appended to a name if another column has
+    the same name but different words.
+    """
     words_by_name: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, more in zip(names, words, strict=True):
         words_by_name[tuple(name)].add(tuple(more))

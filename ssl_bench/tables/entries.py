@@ -1,4 +1,4 @@
-"""Group comparable records, average them over seeds, and write the notes below tables.
+"""Group comparable records (stored scores), average them over seeds, and write notes on tables.
 
 An `Entry` is one value of a table. The notes state, for example, the number of images and the
 software versions.
@@ -35,10 +35,11 @@ _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "second
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
-    """Group records that one table can show together, sorted by the fields that they share.
+    """Group records (stored scores) that can be compared in one table.
 
-    All records of a group have the same task, dataset, split, metric, protocol, facet, images and
-    settings. Their blocks, encoders and seeds may differ.
+    All records of a group have the same task, dataset, split, metric, protocol, facet (kind of
+    feature), images and settings. Their blocks, encoders and seeds may differ. Groups are sorted by
+    the shared fields.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     # Cache texts by object identity, because records that were read together share a settings
@@ -55,7 +56,7 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """Return a table title for each group from `comparable_groups`.
+    """Return a table title for each group of comparable records.
 
     If several groups have the same title, the settings that differ are appended in brackets.
     """
@@ -72,10 +73,11 @@ def table_titles(groups: Sequence[Sequence[Record]]) -> list[str]:
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Return the settings of a record that differ in any of its rivals, such as ["lr=0.1"].
+    """Return the settings in which a record differs from any record in `rivals`.
 
-    Settings that the table title already states are left out. If the images differ, the result also
-    contains the first digits of their fingerprint.
+    Each setting is a text such as "lr=0.1". Settings that the table title already states are left
+    out. If the images differ, the list also contains the first digits of the fingerprint of the
+    record's images.
     """
     in_title = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
@@ -100,7 +102,10 @@ def table_title(record: Record) -> str:
 
 
 def training_suffix(record: Record) -> str:
-    """Return a suffix like ", trained on train (1464 images, 3f9a01)", or "" without training."""
+    """Return the part of a table title that states the images on which the probe was trained.
+
+    For example, this is ", trained on train (1464 images, 3f9a01)", or "" without training.
+    """
     return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
@@ -110,9 +115,9 @@ def metric_with_unit(record: Record) -> str:
 
 
 def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
-    """Return a unique name for each encoder, by `encoder_id`.
+    """Return a dictionary from the id of each encoder to a unique name.
 
-    If several encoders have the same name, the first digits of the id are appended to each.
+    If several encoders have the same name, the first digits of its id are appended to each name.
     """
     names = {record.encoder_id: record.model for record in records}
     digits = 6
@@ -130,16 +135,19 @@ def model_names(records: Iterable[Record | RecordedEncoder]) -> dict[str, str]:
 def choose_main_metric(task: str, metrics: Sequence[tuple[str, bool]]) -> str:
     """Return the metric that represents a task in overviews.
 
-    It is the first metric of `TaskTexts.metrics` that was measured. If none of these was measured,
-    it is the first metric for which higher is better. Each measured metric is given as a pair of
-    its name and whether higher is better.
+    This is the first metric of `TaskTexts.metrics` that was measured. If none of these was
+    measured, it is the first metric for which higher is better.
+
+    Args:
+        task: Name of the task.
+        metrics: The measured metrics, each as a pair: its name, and whether higher is better.
     """
     names = [name for name, _ in sorted(metrics, key=lambda metric: not metric[1])]
     return next((name for name in task_texts(task).metrics if name in names), names[0])
 
 
 def series_as_json(record: Record) -> dict[str, Any]:
-    """Return the fields that all records of a comparable group share, as JSON types."""
+    """Return the fields that a record shares with all comparable records, as JSON types."""
     return {
         **{name: getattr(record, name) for name in SERIES},
         "dataset_fingerprint": record.dataset_fingerprint,
@@ -167,10 +175,11 @@ class Entry:
         high: Upper end of the 95 % interval, or None if there is no interval.
         degenerate_percent: Percentage of images whose result is decided by rounding errors. None if
             the task does not measure this percentage.
-        records: The records from which the value was computed. There are several if there are
-            several seeds, or if the held-out choice selected several blocks.
+        records: The records (stored scores) from which the value was computed. There are several if
+            there are several seeds, or if different blocks were chosen for parts of the images.
         offered_layers: The blocks from which a block was chosen. Empty if no choice was made.
-        omitted_seeds: Seeds that are left out because other blocks were probed with them.
+        omitted_seeds: Seeds that are left out, because they were probed at other blocks than the
+            rest.
         shows_seed_count: Whether the printed text states the number of seeds.
     """
 
@@ -193,7 +202,7 @@ class Entry:
 
     @property
     def layer(self) -> int:
-        """The block index of an entry that has a single block."""
+        """Index of the block, for an entry that has a single block."""
         return self.records[0].layer
 
     @property
@@ -203,29 +212,35 @@ class Entry:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether more than `MAX_DEGENERATE_PERCENT` of the images are degenerate."""
+        """Whether more than `MAX_DEGENERATE_PERCENT` % of the images are degenerate."""
         return is_degenerate(self.degenerate_percent)
 
     @property
     def is_rankable(self) -> bool:
-        """Whether the value can be the best: higher is better, not NaN, not degenerate."""
+        """Whether the value can be marked as the best of a table column.
+
+        This requires that higher is better, and that the value is neither NaN nor degenerate.
+        """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The text in two parts: the value and the rest, which reports print below the value."""
+        """The text, split into the value and the rest, such as the interval.
+
+        The rest is left out if there is none.
+        """
         return tuple(filter(None, self.text().partition(" ")[::2]))
 
     @property
     def reason(self) -> str:
-        """The recorded reason why the value is NaN, or "" if unknown or not NaN."""
+        """The reason why the value is NaN, or "" if it is a number or the reason is unknown."""
         reasons = (record.details.get("undefined") for record in self.records)
         return next((str(text) for text in reasons if text), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
-        """The value as a number that JavaScript can parse, or "" for NaN."""
+        """The value as text that JavaScript can convert to a number, or "" for NaN."""
         if math.isnan(self.value):
             return ""
         return "Infinity" if self.value == math.inf else str(self.value)
@@ -302,7 +317,7 @@ def _format_plain(value: float) -> str:
 
 
 def mean_entry(records: Sequence[Record]) -> Entry:
-    """Return the mean over records of one block that differ only in the seed."""
+    """Return the mean score of records that differ only in the seed."""
     entries = []
     for record in records:
         low, high = record.ci95 or (None, None)
@@ -314,7 +329,7 @@ def mean_entry(records: Sequence[Record]) -> Entry:
 
 
 def average_entries(entries: Sequence[Entry]) -> Entry:
-    """Return the mean over entries of different seeds.
+    """Return the mean over table entries that belong to different seeds.
 
     The ends of the intervals are averaged, so the resulting interval is about as wide as that of a
     single seed.
@@ -334,7 +349,7 @@ def average_known(values: Sequence[float | None]) -> float | None:
 
 
 def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, Entry]:
-    """Group records by `key`, and average each group over seeds."""
+    """Group records by the result of `key`, and average the scores of each group over seeds."""
     groups: dict[K, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
@@ -342,13 +357,13 @@ def mean_entries(records: Iterable[Record], key: Callable[[Record], K]) -> dict[
 
 
 def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
-    """Return copies of entries that show their numbers of seeds if these numbers differ."""
+    """Return copies of entries that print their number of seeds if these numbers differ."""
     differ = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, shows_seed_count=differ) for at, entry in entries.items()}
 
 
 def dagger(percent: float | None) -> str:
-    """Return the percentage of degenerate images as a suffix, such as " †24".
+    """Return a suffix that states the percentage of degenerate images, such as " †24".
 
     The suffix is empty if no image is degenerate. Percentages below 1 are rounded to one decimal,
     and others to whole numbers. A percentage slightly above `MAX_DEGENERATE_PERCENT` gets as many
@@ -363,7 +378,7 @@ def dagger(percent: float | None) -> str:
 
 
 def dagger_meaning(percents: Iterable[float | None]) -> str:
-    """Return an explanation of the sign † if any of the percentages is above 0, or "" otherwise."""
+    """Return an explanation of the sign † if any of the percentages is above 0, otherwise ""."""
     if not any(percents):
         return ""
     return (
@@ -391,9 +406,10 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Return the scores of each image-independent baseline, by its name, such as "centre box".
+    """Return a dictionary from the name of each image-independent baseline to its scores.
 
-    Scores are in ascending order. There are several if encoders received images of different sizes.
+    A baseline, such as "centre box", has several scores if encoders received images of different
+    sizes. They are in ascending order.
     """
     scores: dict[str, set[float]] = defaultdict(set)
     for record in records:
@@ -410,7 +426,10 @@ def list_baselines(records: Iterable[Record]) -> tuple[tuple[str, float], ...]:
 
 
 def baseline_note(records: Sequence[Record]) -> str:
-    """Return a note such as "image-independent baseline (centre box): 31.2", or "" without any."""
+    """Return a note such as "image-independent baseline (centre box): 31.2".
+
+    It is "" if no record (stored score) has a baseline.
+    """
     notes = []
     for answer, values in baselines(records).items():
         ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
@@ -419,7 +438,7 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 
 def table_notes(records: Sequence[Record]) -> list[str]:
-    """Return the notes below a table of one metric: baselines, warnings and provenance."""
+    """Return the notes below a table: baselines, warnings, and how scores were computed."""
     notes = metric_notes(records)
     if baseline := baseline_note(records):
         notes.append(baseline)
@@ -465,9 +484,10 @@ def _block_list(layers: Iterable[int]) -> str:
 
 
 def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
-    """Return one line with the number of images, seeds, versions and devices of some records.
+    """Return one line of text that states how the scores of some records were computed.
 
-    `stated` contains the settings that the table title already states. They are not repeated.
+    It contains the numbers of images, the seeds, the versions and the devices. Settings in `stated`
+    are left out, because the table title already states them.
     """
 
     def distinct(values: Sequence[object]) -> str:
@@ -487,7 +507,7 @@ def provenance(records: Sequence[Record], stated: Container[str] = ()) -> str:
 
 
 def image_size_note(records: Iterable[Record], stated: Container[str] = ()) -> str:
-    """Return the recorded image size as a suffix, such as ", image_size=224".
+    """Return the recorded image size as the end of a note, such as ", image_size=224".
 
     If encoders received images of different sizes, each size is followed by its tasks and encoders
     in parentheses. Settings in `stated` are left out.

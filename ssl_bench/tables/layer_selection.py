@@ -1,7 +1,6 @@
 """Choose the block whose score represents an encoder.
 
-A held-out choice never uses the images that it scores. An oracle choice uses the scored images
-themselves.
+A held-out choice never uses the images that are scored. An oracle choice uses these images.
 """
 
 import math
@@ -40,14 +39,20 @@ NO_CHOICE_MARK = (
 def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Entry | None:
     """Choose the block that represents an encoder, and return its score.
 
-    The records must be comparable, so they differ only in block and seed. If seeds were probed at
-    different sets of blocks, only the seeds with the largest set are used. Of several largest sets,
-    the most frequent one is used. In a held-out choice, each seed chooses its own block.
+    The records must differ only in block and seed. If seeds were probed at different sets of
+    blocks, only the seeds with the largest set are used. Among several largest sets, the most
+    frequent one is used.
+
+    Args:
+        records: Comparable records (stored scores) of one encoder.
+        store: Results folder with the per-image scores.
+        choice: "oracle" for the block that is best on the scored images, or "holdout" for a choice
+            on other images. With "holdout", each seed chooses its own block.
 
     Returns:
-        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if no block can be
-        chosen, because higher is not better, every block is degenerate, or a held-out choice lacks
-        per-image values.
+        The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if there are several
+        blocks and none can be chosen. This is the case if higher is not better, if every block is
+        degenerate, or if a held-out choice lacks per-image scores.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -69,7 +74,7 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 
 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
-    """Return the score of the block with the highest mean over seeds.
+    """Return the score of the block whose mean over seeds is highest.
 
     If there are several blocks, degenerate ones are left out. If none is left, return None.
     """
@@ -86,7 +91,10 @@ def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Ent
 
 
 def _held_out_entry(seeds: Sequence[Sequence[Record]], store: ResultStore) -> Entry | None:
-    """Return the mean over seeds that each choose a block, or None if a seed cannot choose."""
+    """Return the mean score over seeds, each of which chooses its own block on held-out images.
+
+    Return None if no block can be chosen for one of the seeds.
+    """
     choices = [_held_out_choice(seed, store) for seed in seeds]
     entries = [entry for entry in choices if entry is not None]
     return average_entries(entries) if len(entries) == len(choices) else None
@@ -112,7 +120,7 @@ def _held_out_choice(records: Sequence[Record], store: ResultStore) -> Entry | N
 
 
 def choice_notes(entries: Collection[Entry], choice: str) -> list[str]:
-    """Return notes about how the blocks of a table's entries were chosen."""
+    """Return notes on how the block of each score in a table was chosen."""
     notes = [CHOICE_NOTES[choice]] if any(len(e.offered_layers) > 1 for e in entries) else []
     if choice == "holdout":
         notes += mixed_notes(e.records[0].metric for e in entries if len(e.layers) > 1)
@@ -137,7 +145,10 @@ def _seeds_differ(entry: Entry) -> bool:
 
 
 def mixed_notes(metrics: Iterable[str]) -> list[str]:
-    """Return a note for held-out choices of several blocks if a metric is mean IoU, else []."""
+    """Return a note that explains why mean IoU may be low if a held-out choice uses several blocks.
+
+    The list is empty if none of the metrics is mean IoU.
+    """
     if not any(metric.startswith("miou") for metric in metrics):
         return []
     return [
@@ -158,7 +169,10 @@ def blocks_text(entry: Entry) -> str:
 def show_seed_counts_by_column(
     entries: Mapping[tuple[str, str], Entry],
 ) -> dict[tuple[str, str], Entry]:
-    """Apply `show_seed_counts` to the entries of each column. Keys are (row, column)."""
+    """Make the scores of a column print their number of seeds if these numbers differ.
+
+    The keys of `entries` are pairs (row, column).
+    """
     counted: dict[tuple[str, str], Entry] = {}
     for column in dict.fromkeys(column for _, column in entries):
         counted |= show_seed_counts({at: e for at, e in entries.items() if at[1] == column})

@@ -1,4 +1,4 @@
-"""Tables that show published values next to our scores.
+"""Build tables that show the published values of a paper next to our scores.
 
 The notes below a table list all known differences between the published experiment and ours.
 """
@@ -37,10 +37,10 @@ class PaperTable(Pivot):
     """A published table in which each cell also shows our score, if there is one.
 
     Attributes:
-        derived: Our numbers that are not stored in records, by (row, column): measures of runs and
-            differences between rows.
-        choice: How blocks are chosen in all columns: "holdout" or "oracle". If None, each column
-            uses its own `PublishedColumn.choice`.
+        derived: Our values that are not stored as records, by (row, column): numbers computed from
+            training logs, and differences between rows.
+        choice: How the block of each score is chosen: "holdout" or "oracle". If None, each column
+            uses its own `PublishedColumn.choice`. Columns of the last block always do.
     """
 
     published: PublishedTable
@@ -51,7 +51,7 @@ class PaperTable(Pivot):
         """Return None, because this table has no curves."""
 
     def sheet(self) -> Sheet:
-        """Return the printed table with cells "published | ours", none of them marked as best."""
+        """Return the table to print, with cells "published | ours". No cell is marked as best."""
         rows = [
             (Cell(row), *(Cell(self._text(row, column)) for column in self.published.columns))
             for row in self.rows
@@ -108,7 +108,7 @@ class PaperTable(Pivot):
         }
 
     def _cells(self) -> Iterator[tuple[dict[str, Any], Entry | float | None]]:
-        """Yield each published cell together with our score, or with None if there is no score."""
+        """Yield each cell of the published table with our score, or None if we have no score."""
         for row in self.rows:
             for column in self.columns:
                 key = (row, column)
@@ -132,8 +132,13 @@ def paper_table(
 ) -> PaperTable:
     """Build a table that shows our scores next to published values.
 
-    `encoders` maps row names to the `Record.encoder_id` of our encoders, and `runs` maps row names
-    to the folders of our pretraining runs. `PaperTable` describes `choice`.
+    Args:
+        published: The published table.
+        records: Our records (stored scores).
+        store: Results folder with the per-image scores.
+        encoders: The `Record.encoder_id` of our encoder for each row name.
+        choice: How blocks are chosen (see `PaperTable`).
+        runs: The folder of our pretraining run for each row name.
     """
     encoders = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in encoders.values()]
@@ -187,7 +192,10 @@ def paper_table(
 def _find_series(
     column: PublishedColumn, records: Sequence[Record], paper: str
 ) -> list[list[Record]]:
-    """Return the comparable groups that measure a column. The one closest to the paper is first."""
+    """Return the groups of comparable records that measure the quantity of a published column.
+
+    The group that is closest to the experiment of the paper comes first.
+    """
 
     def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
@@ -214,7 +222,7 @@ def _choice_of_column(column: PublishedColumn, choice: str | None) -> str:
 
 
 def _columns_by_choice(published: PublishedTable, choice: str | None) -> dict[str, list[str]]:
-    """Group the names of the columns by how their block is chosen."""
+    """Return a dictionary from each way to choose a block to the columns that use it."""
     columns: dict[str, list[str]] = {}
     for column in published.columns:
         columns.setdefault(_choice_of_column(column, choice), []).append(column.name)
@@ -226,7 +234,11 @@ def _derive_numbers(
     entries: Mapping[tuple[str, str], Entry],
     runs: Mapping[str, Path],
 ) -> dict[tuple[str, str], float]:
-    """Compute `PaperTable.derived`. Numbers that cannot be computed are left out."""
+    """Compute those of our values that are not stored as records, for `PaperTable.derived`.
+
+    They are numbers computed from training logs, and differences between rows. Values that cannot
+    be computed are left out.
+    """
     derived: dict[tuple[str, str], float] = {}
     for column in published.columns:
         known = {row: e.value for (row, name), e in entries.items() if name == column.of}
@@ -243,9 +255,9 @@ def _derive_numbers(
 
 
 def _experiment_notes(table: PaperTable, unused: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return notes about the published experiment and ours.
+    """Return notes that describe the published experiment and ours.
 
-    `unused` describes, for each column, the other groups of records that measure it.
+    `unused` maps each column name to descriptions of other records that also measure this column.
     """
     published = table.published
     records = [record for entry in table.entries.values() for record in entry.records]
@@ -283,7 +295,10 @@ def _encoder_notes(encoders: Mapping[str, Record]) -> list[str]:
 
 
 def _block_notes(table: PaperTable) -> list[str]:
-    """Return notes about how blocks were chosen, for each group of columns with the same choice."""
+    """Return notes on how the block of each score was chosen.
+
+    If columns differ in this choice, each note begins with the names of its columns.
+    """
     notes = []
     by_choice = _columns_by_choice(table.published, table.choice)
     for way, columns in by_choice.items():
@@ -301,7 +316,7 @@ def _block_notes(table: PaperTable) -> list[str]:
 def _missing_notes(
     table: PaperTable, encoders: Mapping[str, Record], records: Sequence[Record]
 ) -> list[str]:
-    """Return the provenance, and notes about how to fill rows and columns without a score."""
+    """Return notes on how our scores were computed, and on how to fill empty rows and columns."""
     notes, columns = [], table.published.columns
     if scores := table.entries.values():
         notes.append(provenance([record for entry in scores for record in entry.records]))
@@ -335,7 +350,7 @@ def _describe_derived(column: PublishedColumn) -> str:
 
 
 def _describe_measurement(column: PublishedColumn) -> str:
-    """Return the name of a column, followed by the command that measures it in parentheses."""
+    """Return the name of a column and, in parentheses, the command that measures it."""
     if column.task in (RUN, DIFFERENCE):
         how = f"{_describe_derived(column)}, filled by `ssl-bench reproduce`"
     elif column.task == SUPERVISED:

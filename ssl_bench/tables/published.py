@@ -1,4 +1,4 @@
-"""Read published tables, and describe the published experiments next to ours."""
+"""Read tables of published results, and describe the published experiments next to ours."""
 
 import re
 from collections.abc import Mapping
@@ -37,14 +37,14 @@ class PublishedColumn:
             measure the column.
         dataset: Name of the dataset as in records, or "".
         metric: Name of the metric as in records, or "".
-        facets: Facets that match the features of the paper. An empty tuple allows every facet.
-        num_images: Number of images in the full split, or None for durations. That the paper used
-            all of them is an assumption, because papers do not always state this.
+        facets: Kinds of features that match those of the paper. An empty tuple allows every kind.
+        num_images: Number of images in the full split, or None if unknown or if no split is scored.
+            The paper is assumed to use all images, because papers do not always state this.
         probe: Overrides for the command `ssl-bench probe` that measures the column.
         layers_modes: Values of `probe.layers_mode` that match the paper.
         layout: Name of the dataset component that reads the images, if it differs from `dataset`.
-        layer: Index of the paper's block. A negative index counts from the last block. None if a
-            block must be chosen.
+        layer: Index of the block that the paper uses. A negative index counts from the last block.
+            None if a block must be chosen.
         choice: How the paper chose the block: "oracle" (on the scored images), "last", or "holdout"
             if the paper does not state it.
         of: For a column of differences, the name of the column whose values are subtracted.
@@ -76,20 +76,24 @@ class PublishedColumn:
 
     @property
     def is_probed(self) -> bool:
-        """Whether a probe measures the column."""
+        """Whether `ssl-bench probe` measures the column."""
         return self.task not in ("", SUPERVISED, RUN, DIFFERENCE)
 
     def block(self, depth: int | None) -> int | None:
-        """Return the block index of the column in an encoder, or None if one must be chosen.
+        """Return the index of the block to score in an encoder with `depth` blocks.
 
-        If the encoder is shallower than the paper's, the index is clipped to the existing blocks.
+        Return None if a block must be chosen. If the encoder has fewer blocks than the paper's, the
+        index is clipped to the existing blocks.
         """
         if self.layer is None or depth is None:
             return self.layer
         return max(self.layer + depth, 0) if self.layer < 0 else min(self.layer, depth - 1)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Return whether a record measures this column, perhaps with another protocol."""
+        """Return whether a record (a stored score) measures the same quantity as this column.
+
+        The protocol and the number of images may differ.
+        """
         names = (record.task, _metric_family(record.metric))
         if names != (self.task, _metric_family(self.metric)):
             return False
@@ -116,7 +120,7 @@ class PublishedTable:
         where: Number of the table in the paper, such as "table B.9".
         doubts: Reason why a published value may be wrong, such as a contradiction in the paper, or
             "".
-        runs: Our pretraining experiment for each row, as NAME or NAME@EPOCH, by row name.
+        runs: For each row name, our pretraining run that corresponds to it, as NAME or NAME@EPOCH.
         in_reports: Whether reports show the values next to our scores. False for tables with
             hundreds of variants.
     """
@@ -146,11 +150,11 @@ class PublishedTable:
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """A published value that a report shows next to one of our records.
+    """A published value that a report shows next to one of our scores.
 
     Attributes:
         dataset: Name of the dataset of the column.
-        value: The published value, in the unit of the record.
+        value: The published value, in the unit of our score.
         source: Title of the paper, venue, and number of the table.
         differs: Description of the published experiment and of our experiment.
     """
@@ -200,7 +204,7 @@ def load_published_table(name: str) -> PublishedTable:
 
 
 def find_published_values(record: Record) -> tuple[PublishedValue, ...]:
-    """Return all published values that measure the same quantity as a record."""
+    """Return all published values that measure the same quantity as a record (a stored score)."""
     return tuple(
         PublishedValue(
             table=table.name,
@@ -229,7 +233,7 @@ def describe_experiments(table: PublishedTable, column: PublishedColumn, record:
 
 
 def describe_settings(record: Record) -> str:
-    """Return those of a record's settings that papers usually report, as a phrase."""
+    """Describe how a score was computed, by the settings that papers usually report."""
     settings = record.settings
     words = [
         f"{record.num_images:,} images of {record.dataset} {record.split}",
@@ -252,7 +256,10 @@ def describe_settings(record: Record) -> str:
 
 
 def _metric_family(metric: str) -> str:
-    """Drop the variant of a metric: "miou_holdout" to "miou", "top1_k20" to "top1_k"."""
+    """Return the name of a metric without its variant.
+
+    For example, "miou_holdout" becomes "miou", and "top1_k20" becomes "top1_k".
+    """
     if metric.startswith("miou"):
         return "miou"
     return re.sub(r"_k\d+$", "_k", metric)

@@ -29,7 +29,7 @@ _PERCENTAGES = re.compile(r"((knn|val|train)_top|letters_|strings_)\d+|data_wait
 
 
 class RunState(NamedTuple):
-    """State of a run. `step` is the number of completed optimizer steps."""
+    """Progress of a pretraining run. `step` is the number of completed optimizer steps."""
 
     step: int
     is_finished: bool
@@ -39,7 +39,7 @@ class RunState(NamedTuple):
 
 
 def read_run_state(folder: Path) -> RunState | None:
-    """Return the state of a run, or None if the folder contains no readable run."""
+    """Return the progress of a pretraining run, or None if the folder contains no readable run."""
     try:
         with safetensors.safe_open(folder / "last.safetensors", "numpy") as file:
             metadata = file.metadata()
@@ -54,9 +54,9 @@ def read_run_state(folder: Path) -> RunState | None:
 
 
 class LoggedCurve(NamedTuple):
-    """Values of one measure, such as the loss, at ascending steps.
+    """Values of one logged measure, such as the loss, at ascending steps.
 
-    A value is NaN if the log contains null or an infinite number.
+    A value is NaN where the log contains null or an infinite number.
     """
 
     steps: Int64[np.ndarray, " values"]
@@ -108,7 +108,7 @@ class RunLog:
 
     @property
     def num_missing(self) -> int:
-        """Number of steps without a row, up to the last logged step."""
+        """Number of steps up to the last logged step that have no row in the log."""
         return self.last_step - len(self.steps)
 
     @property
@@ -128,14 +128,18 @@ class RunLog:
         return [f"{n:,} {noun}{'s' * (n > 1)} {what}" for n, noun, what in counts if n]
 
     def logs_every_step(self, measure: str) -> bool:
-        """Return whether every row has this measure. Measures of monitors are only in some rows."""
+        """Return whether every row of the log contains a measure.
+
+        Measures of monitors, which evaluate the encoder during training, are only in some rows.
+        """
         return len(self.curves[measure].steps) == len(self.steps)
 
     def shorten(self, measure: str, ends: Sequence[int]) -> dict[int, StepMean]:
-        """Reduce a curve to one value per interval of steps. Keys are the last steps of intervals.
+        """Reduce a curve to one value per interval of steps.
 
-        Each interval begins after the previous one. Intervals without a value are omitted. For a
-        measure that is logged at every step, they are NaN instead, so that a drawn line has a gap.
+        `ends` contains the last step of each interval. These steps are the keys of the result.
+        Intervals without a value are omitted. For a measure that is logged at every step, such an
+        interval is NaN if later steps are logged, so that a drawn line has a gap.
         """
         steps, values = self.curves[measure]
         is_dense = self.logs_every_step(measure)
@@ -161,18 +165,25 @@ def _summarise(values: Float64[np.ndarray, " values"], *, is_dense: bool) -> Ste
 
 
 def interval_ends(last_step: int, max_count: int) -> list[int]:
-    """Divide steps 1 to `last_step` into at most `max_count` equal intervals. Return their ends."""
+    """Divide steps 1 to `last_step` into equal intervals, and return the last step of each.
+
+    There are at most `max_count` intervals.
+    """
     count = min(max_count, last_step)
     return [last_step * number // count for number in range(1, count + 1)]
 
 
 def measure_unit(measure: str) -> str:
-    """Return the unit of a measure: "%" for percentages, or "" for plain numbers."""
+    """Return the unit of a logged measure: "%" for percentages, or "" for plain numbers."""
     return "%" if _PERCENTAGES.fullmatch(measure) else ""
 
 
 def sort_measures(logs: Iterable[RunLog]) -> list[str]:
-    """Return the names of all measures: the loss, then those of monitors, then all others."""
+    """Return the names of all logged measures in the order in which they are shown.
+
+    The loss comes first, followed by the measures of monitors, which evaluate the encoder during
+    training. All others come last.
+    """
     found = dict[str, bool]()
     for log in logs:
         for name in log.curves:
@@ -181,15 +192,18 @@ def sort_measures(logs: Iterable[RunLog]) -> list[str]:
 
 
 def is_monitored(measure: str, logs: Iterable[RunLog]) -> bool:
-    """Return whether a measure comes from a monitor, and so is not logged at every step."""
+    """Return whether a measure comes from a monitor, which evaluates the encoder during training.
+
+    Such a measure is recognised by the fact that it is not logged at every step.
+    """
     return not any(measure in log.curves and log.logs_every_step(measure) for log in logs)
 
 
 def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
-    """Read the logs of run folders. A folder that contains run folders means all of these.
+    """Read the logs of pretraining runs.
 
-    Logs without any row, such as those of runs that have just started, are left out. A message
-    names them.
+    Each address is the folder of a run or a folder that contains such folders. Logs without any
+    row, such as those of runs that have just started, are left out. A message names them.
 
     Raises:
         DataError: A folder contains no run, or no log contains a row.
@@ -222,7 +236,7 @@ def read_run_logs(addresses: Iterable[str | Path]) -> list[RunLog]:
 
 
 def find_run_folders(folder: Path) -> list[Path]:
-    """Return the run folders that a folder contains, in natural order of their names."""
+    """Return the folders of runs that a folder contains, in natural order of their names."""
     found = [path.parent for path in folder.glob(f"*/{LOG}") if path.is_file()]
     return sorted(found, key=lambda path: natural_sort_key(path.name))
 
@@ -276,7 +290,10 @@ def _read_run_log(folder: Path, name: str) -> RunLog | None:
 
 
 def _last_of_each_step(steps: Any, values: Any) -> tuple[Any, Any]:
-    """Sort values by step, with NaN for infinity. Keep the last value of a repeated step."""
+    """Sort logged values by step, and keep only the last value of each step.
+
+    Infinite values become NaN. Return the steps and their values.
+    """
     if values.dtype == np.float64:
         values[~np.isfinite(values)] = math.nan
     if (np.diff(steps) > 0).all():
@@ -295,7 +312,7 @@ def _is_skipless(folder: Path, name: str) -> bool:
 
 
 class RunMeasure(NamedTuple):
-    """A way to compute a number from the log of a pretraining run.
+    """A number that can be computed from the log of a pretraining run.
 
     Attributes:
         description: Text for the notes of a table.
@@ -313,7 +330,7 @@ def _copied_letters(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
-    """Return the duration of all optimizer steps in days, without the time of the monitor."""
+    """Return the total duration of all optimizer steps in days, without evaluations in between."""
     if log.num_missing:
         raise ValueError("some steps are missing")
     rates = log.curves["images_per_second"].values
@@ -321,7 +338,10 @@ def _training_days(config: Mapping[str, Any], log: RunLog) -> float:
 
 
 def _loss_at(curve: str, percent: int) -> RunMeasure:
-    """Return a measure of a loss after a percentage of the steps, as in `table --over-steps`."""
+    """Return the definition of a measure: a loss after `percent` % of the steps of a run.
+
+    The value is the same as in the table of `ssl-bench table --over-steps`.
+    """
 
     def compute(config: Mapping[str, Any], log: RunLog) -> float:
         del config
@@ -355,7 +375,10 @@ RUN_MEASURES = {
 
 
 def read_run_measure(metric: str, folder: Path) -> float | None:
-    """Compute a measure of `RUN_MEASURES`. Return None if the run is unfinished or lacks it."""
+    """Compute one of `RUN_MEASURES` for the run in a folder.
+
+    Return None if the run is unfinished, or if its log lacks the necessary values.
+    """
     folder = expand_path(folder)
     state = read_run_state(folder)
     if state is None or not state.is_finished:

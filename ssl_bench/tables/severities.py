@@ -26,7 +26,7 @@ _NOT_PROBED = "‡"
 
 @dataclass(frozen=True, kw_only=True)
 class SeverityTable(Pivot):
-    """A table of one encoder with blocks as rows and severities of a corruption as columns.
+    """A table of one encoder, with blocks as rows and severities of an image corruption as columns.
 
     If clean images were probed, `CLEAN` is one of the columns.
     """
@@ -37,8 +37,9 @@ class SeverityTable(Pivot):
     def common_severities(self) -> tuple[int, ...]:
         """The severities over which `drop` averages. `CLEAN` is not one of them.
 
-        To make the drops of blocks comparable, these are the severities that all blocks share.
-        Blocks without a clean score, or without any score on corrupted images, are ignored.
+        These are the severities at which all blocks were scored, so that the drops of blocks are
+        comparable. Blocks without a clean score, or without any score on corrupted images, are
+        ignored.
         """
         probed = [{at for row, at in self.entries if row == layer} for layer in self.rows]
         corrupted = [some - {CLEAN} for some in probed if CLEAN in some and len(some) > 1]
@@ -46,7 +47,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_layers(self) -> tuple[int, ...]:
-        """The blocks that lack a score in at least one column."""
+        """Indices of the blocks that lack a score in at least one column."""
         return tuple(
             layer
             for layer in self.rows
@@ -55,7 +56,7 @@ class SeverityTable(Pivot):
 
     @property
     def incomplete_note(self) -> str:
-        """A note about `incomplete_layers`, or "" if there are none."""
+        """A note on the blocks without a score at some severity, or "" if there are none."""
         if not self.incomplete_layers:
             return ""
         blocks = ", ".join(map(str, self.incomplete_layers))
@@ -66,12 +67,12 @@ class SeverityTable(Pivot):
         )
 
     def drop(self, layer: int) -> float | None:
-        """Return the relative drop of a block's score on corrupted images, in percent.
+        """Return the relative drop of a block's score from clean to corrupted images, in percent.
 
         The drop is 100 (1 - mean / clean), where the mean is over the scores at
         `common_severities`. It is None if higher is not better, or if the clean score or all other
         scores are missing. It is also None if the clean score does not exceed the image-independent
-        baseline.
+        baseline, or 0 without a baseline.
         """
         clean = self.entries.get((layer, CLEAN))
         corrupted = [self.entries.get((layer, severity)) for severity in self.common_severities]
@@ -86,10 +87,10 @@ class SeverityTable(Pivot):
 
     @property
     def most_robust_layers(self) -> frozenset[int]:
-        """The blocks with the smallest drop. Blocks with a degenerate score are left out.
+        """The blocks whose score drops least on corrupted images.
 
-        Only scores that affect the drop count as degenerate. The set is empty if several blocks
-        remain and all have the same drop.
+        Blocks are left out if a score from which their drop is computed is degenerate. The set is
+        empty if several blocks remain and all have the same drop.
         """
         compared = (CLEAN, *self.common_severities)
         drops = {
@@ -117,7 +118,7 @@ class SeverityTable(Pivot):
         return (*note, *super().marks())
 
     def sheet(self) -> Sheet:
-        """Return the printed table, with the drop as its last column."""
+        """Return the table to print. Its last column is the relative drop on corrupted images."""
         sheet, most_robust = super().sheet(), self.most_robust_layers
         drops = []
         for layer in self.rows:
@@ -155,7 +156,7 @@ class SeverityTable(Pivot):
         }
 
     def curves(self) -> Pivot:
-        """Return the transposed table, with severities as rows and blocks as columns."""
+        """Return the table to draw, with severities as rows and blocks as columns."""
         names = {layer: f"block {layer}" for layer in self.rows}
         return Pivot(
             title=self.title,
@@ -168,9 +169,10 @@ class SeverityTable(Pivot):
 
 
 def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
-    """Return one table per encoder, corruption and group of comparable records.
+    """Return tables of scores over the severities of image corruptions.
 
-    The column `CLEAN` contains the scores on the same images without corruption.
+    There is one table per encoder, corruption and group of comparable records. The column `CLEAN`
+    contains the scores on the same images without corruption.
 
     Raises:
         DataError: There are no records of corrupted images.
@@ -216,7 +218,10 @@ def _severity(record: Record) -> int:
 
 
 def _as_clean(record: Record) -> Record:
-    """Return a copy of a record with the dataset and settings of the clean images."""
+    """Return a copy of a record in which dataset and settings are those of the clean images.
+
+    The copy makes it possible to group scores on clean and on corrupted images together.
+    """
     if record.corrupted is None:
         return replace(record)
     settings = {name: value for name, value in record.settings.items() if name != CORRUPTED}

@@ -30,7 +30,7 @@ _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a sheet.
+    """A cell of a printed table.
 
     Attributes:
         text: The printed text. Only the text before a " †" is emphasised.
@@ -45,13 +45,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A printed table.
+    """Contents of a printed table.
 
     Attributes:
         head: Headings of the columns.
         rows: Cells of each row. The first cell is the name of the row.
-        notes: Lines of text below the table about settings, baselines and provenance. In LaTeX,
-            they are comments above the table.
+        notes: Lines of text below the table about settings, baselines and how scores were computed.
+            In LaTeX, they are comments above the table.
         marks: Lines of text that explain signs such as †. They are printed in every style.
     """
 
@@ -67,26 +67,29 @@ class Table(ABC):
 
     @abstractmethod
     def sheet(self) -> Sheet:
-        """Return the printed table, with rounded values."""
+        """Return the table to print, with rounded values."""
 
     @abstractmethod
     def csv_rows(self) -> list[dict[str, Any]]:
-        """Return one CSV row per value, as a mapping from column names, in full precision."""
+        """Return the rows of a CSV file, one per value, with unrounded values.
+
+        Each row is a dictionary from column names to values.
+        """
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """Return all values and the provenance of their records as JSON types."""
+        """Return all values, and how they were computed, as a dictionary of JSON types."""
 
 
 def default_format() -> str:
-    """Return the style "terminal" if stdout can print bold text, or "text" otherwise."""
+    """Return the default style: "terminal" if stdout can print bold text, otherwise "text"."""
     # stdout is None if a service manager has closed it.
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "terminal" if is_terminal and os.environ.get("TERM", "dumb") != "dumb" else "text"
 
 
 def render_tables(tables: Sequence[Table], style: str) -> str:
-    """Return all tables as one text, in one of `FORMATS` other than "parquet".
+    """Format all tables as one text, in any of `FORMATS` except "parquet".
 
     CSV text has a single header row. JSON text is an array with an object for each table.
 
@@ -106,7 +109,10 @@ def render_tables(tables: Sequence[Table], style: str) -> str:
 
 
 def as_parquet(tables: Sequence[Table]) -> bytes:
-    """Return a Parquet file with the CSV rows of all tables, as bytes. Missing values are null."""
+    """Return the bytes of a Parquet file with the CSV rows of all tables.
+
+    Missing values are null.
+    """
     # Import pyarrow here, because the import is slow.
     import pyarrow
     import pyarrow.parquet
@@ -120,7 +126,10 @@ def as_parquet(tables: Sequence[Table]) -> bytes:
 
 
 def _parquet_column(values: Sequence[Any]) -> list[Any]:
-    """Replace empty texts by None, and convert numbers to text if the column also has texts."""
+    """Convert the values of a CSV column to types that Parquet accepts.
+
+    Empty texts become None. If the column contains both texts and numbers, numbers become texts.
+    """
     known = [None if value == "" else value for value in values]
     types = {type(value) for value in known if value is not None}
     if str in types and len(types) > 1:
@@ -138,7 +147,7 @@ def _format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_sheet(sheet: Sheet, style: str) -> str:
-    """Return a sheet as text in one of `STYLES`."""
+    """Format a printed table as text in one of `STYLES`, such as "markdown"."""
     if style == "markdown":
         return _format_markdown(sheet)
     if style == "latex":
@@ -184,7 +193,10 @@ def _format_text(sheet: Sheet, bold: str) -> str:
 
 
 def _split_columns(widths: Sequence[int]) -> list[list[int]]:
-    """Group columns 1 and higher, so that each group fits on a line after column 0."""
+    """Split the columns of a wide table into groups that each fit on a line.
+
+    Every group is printed after column 0, so the groups only contain columns 1 and higher.
+    """
     blocks: list[list[int]] = [[]]
     for column, width in enumerate(widths[1:], start=1):
         used = widths[0] + sum(2 + widths[other] for other in blocks[-1])
@@ -220,7 +232,10 @@ def _format_latex(sheet: Sheet) -> str:
 
 
 def _emphasise(cell: Cell, bold: str, escape: Callable[[str], str], underline: str = "{}") -> str:
-    """Return the escaped text of a cell. `bold` is a format string such as "**{}**"."""
+    """Return the escaped text of a cell, in bold or underlined if required.
+
+    `bold` and `underline` are format strings such as "**{}**".
+    """
     value, space, dagger = cell.text.partition(" †")
     emphasis = bold if cell.is_best else underline if cell.is_second else "{}"
     return (emphasis.format(escape(value)) if value else "") + escape(space + dagger)

@@ -1,4 +1,4 @@
-"""Tables of the logs of pretraining runs, with steps as rows."""
+"""Build tables from the logs of pretraining runs, with training steps as rows."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ MAX_POINTS = 500
 
 @dataclass(frozen=True, eq=False)
 class LoggedEntry(Entry):
-    """A logged value, which has no records. Its band is plus or minus one standard deviation."""
+    """A value of a table that comes from a training log instead of stored scores.
+
+    Its interval is the mean plus or minus one standard deviation.
+    """
 
     measure: str = ""
 
@@ -34,7 +37,7 @@ class LoggedEntry(Entry):
 
     @property
     def is_rankable(self) -> bool:
-        """False, because no value is marked as best in a table over steps."""
+        """Always False, because no value is marked as best in a table over steps."""
         return False
 
     def text(self) -> str:
@@ -52,10 +55,10 @@ def format_logged(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable(Pivot):
-    """A table with steps as rows, and with measures and runs as columns.
+    """A table of training logs, with steps as rows, and with measures and runs as columns.
 
-    A column is a pair (measure, name of a run). In CSV, JSON and Parquet, there is one row for each
-    row of a log.
+    Each element of `columns` is a pair (measure, run name). A printed row summarises an interval of
+    steps. CSV, JSON and Parquet contain one row for each row of a log.
     """
 
     logs: Sequence[RunLog]
@@ -89,7 +92,7 @@ class StepTable(Pivot):
         }
 
     def _list_rows(self, log: RunLog) -> list[dict[str, Any]]:
-        """Return the rows of a log. A row has only the measures that its step logged."""
+        """Return one dictionary per row of a log, with only the measures that this row contains."""
         columns = {}
         for measure in self.measures:
             if measure in log.curves:
@@ -104,7 +107,7 @@ class StepTable(Pivot):
         ]
 
     def curves_by_measure(self) -> list[Pivot]:
-        """Return one table to draw per measure, with runs as columns."""
+        """Return one table per measure, with runs as columns, to be drawn as curves."""
         tables = []
         for measure in self.measures:
             table = pivot_logs(self.logs, [measure], MAX_POINTS, title=measure)
@@ -124,10 +127,15 @@ class StepTable(Pivot):
 
 
 def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> StepTable:
-    """Return a table of logged measures with at most `NUM_ROWS` rows of steps.
+    """Return a table of logged measures with at most `NUM_ROWS` rows.
 
-    `metric` contains names of measures, separated by commas. None selects the loss and the measures
-    of monitors, or all measures if `has_all`.
+    Each row summarises an interval of steps.
+
+    Args:
+        logs: Logs of pretraining runs.
+        metric: Names of measures, separated by commas. None selects the loss and the measures of
+            monitors, which evaluate the encoder during training.
+        has_all: Whether None selects all measures instead.
 
     Raises:
         ConfigurationError: No run logs a measure of this name.
@@ -147,7 +155,10 @@ def step_table(logs: Sequence[RunLog], metric: str | None, *, has_all: bool) -> 
 def pivot_logs(
     logs: Sequence[RunLog], measures: Sequence[str], max_rows: int, *, title: str
 ) -> StepTable:
-    """Return a table with at most `max_rows` rows, which are equal intervals of steps."""
+    """Return a table of training logs, in which each row summarises an interval of steps.
+
+    There are at most `max_rows` intervals, which have equal lengths.
+    """
     ends = interval_ends(max(log.last_step for log in logs), max_rows)
     entries = {
         (end, (measure, log.name)): LoggedEntry(
@@ -173,7 +184,7 @@ def pivot_logs(
 def describe_rows(
     logs: Sequence[RunLog], measures: Sequence[str], ends: Sequence[int]
 ) -> list[str]:
-    """Return notes about how values of several steps are combined, and about damaged logs."""
+    """Return notes on how a row combines the values of several steps, and on damaged logs."""
     notes = []
     if ends[0] > 1:
         names = {True: "latest value", False: "mean"}

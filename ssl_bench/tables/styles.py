@@ -25,7 +25,14 @@ _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 
 
 class Style(NamedTuple):
-    """Colour and dashes of a line, as indices into `PALETTE`, `DASHES` and the pair of dashes."""
+    """Colour and dashes of a line.
+
+    Attributes:
+        colour: Index into `PALETTE`.
+        dashes: Index of a pair of dash patterns in `DASHES`.
+        is_skipless: Whether to use the second pattern of the pair, for an encoder without skip
+            connections.
+    """
 
     colour: int
     dashes: int
@@ -33,12 +40,12 @@ class Style(NamedTuple):
 
     @property
     def css(self) -> str:
-        """The CSS classes of the style, separated by a space."""
+        """CSS classes of the style, separated by a space."""
         return f"c{self.colour} d{self.dashes}{'s' if self.is_skipless else ''}"
 
     @property
     def line(self) -> Mapping[str, Any]:
-        """Keyword arguments for a matplotlib line."""
+        """Keyword arguments for a matplotlib line in this style."""
         lengths = DASHES[self.dashes][self.is_skipless]
         # Matplotlib measures dashes in units of the line width.
         dashes = (0, [length / 2 for length in lengths]) if lengths else "-"
@@ -46,11 +53,14 @@ class Style(NamedTuple):
 
 
 def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
-    """Return a style for each encoder or run name. `skipless` says which lack skip connections.
+    """Choose a colour and dashes for each encoder or training run.
 
     The colour depends on a hash of the name, not on its position. If two names have the same
     colour, the second one in natural order gets an unused colour. If there are more names than
     colours, dashes distinguish names of the same colour.
+
+    Args:
+        skipless: For each name, whether the encoder lacks skip connections.
     """
     styles: dict[str, Style] = {}
     waiting, dashes = sorted(skipless, key=natural_sort_key), 0
@@ -70,5 +80,5 @@ def choose_styles(skipless: Mapping[str, bool]) -> dict[str, Style]:
 
 
 def lacks_skips(name: str, architecture: Mapping[str, Any]) -> bool:
-    """Return whether an architecture or an encoder's name says that it has no skip connections."""
+    """Return whether an encoder lacks skip connections, judging by its architecture or name."""
     return any(architecture.get(skip) is False for skip in SKIPS) or bool(_NO_SKIP.search(name))

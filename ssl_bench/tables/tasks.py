@@ -18,11 +18,11 @@ class TaskTexts:
             command line is used.
         description: What the task measures, and whether a higher score is better.
         caption: What the pictures of the task show.
-        metrics: Text for each main metric, by its name in records. The first metric that was
-            measured represents the task in overviews.
+        metrics: Text for each main metric, by metric name. The first metric that was measured
+            represents the task in overviews.
         strip_tile: If a picture of the task consists of several tiles, the index of the tile that
             represents it.
-        finds_objects: Whether the score of an image says if an object was found in it.
+        finds_objects: Whether the score of an image states if an object was found in it.
         rank: Sort key for the pictures of tasks in a report. Tasks of equal rank are sorted by
             name.
     """

@@ -2,11 +2,12 @@
 
     python -m tests.benchmarks.cost --data-root DIR
 
-DIR contains photographs in the layout of VOC2012. A task that needs other annotations uses a
+DIR contains photographs in the layout of VOC2012. Probes that need other annotations use a
 generated dataset. Each probe runs in its own process with one thread, and evaluates all blocks of
-`demo:skip` on at most 20 images. The time of the same command with `--dry-run`, which loads the
-same libraries, is subtracted. The forward pass of untrained ViTs is also timed. The measurements
-are saved in results/benchmarks/cost-cpu.json and shown on the pages of the probes.
+the encoder `demo:skip` on at most 20 images. Start-up time is subtracted: it is measured by running
+the same command with `--dry-run`, which loads the same libraries. The forward passes of untrained
+ViTs are timed, too. The measurements are saved in results/benchmarks/cost-cpu.json and shown on the
+documentation pages of the probes.
 """
 
 import argparse
@@ -34,7 +35,10 @@ COLUMNS = ("task", "images", "seconds per image", "seconds in all", "peak memory
 
 
 def measure(words: Sequence[str]) -> tuple[float, float]:
-    """Run a command of `ssl-bench`. Return its processor time in seconds and peak memory in GiB."""
+    """Run an `ssl-bench` command.
+
+    Return its processor time in seconds and its peak memory in GiB.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "ssl_bench", *words],
@@ -49,7 +53,7 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Measure a probe on the first dataset that supports it.
+    """Measure the cost of a probe on VOC2012 or, if it lacks annotations, on a generated dataset.
 
     Return the measurements as JSON values.
     """
@@ -78,9 +82,9 @@ def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
 
 
 def measure_encoders() -> dict[str, float]:
-    """Measure how long one thread takes to extract the tokens of all blocks of several ViTs.
+    """Measure how long one CPU thread takes to extract the tokens of all blocks of several ViTs.
 
-    Return the seconds per image, in a dictionary by model name and image size.
+    Return a dictionary from "MODEL, SIZE px" to the seconds per image.
     """
     torch.set_num_threads(1)
     seconds = {}
@@ -103,7 +107,7 @@ def read_measurements() -> dict[str, Any]:
 
 
 def probe_page(root: Path, task: str) -> str:
-    """Return the Markdown page of a probe, with its cost as the last section."""
+    """Return the Markdown page of a probe, with a new last section about its cost."""
     page = (root / f"docs/probes/{task}.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## Cost\n")
     measured = read_measurements()
@@ -122,7 +126,7 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the Markdown page about time and memory, with the tables of probes and encoders."""
+    """Return the Markdown page about time and memory, with new tables of probes and encoders."""
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

@@ -1,4 +1,4 @@
-"""Compare the generated pages and figures with the committed records.
+"""Check that the generated pages and figures match the committed measurements.
 
     python -m tests.benchmarks.generated [--write | --list]
 
@@ -33,9 +33,12 @@ def _json(root: Path, name: str) -> Any:
 
 
 def _by(module: str, name: str, function: str = "page") -> Generator:
-    """Return a function that generates a page by passing stored measurements to a benchmark.
+    """Return a function that generates a page from a benchmark's stored measurements.
 
-    `function` names the function of the benchmark that formats the measurements.
+    Args:
+        module: Name of the benchmark's module.
+        name: Name of the JSON file with the measurements.
+        function: Name of the function of the module that formats the measurements.
     """
     return lambda root: getattr(import_module(f"tests.benchmarks.{module}"), function)(
         _json(root, name)
@@ -52,12 +55,12 @@ def _evidence_figure(row: str, root: Path) -> bytes:
 
 
 def _by_document(name: str, function: str) -> Generator:
-    """Return a function that generates a page by calling a function in a Python file in docs/."""
+    """Return a function that generates a file by calling a function of a Python file in docs/."""
     return lambda root: runpy.run_path(str(root / "docs" / name))[function]()
 
 
 def _records(folder: str, title: str) -> Generator:
-    """Return a function that generates a page containing all tables for a folder of records."""
+    """Return a function that generates a page with all tables of the records in a folder."""
 
     def generate_page(root: Path) -> str:
         records = ResultStore(root / "results" / folder).records()
@@ -120,10 +123,7 @@ NOT_GENERATED = {
 
 
 def evidence_figures(root: Path) -> dict[str, Generator]:
-    """Return a dictionary of functions that draw the figures of finished experiments.
-
-    Its keys are the paths of the figures.
-    """
+    """Return the functions that draw the figures of finished experiments, by the figure's path."""
     from tests.benchmarks.evidence.page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
@@ -131,10 +131,7 @@ def evidence_figures(root: Path) -> dict[str, Generator]:
 
 
 def probe_pages(root: Path) -> dict[str, Generator]:
-    """Return a dictionary of functions that generate the pages about the cost of probes.
-
-    Its keys are the paths of the pages.
-    """
+    """Return the functions that generate the pages about the cost of probes, by the page's path."""
     from tests.benchmarks.cost import overview, probe_page, read_measurements
 
     tasks = read_measurements()["tasks"]
@@ -143,19 +140,19 @@ def probe_pages(root: Path) -> dict[str, Generator]:
 
 
 def generators(root: Path) -> dict[str, Generator]:
-    """Return a dictionary that maps the path of each checked file to its generating function."""
+    """Return the functions that generate the checked files, by the file's path."""
     return {**WHOLE, **evidence_figures(root), **probe_pages(root)}
 
 
 def generate(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Generate every checked file, and yield its name and content."""
+    """Generate every checked file. Yield the path and the content of each."""
     for name, generator in generators(root).items():
         content = generator(root)
         yield name, content if isinstance(content, bytes) else content.encode()
 
 
 def outdated(root: Path) -> Iterator[str]:
-    """Yield the name of each checked file that is missing or not equal to the generated one."""
+    """Yield the path of each checked file that is missing or differs from the generated file."""
     for name, content in generate(root):
         if not (root / name).is_file() or (root / name).read_bytes() != content:
             yield name

@@ -42,7 +42,10 @@ SECONDS = float(os.environ.get("GPU_REPORT_SECONDS", "600"))
 
 
 def save_entry(name: str, /, **values: Any) -> None:
-    """Save the measurements of one entry of a section, rounded to four significant digits."""
+    """Save the measurements of one entry of a section.
+
+    Floats are rounded to four significant digits.
+    """
     FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     OUT.write_text(json.dumps(FOUND, indent=1))
     print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
@@ -50,7 +53,7 @@ def save_entry(name: str, /, **values: Any) -> None:
 
 @contextmanager
 def save_errors(name: str) -> Any:
-    """Inside a `with` block, save an exception as an entry instead of raising it."""
+    """Inside a `with` block, save an exception as an entry of the report instead of raising it."""
     try:
         if CUDA:
             torch.cuda.empty_cache()
@@ -83,9 +86,11 @@ def milliseconds(work: Callable[[], Any], times: int = 10, warm_up: int = 2) -> 
 
 
 def kernels(work: Callable[[], Any], count: int) -> list[list[Any]]:
-    """Profile `work`. Return a list [milliseconds, launches, name] for each kernel.
+    """Profile `work`.
 
-    The first list adds up all kernels. It is followed by the `count` slowest kernels.
+    Return [milliseconds, launches, name] for all kernels and for the slowest ones.
+
+    The first list is the total of all kernels. The `count` slowest kernels follow.
     """
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
@@ -117,7 +122,7 @@ def environment() -> None:
 
 
 def operations() -> None:
-    """Measure the time, memory and rounding error of linear algebra, such as the bases of SOAP."""
+    """Measure the time, memory and rounding error of SOAP's bases, graying and k-NN search."""
     from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_cholesky, gray_by_svd
     from ssl_bench.neighbours import nearest_vectors
@@ -156,10 +161,10 @@ def operations() -> None:
 
 
 def training(timed: int = 40) -> None:
-    """Measure the training steps of DINO with several models, optimizers and batch sizes.
+    """Measure DINO training steps with several models, optimizers and batch sizes.
 
-    On a GPU, the model is ViT-S/16 with 2 crops of 224 and 8 crops of 96 pixels, in bfloat16. The
-    batch size is 256 or 320.
+    On a GPU, the models are variants of ViT-S/16 in bfloat16, with 2 crops of 224 and 8 crops of 96
+    pixels. The batch size is 256 or 320.
     """
     from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
@@ -217,7 +222,7 @@ def training(timed: int = 40) -> None:
 
 
 def extraction() -> None:
-    """Measure how long it takes to extract the tokens of all blocks of ViT-S/16."""
+    """Measure how fast the tokens of all blocks of a ViT-S/16 are extracted, in several dtypes."""
     from ssl_bench.features import FeatureExtractor
     from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
@@ -240,7 +245,10 @@ def extraction() -> None:
 
 
 def heads() -> None:
-    """Measure a training step of 96 linear heads: 12 blocks with 384 features, 8 learning rates."""
+    """Measure a training step of 96 linear heads, one per block and learning rate.
+
+    There are 12 blocks with 384 features each, and 8 learning rates.
+    """
     from probes.heads.losses import HistogramLoss, UpsampledLoss
     from probes.heads.sgd import LinearHeads, Standardization, update_heads
     from probes.segmentation import Segmentation
@@ -273,7 +281,7 @@ def heads() -> None:
 
 
 def commands() -> None:
-    """Measure the commands `pretrain`, on JPEG files, and `probe`, on the pretrained encoder."""
+    """Measure the command `pretrain` on JPEG files, and `probe` on the encoder it has trained."""
     from PIL import Image
 
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
@@ -302,7 +310,7 @@ def commands() -> None:
 def run_command(words: Sequence[str], seconds: float) -> tuple[int | str, str]:
     """Run `python -m WORDS`. Return its exit code and its output.
 
-    If the command exceeds the time limit, a message about this replaces the exit code.
+    If the command exceeds the time limit, a message to that effect replaces the exit code.
     """
     with tempfile.TemporaryFile("w+") as output:
         try:
@@ -339,7 +347,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
 
 
 def page(folder: Path) -> str:
-    """Return a page about all measured GPUs as Markdown, with a table for each section."""
+    """Return a Markdown page about all measured GPUs, with a table for each section."""
     text = (
         "# GPUs that were measured\n\nCompare your GPU with these. `make gpu-report` makes this "
         "page. The JSON files in the same folder contain all figures.\n"

@@ -1,4 +1,4 @@
-"""Measure peak memory, from the allocator on a GPU and by tracking tensors on a CPU."""
+"""Measure peak memory: with torch's allocator on a GPU, and by tracking tensors on a CPU."""
 
 import weakref
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def peak_mebibytes(work: Callable[[], object], device: torch.device) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of all tensors that operations have created and not yet freed.
+    """A dispatch mode that tracks how many bytes the tensors occupy that operations have created.
 
     Memory that is allocated and freed within one operation is not counted.
     """

@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.mnist_pictures IDX DIR
 
-This command writes 70,000 files DIR/{train,test}/DIGIT/NUMBER.png in about a minute.
+IDX is the folder of the downloaded files. The command writes 70,000 images
+DIR/{train,test}/DIGIT/NUMBER.png in about a minute.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from PIL import Image
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     """Read a gzipped idx file as an array.
 
-    The file holds two zero bytes, the data type, the number of axes, the length of each axis and
-    the data.
+    An idx file contains two zero bytes, the data type, the number of axes, the length of each axis,
+    and the data.
     """
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":

@@ -44,7 +44,7 @@ def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
 def by_parameters(
     model: VisionTransformer, tokens: Float64[Tensor, "1 tokens dim"], layer: int
 ) -> Float64[Tensor, "outputs parameters"]:
-    """Return the Jacobian of all output tokens with respect to the attention weights of a block.
+    """Return the Jacobian of all output tokens with respect to the attention weights of one block.
 
     Args:
         model: Encoder in float64.
@@ -66,13 +66,13 @@ def by_parameters(
 
 
 def condition_number(matrix: Float64[Tensor, "rows cols"], rank: int) -> float:
-    """Return the largest singular value divided by the `rank`-th largest one."""
+    """Return the largest singular value divided by the singular value at position `rank`."""
     values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[rank - 1])
 
 
 def simulated(alpha: float, beta: float, seed: int) -> float:
-    """Return the condition number of the attention matrix softmax(alpha Z + beta I).
+    """Return the condition number of the 10 x 10 attention matrix softmax(alpha Z + beta I).
 
     The entries of Z are drawn from a normal distribution truncated at two standard deviations.
     """
@@ -84,9 +84,9 @@ def simulated(alpha: float, beta: float, seed: int) -> float:
 
 
 def measure() -> dict[str, Any]:
-    """Return the condition numbers of J (equation 5), and those of the matrices in figure 5.
+    """Measure the condition numbers of the Jacobians in equation 5 and of the matrices in figure 5.
 
-    Those of J have a row for each variant, seed and block. Those of figure 5 belong to simulated
+    There is a Jacobian for each variant, seed and block. The matrices of figure 5 are simulated
     attention matrices.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""A plain restatement of the official DINO training step, as a baseline for speed and memory.
+"""A plain reimplementation of the official DINO training step, as a speed and memory baseline.
 
 The step runs eagerly, with one forward pass of the backbone for each crop size and one of the head.
 Attention is computed with explicit matrix products, and each pair of views has a loss term.
@@ -26,7 +26,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """The student, teacher, center and optimizer, with the initial weights of a `DinoLearner`."""
+    """DINO training as in the official code, starting from the weights of our `DinoLearner`."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options
@@ -41,7 +41,10 @@ class PlainDino:
     def step(self, crops: Sequence[Tensor], rates: dict[str, float], clip: float) -> float:
         """Take a training step and return the loss.
 
-        `crops` has one batch in CPU memory for each view, starting with the large crops.
+        Args:
+            crops: One batch in CPU memory for each view, starting with the two large crops.
+            rates: Scheduled values of this step, such as the learning rate.
+            clip: Largest gradient norm of each parameter.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rates["lr"]
@@ -86,7 +89,7 @@ class PlainDino:
 
 
 def clip_separately(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip the norm of each gradient in place.
+    """Clip the gradient of each parameter to the norm `max_norm`, in place.
 
     Like the official code, this makes the host wait for each norm.
     """
@@ -130,7 +133,7 @@ class PlainNetwork(nn.Module):
 
 
 class ExplicitAttention(nn.Module):
-    """Attention that computes the attention matrix explicitly, without a fused kernel."""
+    """Self-attention that computes the attention matrix explicitly, without a fused kernel."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()

@@ -1,15 +1,16 @@
-"""Compare a DINO training step of this suite with a plain restatement of the official one.
+"""Compare a DINO training step of this suite with a plain reimplementation of the official one.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain
     python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
 
-On a GPU, the default is the full size: ViT-S/16, 224 pixels, 2 + 8 crops, batch 256 and 65,536
-prototypes. Images are cropped in advance. A step of this suite augments 8-bit crops on the device,
-while the plain loop gets augmented crops, as from the official data workers.
+On a GPU, the default is the full size: ViT-S/16, 224 pixels, 2 + 8 crops, batch size 256 and 65,536
+prototypes. Images are cropped before the measurement. A step of this suite also augments the 8-bit
+crops on the device. The plain loop receives augmented crops, because the official code augments
+images in its data workers.
 
-The candidates alternate in turns of ten steps, so that other load on the machine affects all of
-them. SOAP refreshes its bases once in each turn. Without a GPU, processor time is measured. Use one
-thread.
+The compared training loops take turns of ten steps each, so that other load on the machine affects
+all of them. SOAP refreshes its bases once in each turn. Without a GPU, processor time is measured,
+and one thread should be used.
 """
 
 import argparse
@@ -51,7 +52,7 @@ LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
 
 @dataclass(frozen=True)
 class Setting:
-    """The device, model, objective, batch size and options of a measured training step."""
+    """The device, model, objective, batch size and options of the measured training steps."""
 
     device: torch.device
     model: ViTConfig
@@ -69,7 +70,7 @@ class Setting:
         return self.objective.build(self.model, TIMELINE, seed=0)
 
     def groups(self) -> Any:
-        """Return 8-bit crops of a batch of random images, in the form that data workers return."""
+        """Return the 8-bit crops of a batch of random images, in the format of the data workers."""
         crops, generator = self.objective.crops, np.random.default_rng(0)
         pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
         samples = [
@@ -83,7 +84,7 @@ class Setting:
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Measure `work` in milliseconds: wall time on a GPU, and processor time on a CPU."""
+    """Return how long `work` takes in milliseconds: wall time on a GPU, thread time on a CPU."""
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     synchronize(device)
     start = clock()
@@ -97,7 +98,8 @@ class Candidate:
     """A training loop whose speed and memory are measured.
 
     Attributes:
-        step_ms: Milliseconds per step, averaged over each turn.
+        steps: Number of steps taken so far.
+        step_ms: Mean milliseconds per step of each turn.
     """
 
     take_step: Callable[[int], Any]
@@ -108,7 +110,7 @@ class Candidate:
     step_ms: list[float] = field(default_factory=list)
 
     def run(self, steps: int) -> float:
-        """Take `steps` training steps and return the milliseconds per step."""
+        """Take `steps` training steps and return the mean milliseconds per step."""
 
         def work() -> None:
             for _ in range(steps):
@@ -118,7 +120,7 @@ class Candidate:
         return milliseconds(work, self.device) / steps
 
     def peak(self) -> float:
-        """Return the peak memory of a step in MiB, including weights and optimizer state."""
+        """Return the peak memory of a training step in MiB, with weights and optimizer state."""
         state = [t for t in tree_leaves([*self.optimizer.state.values()]) if isinstance(t, Tensor)]
         weights = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
         storages = [t.untyped_storage() for t in (*weights, *state)]
@@ -150,9 +152,9 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
 
 
 def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
-    """Measure training steps of the plain loop, and those of this suite with several options.
+    """Measure training steps of the plain loop, and of this suite with several options.
 
-    Return one table row for each.
+    Return one table row for each of them.
     """
     groups = setting.groups()
     adamw, trainer = ours(setting, AdamW(), groups)
@@ -200,10 +202,11 @@ def measured_head(
     """Measure the forward and backward pass of the projection head and the loss.
 
     The encoder is replaced by a function that flattens images of 3 x 8 x 16 values to 384 features.
-    `name` is PLAIN or ADAMW.
+    `name` selects the code: PLAIN for the plain loop, or ADAMW for this suite.
 
     Returns:
-        The peak memory in MiB, which includes the gradients of the weights, and the milliseconds.
+        The peak memory in MiB, including the gradients of the weights, and the duration in
+        milliseconds.
     """
     config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
     learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)

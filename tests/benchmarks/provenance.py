@@ -1,4 +1,4 @@
-"""Print when, where and with which command a benchmark ran, and print its tables."""
+"""Describe when, where and with which command a benchmark ran, and print its tables."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from ssl_bench.system.process import source_commit
 
 
 def provenance() -> str:
-    """Return the date, the hardware, the version of torch, the commit and the command."""
+    """Return a text with the date, hardware, torch version, commit and command of a benchmark."""
     parts = Path(sys.argv[0]).with_suffix("").parts
     below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
     module = ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
@@ -26,7 +26,7 @@ def provenance() -> str:
 
 
 def hardware() -> str:
-    """Describe the hardware, for example as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    """Return the hardware as text, such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
     cores = os.cpu_count()
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, {cores} cores"

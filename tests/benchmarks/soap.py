@@ -1,4 +1,4 @@
-"""Compare the duration of an optimizer step of several optimizers on the parameters of one encoder.
+"""Compare how long a step of several optimizers takes on the parameters of the same ViT.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.soap --dim 192 --depth 12
 
@@ -31,7 +31,7 @@ BUILDERS: dict[str, Build] = {
 
 
 class OpCounter(TorchDispatchMode):
-    """A mode that counts tensor operations, except for those that return views."""
+    """A dispatch mode that counts tensor operations, except for those that return views."""
 
     total = 0
 
@@ -41,11 +41,11 @@ class OpCounter(TorchDispatchMode):
 
 
 class Candidate:
-    """An optimizer with its own model and the durations of its steps.
+    """A measured optimizer, with a model of its own and the durations of its steps.
 
     Attributes:
-        first_seconds: Seconds of the first step, in which SOAP builds its bases.
-        milliseconds: Milliseconds of all later steps.
+        first_seconds: Duration of the first step, in which SOAP builds its bases, in seconds.
+        milliseconds: Duration of each later step in milliseconds.
     """
 
     def __init__(self, build: Build, config: ViTConfig, device: torch.device) -> None:
@@ -59,7 +59,10 @@ class Candidate:
         self.milliseconds += [1e3 * self._time_step() for _ in range(PERIOD)]
 
     def count_operations(self) -> float:
-        """Return the mean number of tensor operations per step over a period of basis refreshes."""
+        """Return the mean number of tensor operations per step.
+
+        The mean is over a period in which every basis of SOAP is refreshed once.
+        """
         with OpCounter() as counter:
             for _ in range(PERIOD):
                 self.optimizer.step()
@@ -75,7 +78,12 @@ class Candidate:
         return time.perf_counter() - start
 
     def row(self, name: str, adamw: float) -> dict[str, str]:
-        """Return a row of the table. `adamw` is the mean step time of AdamW in milliseconds."""
+        """Return the optimizer's row of the table.
+
+        Args:
+            name: Name of the optimizer.
+            adamw: Mean duration of an AdamW step in milliseconds.
+        """
         times = self.milliseconds
         return {
             "optimizer": name, "first s": f"{self.first_seconds:.2f}",

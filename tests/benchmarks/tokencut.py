@@ -3,8 +3,8 @@
     python -m tests.benchmarks.tokencut
 
 For each number of tokens, the program prints the CPU time of both solvers with one thread. It also
-prints the number of graphs with equal bipartitions, and the peak memory without the features.
-`--tokens 196,1200,4800` takes a minute and a half longer.
+prints for how many graphs both solvers give the same bipartition, and the peak memory without the
+features. With `--tokens 196,1200,4800`, it takes a minute and a half longer.
 """
 
 import os
@@ -41,9 +41,9 @@ TAU, EPS = 0.2, 1e-5
 
 
 def reference(features: np.ndarray) -> np.ndarray:
-    """Compute the second eigenvector as TokenCut's authors do.
+    """Compute the second eigenvector of the graph of tokens as TokenCut's authors do.
 
-    They use dense float64 matrices and the generalised `eigh` of LAPACK.
+    They use dense float64 matrices and LAPACK's solver for the generalised eigenproblem.
     """
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     edges = unit @ unit.T > TAU
@@ -58,7 +58,7 @@ def ours(features: np.ndarray) -> np.ndarray:
 
 
 def extract_features(num_tokens: int) -> list[np.ndarray]:
-    """Return the keys and tokens of two blocks of a random ViT-S, for each photograph."""
+    """Return the keys and tokens of the blocks of a random two-block ViT-S, for each photograph."""
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")

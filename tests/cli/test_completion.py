@@ -1,4 +1,4 @@
-"""Test that the shell completions offer commands, flags, names and files."""
+"""Test that shell completion offers the suite's commands, flags and names, and files."""
 
 import subprocess
 from pathlib import Path

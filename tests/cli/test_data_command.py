@@ -1,6 +1,6 @@
 """Test that `ssl-bench data` lists, downloads and checks datasets.
 
-The downloads come from a local web server.
+A local web server offers the downloads.
 """
 
 import io
@@ -26,14 +26,14 @@ from tests.support.faults import expect_error, photo_folder, picture, voc
 
 
 def make_archive(root: Path, kind: str = "tar") -> bytes:
-    """Return the bytes of a VOC2012 archive that has four training and three validation images."""
+    """Return the bytes of an archive of VOC2012 with four training and three validation images."""
     voc(root)
     return Path(shutil.make_archive(str(root), kind, root)).read_bytes()
 
 
 @pytest.fixture
 def published(server, tmp_path, monkeypatch):
-    """Return a function that makes a local web server offer an archive as the file of voc2012."""
+    """Return a function that makes a local server offer an archive as the download of voc2012."""
 
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")

@@ -14,9 +14,9 @@ from tests.support.faults import class_folders, voc
 
 
 def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
-    """Run `doctor`. Return a dictionary that maps the name of each finding to its value.
+    """Run `ssl-bench doctor`. Return its findings as a dictionary from names to lists of values.
 
-    The key BROKEN maps to the findings about broken packages.
+    The values of broken packages are collected under the key BROKEN.
     """
     assert main(["doctor", "--json", *arguments]) == code
     found: dict[str, list[str]] = {}

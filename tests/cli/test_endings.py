@@ -1,4 +1,4 @@
-"""Test that a command ends with a message about images, tasks or metrics that it left out."""
+"""Test that the last message of a command names the images, tasks or metrics that it left out."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Test that `--layers`, `--print-config`, `--dry-run` and other basic options work.
+"""Test `--layers`, `--print-config`, `--dry-run` and other basic options of the commands.
 
-test_reference.py checks that every flag sets its key.
+test_reference.py checks that every flag sets its config key.
 """
 
 import io
@@ -97,7 +97,7 @@ PROBE += ["--data-root", "photos"]
 
 
 def configs(capsys, *words: str) -> dict[str, dict]:
-    """Return the configuration that `--print-config` prints for each task of a command.
+    """Return the configuration that a command with `--print-config` prints for each task.
 
     Also check that the command writes no files.
     """

@@ -1,6 +1,6 @@
-"""Test that random commands and damaged inputs succeed or raise one of this suite's errors.
+"""Test that random commands and damaged files either succeed or raise the suite's own errors.
 
-Each of them must end within a time limit.
+Each command or file must be processed within a time limit.
 """
 
 import re
@@ -16,9 +16,11 @@ from tests.support.fuzzing import KINDS
 
 
 def run_program(file: Path, program: Callable[[], int]) -> str:
-    """Run a fuzzing program and check that its exit code is 0. Return its output.
+    """Run a fuzzing program in a forked process, and check that its exit code is 0.
 
-    The program runs in a forked process, because it limits the memory of its process. Type checks
+    Return its output.
+
+    The program needs a process of its own, because it limits the memory of its process. Type checks
     are disabled, because they refuse arguments that an installed ssl-bench accepts.
     """
 

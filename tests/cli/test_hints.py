@@ -1,8 +1,8 @@
-"""Test that the commands accept every argument that the hint of an error recommends.
+"""Test that the commands accept the arguments that error messages recommend ("hints").
 
-The hints are read from the source code, where they are tuples of arguments such as ("--out",
-"{folder}"). Placeholders are replaced by example values. Then the arguments are parsed, and their
-settings are composed and built.
+In the source code, a hint is a tuple of arguments, such as ("--out", "{folder}"). Its placeholders
+are replaced by example values. Then the arguments are parsed, and a configuration is composed and
+built from them.
 """
 
 import argparse
@@ -120,9 +120,9 @@ HINT_START = re.compile(r"--[a-z]|ssl-bench$|(<[^<> ]+>|\{\w+\}|[a-z][\w.]*)=[^ 
 def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the line number and the arguments of each hint in a Python file.
 
-    A hint is a suggested command or setting that the file writes as a tuple. A hint that lists
-    alternatives gives one pair for each of them. Expressions in the arguments are written as
-    <expression>.
+    A hint is a command or setting that an error recommends, written as a tuple in the code. If a
+    hint lists alternatives, each of them is yielded. Python expressions in the arguments are
+    returned as <expression>.
     """
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -139,7 +139,7 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def read_word(node: ast.expr) -> str:
-    """Return the text of an argument, in which each expression is written as <expression>."""
+    """Return an argument of a hint as text, with each Python expression in it as <expression>."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -151,7 +151,7 @@ def read_word(node: ast.expr) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Replace the expressions and placeholders in arguments with example values."""
+    """Replace the expressions and placeholders in the arguments of a hint with example values."""
     completed = list[str]()
     for word in words:
         if word.startswith("<*"):
@@ -177,9 +177,9 @@ REQUIRED = {
 
 
 def can_be_typed(words: Sequence[str]) -> bool:
-    """Return whether a user can type a hint.
+    """Return whether a hint is valid on the command line.
 
-    A hint is either a command, or arguments that at least one command must accept.
+    A hint is either a whole command, or arguments that at least one command must accept.
     """
     if words[0] == "ssl-bench":
         return is_accepted(words[1:])
@@ -191,7 +191,7 @@ def can_be_typed(words: Sequence[str]) -> bool:
 def is_accepted(words: Sequence[str]) -> bool:
     """Return whether a command is valid.
 
-    The parser must accept it, and at least one configuration must accept its settings.
+    The parser must accept its flags, and its settings must be valid for some choice of components.
     """
     try:
         options, settings = build_parser().parse_known_args(list(words))
@@ -224,7 +224,7 @@ def is_composed(root: str, settings: tuple[str, ...]) -> bool:
 
 @cache
 def component_choices(root: str) -> list[tuple[str, ...]]:
-    """Return choices of components, such as `model=vit`, that together cover every possible key."""
+    """Return choices of components, such as `model=vit`, that together have every config key."""
     if root == "pretraining":
         groups = ("model", "objective", "optimizer")
         return [(f"{group}={name}",) for group in groups for name in choices(group)]
@@ -242,7 +242,7 @@ def component_choices(root: str) -> list[tuple[str, ...]]:
 
 @cache
 def known_keys(root: str, base: tuple[str, ...]) -> frozenset[str]:
-    """Return all keys of a configuration and their prefixes, such as probe.training and model."""
+    """Return all keys of a configuration and their parents, such as `probe.training`."""
     keys = list_keys(compose_config(root, base))
     owners = (key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
     return frozenset([*keys, *owners])
@@ -299,7 +299,10 @@ ADVICE = re.compile(
 
 
 def find_advice(path: Path) -> Iterator[str]:
-    """Yield the location of each error that gives advice after a semicolon but has no hint."""
+    """Yield the location of each error whose message gives advice, although it has no hint.
+
+    Advice follows a semicolon in the message. It should be passed as the error's hint instead.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if (
             isinstance(node, ast.Call)

@@ -1,4 +1,4 @@
-"""Test that `ssl-bench keys` lists the legal values and the meaning of every KEY=VALUE option."""
+"""Test that `ssl-bench keys` lists the legal values and the meaning of every config key."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from ssl_bench.composition.compose import compose_config, list_keys
 
 
 def listed(capsys, *words: str) -> dict[str, str]:
-    """Run `ssl-bench keys`. Return a dictionary that maps each key to its printed line."""
+    """Run `ssl-bench keys`. Return the line that it prints for each config key, by key."""
     assert main(["keys", *words]) == 0
     return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
 

@@ -1,4 +1,4 @@
-"""Test that mistakes on the command line give a one-line error with advice, and write nothing."""
+"""Test that a mistake on the command line gives a one-line error with advice and writes nothing."""
 
 import argparse
 import re
@@ -90,9 +90,9 @@ def test_no_flag_takes_two_hyphens_as_its_value(workdir, capsys):
 
 @pytest.fixture
 def mixer(workdir) -> list[str]:
-    """Create an encoder without attention.
+    """Create an encoder without attention (a ConvMixer).
 
-    Return the command-line arguments that probe this encoder, up to and including `--dataset`.
+    Return the first arguments of a command that probes it, ending with the flag `--dataset`.
     """
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     save_encoder(workdir / "mixer.safetensors", build_encoder(config, seed=0), {})

@@ -1,4 +1,4 @@
-"""Test that `ssl-bench models` lists the supported checkpoints and describes a file."""
+"""Test that `ssl-bench models` lists the supported checkpoint formats and describes a file."""
 
 import json
 import re

@@ -1,6 +1,6 @@
-"""Test that `ssl-bench quickstart` ends with a row for every probe and a report.
+"""Test that `ssl-bench quickstart` prints a table row for every probe and writes a report.
 
-To save time, the test uses fewer steps and images than the command uses by default.
+To save time, the test uses fewer steps and images than the command does by default.
 """
 
 import pytest
@@ -22,7 +22,7 @@ SMALL_VALUES = {
 
 
 def shrink(words: tuple[str, ...]) -> list[str]:
-    """Reduce the arguments of a probe to a few images and one block."""
+    """Change the arguments of a probe so that it uses few images and a single block."""
     short = [
         f"{key}={SMALL_VALUES.get(key, value)}" if value else key
         for key, _, value in (word.partition("=") for word in words)

@@ -51,7 +51,7 @@ def plan_of(name: str, *overrides: str, **options) -> Plan:
 
 
 def command_lines(plan: Plan, *, of_runs: bool) -> list[str]:
-    """Return the training commands of a plan. If `of_runs` is false, return its probe commands."""
+    """Return a plan's training commands, or its other commands if `of_runs` is false."""
     return [" ".join(step.words) for step in plan.steps if step.is_training == of_runs]
 
 
@@ -253,7 +253,7 @@ def test_tables_are_listed_and_planned_without_torch(tmp_path, capsys):
 
 
 def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
-    """Create a run folder with the files from which `read_run_state` reads the progress."""
+    """Create the folder of a training run with only those files that state the run's progress."""
     folder.mkdir(parents=True)
     header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
     (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -280,13 +280,12 @@ def test_the_state_of_a_damaged_run_is_unknown(tmp_path, train):
 
 
 def simulate_steps(plan: Plan, endings) -> dict[str, tuple[str, int]]:
-    """Run the steps of a plan without real commands.
+    """Execute a plan without running its training and probe commands.
 
     Args:
         plan: The plan.
-        endings: The error that each training run raises, by the name of the run. None stands for a
-            run that ends without an error before its last step. All runs that are not listed
-            finish.
+        endings: For each training run that does not finish, the error that it raises. None means
+            that it ends without an error before its last step.
 
     Returns:
         The state and the exit code of each step, by its title.
@@ -355,10 +354,9 @@ TINY_COPYING = (
 
 @pytest.fixture
 def reproduced(tmp_path, monkeypatch, capsys):
-    """Return a function that runs `reproduce --run` on a table.
+    """Return a function that runs `reproduce --run` on a published table.
 
-    That function returns a dictionary that maps the name of each row to its scores in the columns
-    "ours".
+    That function returns our scores in each row of the printed table, by the name of the row.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -379,7 +377,7 @@ def reproduced(tmp_path, monkeypatch, capsys):
 
 
 def six_classes(name: str) -> str:
-    """Save images of six classes, because top-5 accuracy needs more than five.
+    """Save images of six classes, because top-5 accuracy needs more than five classes.
 
     Returns:
         The setting `data.root=FOLDER` for these images.

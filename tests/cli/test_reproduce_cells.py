@@ -1,9 +1,9 @@
-"""Test that `reproduce --run` fills every cell of a table row whose run is finished.
+"""Test that `reproduce --run` fills all cells of a table row when the row's run is finished.
 
-Training and probing all tables would take GPU-years. A stand-in executes the commands of each plan
-without computing anything. It writes the same files as the real commands: run folders that
-contain encoders and logs, and a record for each result of a probe. The probe is built from the
-options of its command.
+Training and probing for all tables would take GPU-years. Therefore, a stand-in executes the
+commands of each plan without computing anything. It writes the same files as the real commands: run
+folders with encoders and logs, and a record for each result of a probe. It builds each probe from
+the options of the command.
 """
 
 import json
@@ -48,16 +48,16 @@ PUBLISHED_WEIGHTS = {name: getattr(RECORD, name) for name in ("architecture", "m
 def compose(
     task: str, dataset: str, overrides: tuple[str, ...]
 ) -> tuple[Probe, Dataset, dict[str, Any]]:
-    """Return the probe and the dataset of a command, and the values that both of them use."""
+    """Return the probe and the dataset that a command configures, and the settings they share."""
     config = probing_config(task, dataset, overrides, "/nowhere")
     values = shared_values(config)
     return build(config, "probe"), apply_shared_values(build(config, "dataset"), values), values
 
 
 class StandIn:
-    """A stand-in for commands, which writes their output files without computing anything.
+    """A stand-in for `ssl-bench pretrain` and `ssl-bench probe`.
 
-    It supports `ssl-bench pretrain` and `ssl-bench probe`.
+    It writes their output files without computing anything.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ def save_records(
     out: Path, address: str | Path, task: str, dataset: str, cells: Sequence[tuple[int, str, str]],
     **more: Any,
 ) -> None:  # fmt: skip
-    """Save a record for each expected result of a probe.
+    """Save a made-up record for each result of a probe.
 
-    If a metric has per-image values, values of ten images are saved as well.
+    For metrics that have per-image values, values of ten images are saved as well.
     """
     store = ResultStore(out)
     identity = identify(str(address)).identity()
@@ -151,9 +151,9 @@ def save_records(
 
 
 def identify(address: str) -> Any:
-    """Stand in for `identify_encoder`.
+    """Replace `identify_encoder`, which returns the identity of an encoder's weights.
 
-    Published weights are not on disk, so their checksum is made up.
+    For published weights, which are not on disk, the checksum is made up.
     """
     if is_run(address):
         return identify_encoder(address)
@@ -161,9 +161,9 @@ def identify(address: str) -> Any:
 
 
 def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[Any]:
-    """Run `reproduce --run` on a table, and let a stand-in execute its commands.
+    """Run `reproduce --run` on a published table, with a stand-in that executes its commands.
 
-    Return the printed table cells.
+    Return the cells of the printed table.
     """
     monkeypatch.setattr(reproduce_command, "run_command", StandIn())
     monkeypatch.setattr("ssl_bench.models.identify_encoder", identify)
@@ -179,8 +179,8 @@ def reproduce(table: PublishedTable, monkeypatch: pytest.MonkeyPatch, capsys: An
 def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
     """Yield the row and the column of each table cell that must contain a score of ours.
 
-    A supervised score or a difference is expected only if the run of that row trains on the images
-    of that column.
+    Supervised scores and differences are expected only if the run of the row was trained on the
+    images of the column.
     """
     runs = experiments()
     for row, address in table.runs.items():
@@ -193,7 +193,7 @@ def expected_cells(table: PublishedTable) -> Iterator[tuple[str, str]]:
 def tables_with_slow_marks() -> Iterator[Any]:
     """Yield all published tables as test parameters.
 
-    A table is marked as slow if all of its metrics already occur in earlier tables.
+    A table is marked as slow if earlier tables already have all of its tasks and metrics.
     """
     seen = set[tuple[str, str]]()
     for table in load_published_tables():

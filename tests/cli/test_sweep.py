@@ -1,4 +1,4 @@
-"""Test that a sweep plans many probes and runs them here, in parallel or as a SLURM array.
+"""Test that a sweep plans many probes and runs them one by one, in parallel or as a SLURM array.
 
 SLURM is simulated.
 """
@@ -44,7 +44,7 @@ SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create two encoders of two blocks, and two photographs. Return their folder."""
+    """Create two encoders with two blocks each, and two photographs. Return their folder."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(["one", "two"]):
         encoder_file(tmp_path / "runs" / name / "last.safetensors", seed=seed)
@@ -53,7 +53,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 
 def planned(capsys, *arguments: str) -> dict:
-    """Return the plan that `sweep --dry-run --json` prints."""
+    """Run `sweep --dry-run --json`. Return the plan that it prints."""
     capsys.readouterr()
     assert main(["sweep", *arguments, "--dry-run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -208,12 +208,12 @@ def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(workdir):
 
 
 def record_times() -> dict[Path, int]:
-    """Return the time at which each record was written, in nanoseconds."""
+    """Return the time (ns) at which each record file was last written, by path."""
     return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
 
 
 def values(out: str) -> dict:
-    """Return a dictionary that maps the key of each record in a results folder to its value.
+    """Return the values of the records in a results folder, by the key that identifies each result.
 
     Also check that every file is readable.
     """
@@ -319,7 +319,10 @@ esac; done
 
 
 def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
-    """Create scripts with these names in a folder that PATH lists before the real commands."""
+    """Create scripts that are run in place of the programs with the same names.
+
+    Their folder is put at the start of PATH.
+    """
     folder.mkdir(exist_ok=True)
     for name, text in commands.items():
         (folder / name).write_text(text)
@@ -329,9 +332,9 @@ def replace_commands(folder: Path, monkeypatch, **commands: str) -> None:
 
 @pytest.fixture
 def cluster(workdir, monkeypatch) -> Path:
-    """Simulate a cluster that accepts job arrays.
+    """Simulate a SLURM cluster that accepts job arrays.
 
-    Return the path at which the cluster stores the submitted script.
+    Return the path at which it stores the submitted script.
     """
     replace_commands(workdir / "commands", monkeypatch, sbatch=SBATCH, srun=SRUN)
     monkeypatch.setenv("KEPT", str(workdir / "submitted.sh"))
@@ -426,9 +429,9 @@ SLURM_JOB = {
 
 @pytest.fixture
 def allocation(tmp_path, monkeypatch) -> Path:
-    """Simulate a SLURM job: its environment variables, and stand-ins for SLURM's commands.
+    """Simulate the inside of a SLURM job, with its environment variables and SLURM's programs.
 
-    Return the current folder, in which the stand-ins write files.
+    Return the current folder, in which the simulated programs write files.
     """
     monkeypatch.chdir(tmp_path)
     scontrol = 'case "$1" in show) echo node7; echo node8 ;; *) echo "$*" >> said ;; esac'

@@ -1,6 +1,6 @@
 """Test that the parallel jobs of a sweep are distributed evenly over the devices.
 
-A job that runs out of memory must be retried alone.
+A job that ran out of memory must be retried alone.
 """
 
 import sys
@@ -39,7 +39,7 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A stand-in for a job. It has only a title and a text that states how the job ends."""
+    """A stand-in for a sweep's job, with only a title and a text that states how the job ends."""
 
     title = ""
 

@@ -75,7 +75,10 @@ def test_an_interrupted_pass_restores_modes_and_hooks():
 
 
 def test_no_forward_pass_is_in_training_mode(tmp_path):
-    """This also holds for encoders that were created before `train` was called, and for copies."""
+    """Test that features are extracted in evaluation mode, even if the module is in training mode.
+
+    This includes modules that enter training mode after the encoder is created, and copies.
+    """
     module = own_module.own()
     encoder, observed = ssl_bench.Encoder.from_module(module), set[bool]()
     module.train()
@@ -92,8 +95,7 @@ def train(between: Callable[[nn.Module, int], Any]) -> list[Any]:
     """Train a module that contains dropout for two steps.
 
     Args:
-        between: Function that is called after each backward pass. Its arguments are the module and
-            the step.
+        between: Function that is called after each backward pass with the module and the step.
 
     Returns:
         The trained weights, and the next random numbers of torch, numpy and Python. The numbers

@@ -1,4 +1,4 @@
-"""Test that a result is identified by its encoder, its scored images and its training images."""
+"""Test what distinguishes two results: the encoder, the scored images and the training images."""
 
 import json
 import shutil
@@ -37,9 +37,9 @@ from tests.support.report_cells import cell
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """Create an encoder, class folders and VOC2012 in a folder, which becomes the current folder.
+    """Create an encoder, class folders and VOC2012 in a folder, and make it the current folder.
 
-    Return that folder.
+    Return the folder.
     """
     monkeypatch.chdir(tmp_path)
     encoder_file(Path("encoder.safetensors"))
@@ -94,7 +94,7 @@ def test_results_after_swapping_training_classes_are_not_compared(workdir, capsy
 
 @dataclass(frozen=True)
 class ObservedDataset:
-    """A dataset that records which of its image sets are opened."""
+    """A dataset that records which of its splits are opened."""
 
     dataset: Dataset
     opened: list[str]

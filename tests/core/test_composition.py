@@ -1,4 +1,4 @@
-"""Test that configurations are composed from defaults and overrides, and build their classes."""
+"""Test that configurations combine defaults and overrides, and that they build components."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -57,7 +57,7 @@ def test_a_wrong_override_is_refused_with_a_hint(override, hint):
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, type]]:
-    """Yield a pair of a key and a class for each component of a configuration."""
+    """Yield the key and the class of each component in a configuration."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, component_class(value["_target_"], key)
@@ -97,7 +97,7 @@ def test_no_configuration_file_repeats_a_default():
 
 
 def calls(content: object) -> Iterator[dict[str, object]]:
-    """Yield every mapping in the content of a file that has a `_target_`, also nested ones."""
+    """Yield each mapping that has the key `_target_` in the content of a file, also nested ones."""
     if isinstance(content, dict):
         yield from [content] if "_target_" in content else []
         for item in content.values():

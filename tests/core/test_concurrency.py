@@ -1,4 +1,4 @@
-"""Test that parallel and killed processes lose no result and write no result twice."""
+"""Test that no result is lost or written twice if processes run in parallel or are killed."""
 
 import os
 import random

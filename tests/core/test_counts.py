@@ -1,4 +1,4 @@
-"""Test that pixel counts and the scores computed from them equal hand counts and libraries."""
+"""Test that pixel counts and scores equal values counted by hand or computed by other libraries."""
 
 import itertools
 
@@ -86,7 +86,7 @@ def test_scattered_counts_equal_bincount():
 
 
 def restated_matched_iou(confusion):
-    """Return the highest mean IoU, in percent, of all assignments of predicted to true classes."""
+    """Return the highest mean IoU (%) over all assignments of predicted classes to true classes."""
     classes = range(len(confusion))
     best = 0.0
     for names in itertools.permutations(classes):

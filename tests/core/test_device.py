@@ -32,7 +32,7 @@ from tests.support.without_torch import REPOSITORY
 def two_gpus(monkeypatch):
     """Simulate a machine that has two GPUs.
 
-    Return a list. When a GPU becomes the current one, its index is added to the list.
+    Return a list to which the index of each GPU is added when it becomes the current one.
     """
     current = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -123,7 +123,10 @@ CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
 
 @pytest.fixture(params=["AVX512", "AVX2"])
 def processor(request, monkeypatch):
-    """Let torch report this kind of CPU. The real CPU still computes all products."""
+    """Make torch report a CPU with AVX-512 or with AVX2.
+
+    The real CPU still computes all products.
+    """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     return request.param
 
@@ -145,7 +148,7 @@ def test_factors_and_result_are_rounded_to_bfloat16(monkeypatch):
 
 
 class ProductDtypes(TorchDispatchMode):
-    """A mode that collects the dtypes in which matrix products are computed."""
+    """A dispatch mode that collects the dtypes in which matrix products are computed."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +193,7 @@ def test_products_equal_torch_in_the_precision_of_the_cpu(product, processor):
 
 
 def gradients(*contexts):
-    """Return the gradients of a small encoder whose forward pass runs in the given contexts."""
+    """Return the gradients of a small encoder whose forward pass runs in these context managers."""
     config = ViTConfig(image_size=16, patch_size=8, dim=64, depth=3, num_heads=2)
     module, images = build_vit(config, seed=0), noise(4, 3, 16, 16)
     with ExitStack() as entered:

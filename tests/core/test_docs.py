@@ -1,6 +1,6 @@
 """Test that the documentation has no broken links and that its generated pages are up to date.
 
-Its commands are tested in test_page_commands.py and test_page_runs.py.
+The commands on the pages are tested in test_page_commands.py and test_page_runs.py.
 """
 
 import json
@@ -29,7 +29,7 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the documentation and return its folder. A broken link or anchor raises an error."""
+    """Build the documentation site and return its folder. Fail if a link or anchor is broken."""
     folder = tmp_path_factory.mktemp("built") / "site"
     words = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -112,7 +112,7 @@ def test_the_notebook_prints_what_its_code_prints(tmp_path, monkeypatch):
 
 
 def printed_texts(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the texts that notebook cells print, without commits, versions, machines and dates."""
+    """Return the texts that notebook cells print, without versions, commits, machines and dates."""
     texts = ["".join(o["text"]) for c in cells for o in c.get("outputs", []) if "text" in o]
     return [re.sub(r"; ssl-bench [^\n]*?\d{4}-\d\d-\d\d", "", text) for text in texts]
 
@@ -132,9 +132,9 @@ def test_the_figures_of_pages_are_up_to_date(tmp_path, monkeypatch):
 
 
 def mean_difference(*files: Path) -> float:
-    """Return the mean absolute difference of the pixels of two images.
+    """Return the mean absolute difference between the pixel values of two images.
 
-    Even for two drawings of the same figure, it may differ from 0, because fonts differ slightly
+    Even for two drawings of the same figure, it may be above 0, because fonts differ slightly
     between machines.
     """
     new, kept = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)

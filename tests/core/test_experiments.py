@@ -1,6 +1,6 @@
-"""Test that every run of a paper can be built, and that its name describes its settings.
+"""Test that every training run of a paper can be built, and that its name describes its settings.
 
-The page docs/recipes.md states the hyperparameters that these runs use.
+The page docs/recipes.md states the hyperparameters of these runs.
 """
 
 import json
@@ -28,7 +28,7 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the plan of a named run, built from its recipe and the run's changes to the recipe.
+    """Return the training plan of a named run, built from a recipe and the run's changes to it.
 
     This is faster than composing the plan from the name of the run.
     """
@@ -151,7 +151,7 @@ def test_the_arms_of_a_comparison_differ_in_their_named_parts(parts):
 
 
 def test_a_fine_tuned_encoder_has_the_settings_of_its_pretraining():
-    """Only the training of position embeddings and drop path may differ from pretraining."""
+    """Test that only drop path and the training of position embeddings differ from pretraining."""
     for ending in ("", "_dct"):
         before = describe(experiment(f"mae_imagenet{ending}").encoder)
         now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)

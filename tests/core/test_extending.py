@@ -1,4 +1,4 @@
-"""Test that the files in docs/extending.md pass the linter and run in a copy of the suite."""
+"""Test that the example files in docs/extending.md pass the linter and run."""
 
 import json
 import re
@@ -30,7 +30,7 @@ sys.exit(max(*codes, pytest.main(contract)))
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of all `ssl-bench` commands in docs/extending.md, in their order."""
+    """Return the arguments of the `ssl-bench` commands in docs/extending.md, in their order."""
     # The command with `toyvit:` needs an installed package: test_loader_contract.py runs it.
     lines = PAGE.replace("\\\n", " ").splitlines()
     shown = [line for line in lines if line.startswith("ssl-bench ") and "toyvit:" not in line]
@@ -38,9 +38,9 @@ def commands() -> list[list[str]]:
 
 
 def save_images(folder: Path) -> None:
-    """Save eight images, and two lists that state their classes.
+    """Save eight noise images and two list files that name each image and its class.
 
-    The first list has six images, and the second has two.
+    `train.txt` lists six images, and `val.txt` the other two.
     """
     (folder / "a").mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def save_images(folder: Path) -> None:
 
 
 def run_python(folder: Path, *command: str) -> str:
-    """Run Python with these arguments in a folder. Return what it prints."""
+    """Run Python with the given arguments in a folder. Return what it prints."""
     ran = subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300
     )

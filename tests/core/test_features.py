@@ -1,4 +1,4 @@
-"""Test that the features of a block equal those of timm, and that extraction leaves no hooks."""
+"""Test that extracted features equal those of timm, and that extraction leaves no hooks behind."""
 
 import re
 from typing import Any
@@ -26,7 +26,7 @@ def ours(**changes: Any) -> Encoder:
 
 
 def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -> Encoder:
-    """Return a random Vision Transformer of timm, as an encoder for images of any size."""
+    """Return a timm Vision Transformer with random weights, as an encoder for any image size."""
     model = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=dim, depth=depth, num_heads=num_heads, num_classes=0,
         dynamic_img_size=True, **changes,
@@ -39,7 +39,7 @@ def of_timm(dim: int = 48, depth: int = 3, num_heads: int = 3, **changes: Any) -
 
 
 def timm_twin(encoder: Encoder) -> Encoder:
-    """Return a timm model that has the same weights as an encoder of this suite."""
+    """Return a timm model with the same weights as an encoder of this suite."""
     twin = of_timm()
     twin.module.get_submodule("model").load_state_dict(encoder.module.state_dict())
     return twin

@@ -1,4 +1,4 @@
-"""Test that every number of every configured component has a range of legal values."""
+"""Test that every numeric field of every configurable component has a range of legal values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ OUT_OF_RANGE = (
 
 @cache
 def configured_classes() -> frozenset[type]:
-    """Return every class that a file in `configs/` names, including nested ones."""
+    """Return every class that a file in `configs/` refers to, including nested components."""
     found = set[type]()
     for group in GROUPS:
         for name in choices(group):
@@ -54,7 +54,7 @@ def configured_classes() -> frozenset[type]:
 
 
 def has_unbounded_number(kind: Any) -> bool:
-    """Return whether a field's type contains an `int` or `float` without bounds."""
+    """Return whether the type of a field contains an `int` or `float` without bounds."""
     if get_origin(kind) is Annotated:
         base, legal = get_args(kind)[:2]
         return not isinstance(legal, Bounds) and has_unbounded_number(base)
@@ -105,7 +105,7 @@ def test_the_ends_of_a_range_are_legal_and_the_message_names_them(kind, legal, w
 
 @dataclass
 class Inner:
-    """A component whose number has no range of legal values."""
+    """A component with a numeric field that has no range of legal values."""
 
     rate: float = 0.5
 

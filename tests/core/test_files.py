@@ -61,9 +61,9 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(params=KINDS)
 def make(request) -> Iterator[Callable[[Path], object]]:
-    """Return a function that creates a path which is not a regular file, such as a pipe.
+    """Return a function that creates something other than a regular file, such as a pipe.
 
-    A test that blocks while it reads the path is killed after two minutes.
+    If a test blocks while it reads the path, it is killed after two minutes.
     """
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(120)

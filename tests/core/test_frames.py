@@ -1,4 +1,4 @@
-"""Test that records can be exported to pandas and Parquet, and packed into one file."""
+"""Test that records can be exported to pandas and Parquet, and packed into a single file."""
 
 import io
 import json
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> Path:
-    """Return a results folder that contains a copy of records from this repository."""
+    """Return a results folder with a copy of records that this repository contains."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     shutil.copy(REPOSITORY / "results/osa_mnist/records.parquet", tmp_path / "results")

@@ -1,4 +1,4 @@
-"""Test that every image size is checked against the encoder before anything runs."""
+"""Test that each probe checks its image size against the encoder before it computes anything."""
 
 from pathlib import Path
 
@@ -27,9 +27,9 @@ QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "pro
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """Create an encoder whose patch size is 72 pixels, and return its folder.
+    """Create an encoder with patches of 72 pixels. Return its folder.
 
-    None of the image sizes of the presets is a multiple of 72.
+    No preset has an image size that is a multiple of 72.
     """
     monkeypatch.chdir(tmp_path)
     encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))

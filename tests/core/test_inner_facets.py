@@ -1,4 +1,4 @@
-"""Test that steps and submodules inside a block can be probed as facets."""
+"""Test that intermediate outputs of a transformer block can be probed as features ("facets")."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ def extract(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tens
 
 
 def block_input(encoder: Encoder, layer: int) -> Tensor:
-    """Return the tokens that enter a block of an encoder."""
+    """Return the input tokens of a block of an encoder."""
     seen: list[Tensor] = []
     block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
     with block.register_forward_pre_hook(lambda _, given: seen.append(given[0])), torch.no_grad():
@@ -99,7 +99,7 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A block that also passes its output tokens to another module `times` times."""
+    """A transformer block that also calls another module with its output, `times` times."""
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Wrapped(nn.Module):
 
 
 def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
-    """Return an encoder whose last block also passes its output to the module `shown`."""
+    """Return an encoder whose last block also calls the module `shown` with its output."""
     encoder = ours()
     blocks: Any = encoder.module.get_submodule("blocks")
     blocks[1] = Wrapped(blocks[1], shown, times)
@@ -121,7 +121,7 @@ def encoder_calling(shown: nn.Module, times: int = 1) -> Encoder:
 
 
 class Apply(nn.Module):
-    """A module that applies a function to the tokens."""
+    """A module that applies the function `change` to its input tokens."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -132,10 +132,7 @@ class Apply(nn.Module):
 
 
 class AddsInPlace(Wrapped):
-    """A `Wrapped` block that finally changes its output tokens in place.
-
-    This happens after it has passed them to the other module.
-    """
+    """A `Wrapped` block that adds 1 to its output in place, after the other module has seen it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).add_(1)

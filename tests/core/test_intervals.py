@@ -1,4 +1,4 @@
-"""Test that confidence intervals equal plain computations and have the stated coverage."""
+"""Test that confidence intervals equal simple computations and have the stated coverage."""
 
 import numpy as np
 import pytest
@@ -25,10 +25,10 @@ def hits(right, wrong):
 
 
 def some_counts(images=12, classes=5):
-    """Return pixel counts of shape [images, 3, classes].
+    """Return random pixel counts of shape [images, 3, classes].
 
-    The second axis holds the correct, the predicted and the true pixels. The last two classes occur
-    only in the first image.
+    The second axis has the numbers of correct, predicted and true pixels. The last two classes
+    occur only in the first image.
     """
     true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
     true[1:, -2:] = 0
@@ -112,9 +112,9 @@ def test_single_or_identical_images_have_no_interval():
 
 
 def population(classes, images=1500):
-    """Return pixel counts of shape [images, 3, classes].
+    """Return random pixel counts of many images, of shape [images, 3, classes].
 
-    The second axis holds the correct, the predicted and the true pixels. Each image shows few
+    The second axis has the numbers of correct, predicted and true pixels. Each image shows few
     classes, and most classes are rare.
     """
     random = np.random.default_rng(classes)
@@ -158,10 +158,10 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 
 
 def boxes(images=2000):
-    """Return box counts of shape [images, 4, 2], in the format that object discovery stores.
+    """Return random box counts of shape [images, 4, 2], in the format that object discovery stores.
 
-    For each image, the first row states the number of true boxes. Row k states the numbers of
-    predicted and of correct boxes whose rank is k.
+    Row 0 of an image has the number of true boxes. Row k has the number of predicted boxes of rank
+    k, and how many of them are correct.
     """
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)

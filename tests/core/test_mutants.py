@@ -1,4 +1,4 @@
-"""Test that the list of planted faults matches the code, and that caught faults are recognised."""
+"""Test that planted faults fit the current code, and that faults caught by tests are recognised."""
 
 import subprocess
 import sys

@@ -119,7 +119,7 @@ PRESETS = [
 
 
 def preset(task: str, protocol: str, *overrides: str) -> Any:
-    """Return the probe that the command line builds for a task, a protocol and overrides."""
+    """Return the probe that the command line builds for a task, a protocol and config overrides."""
     key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{key}={protocol}", *overrides]
     return build(compose_config("probing", words), "probe")

@@ -1,6 +1,6 @@
-"""Test that nearest neighbours are bitwise identical to those of the full matrix product.
+"""Test that the nearest neighbours are exactly those of a full matrix product.
 
-This also holds if faiss proposes candidates, among which the exact neighbours are then found.
+This must also hold if faiss proposes candidates, from which the exact neighbours are chosen.
 """
 
 import sys
@@ -22,7 +22,7 @@ def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
 
 
 def record_products(monkeypatch) -> list[int]:
-    """Return a list. Each full matrix product adds its number of queries to the list."""
+    """Return a list to which each full matrix product adds its number of queries."""
     rows, whole = [], neighbours._nearest_by_product
 
     def record(queries, memory, count):
@@ -70,7 +70,7 @@ def test_a_vector_that_faiss_omits_within_rounding_is_found(monkeypatch, below):
     last = similarities[:, 20:21] - below
 
     def omit_the_nearest(*_):
-        """Imitate faiss with rounding errors that make it miss the nearest vector."""
+        """Imitate a faiss search that misses the nearest vector because of rounding errors."""
         return last.expand(-1, 52), index[:, 1:]
 
     monkeypatch.setattr(neighbours, "faiss_nearest", omit_the_nearest)
@@ -121,5 +121,5 @@ def test_faiss_on_a_gpu_agrees_with_the_product():
 
 
 def meta_tensors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and stored vectors as tensors on the meta device, which have no values."""
+    """Return queries and stored vectors on the meta device, where tensors have no values."""
     return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")

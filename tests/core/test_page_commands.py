@@ -1,4 +1,4 @@
-"""Test that the suite accepts every command in the documentation, without running it."""
+"""Test that the command line accepts every command in the documentation, without running it."""
 
 import argparse
 import re
@@ -41,7 +41,10 @@ OURS = {
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed command. If it is `probe` or `sweep`, `overrides` is a request object."""
+    """A parsed command line, with its flags (`options`) and its config overrides.
+
+    For `probe` and `sweep`, `overrides` is a request object that contains the overrides.
+    """
 
     command: str
     options: argparse.Namespace
@@ -49,7 +52,7 @@ class Parsed:
 
 
 def parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Parsed:
-    """Parse and check the words of a command like the command line, but do not run it."""
+    """Parse and check a command as the command line does, but do not run it."""
     seen: list[Parsed] = []
 
     def keep(options: argparse.Namespace, overrides: Any = ()) -> int:

@@ -1,7 +1,4 @@
-"""Test that every command in the documentation succeeds.
-
-To save time, the images and encoders are small.
-"""
+"""Test that every command in the documentation succeeds, using small images and encoders."""
 
 import itertools
 import json
@@ -73,7 +70,7 @@ FIRST_CONDITIONING = [
 
 @pytest.fixture(scope="module")
 def few_scenes() -> Iterator[None]:
-    """Let the toy dataset repeat the same eight scenes, each of which is drawn only once."""
+    """Make the generated toy dataset repeat eight scenes, so that each is drawn only once."""
     paint = cache(Painter.paint_scene)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +107,7 @@ def test_the_commands_of_a_page_run_in_order(page, prepared, tmp_path, monkeypat
 
 
 def run_command(shown: PageCommand, folder: Path) -> str:
-    """Run a command of a page. Return its error messages, or "" if it succeeds."""
+    """Run a shortened command of a documentation page. Return its errors, or "" if it succeeds."""
     words = shorten(shown.suite, folder)
     copy_records(words)
     # The streams are files, because a table may be bytes.
@@ -125,7 +122,7 @@ def run_command(shown: PageCommand, folder: Path) -> str:
 
 
 def copy_records(words: list[str]) -> None:
-    """Copy records to the output folder of a `table`, `compare` or `report` command.
+    """Copy records to the folder from which a `table`, `compare` or `report` command reads them.
 
     Nothing is copied if the folder already has records.
     """
@@ -152,7 +149,7 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 
 
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
-    """Shorten a command: few steps, small sizes, and the inputs from `create_inputs`."""
+    """Shorten a command: use few blocks, small sizes, and the files from `create_inputs`."""
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
     short = [PUBLISHED.sub("timm:test_vit", names.get(word, word)) for word in short]
@@ -173,7 +170,7 @@ def shorten(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def without_slurm(words: Sequence[str]) -> list[str]:
-    """Replace `--slurm` with `--print`, and remove all `--slurm-...` flags and their values."""
+    """Replace the flag `--slurm` with `--print`. Remove `--slurm-...` flags and their values."""
     if "--slurm" not in words:
         return list(words)
     dropped = {n + more for n, w in enumerate(words) for more in (0, 1) if w.startswith("--slurm-")}
@@ -205,7 +202,7 @@ def with_sizes(words: Sequence[str]) -> list[str]:
 
 @cache
 def compose(choice: tuple[str, ...], given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the probe that a command configures. If it rejects the settings, ignore them."""
+    """Return a probe's configuration with these settings, or without them if it rejects them."""
     try:
         return compose_config("probing", [*choice, *given])
     except ConfigurationError:
@@ -218,7 +215,7 @@ RUN_FOLDERS = ("runs/skip", "runs/skipless", "runs/skipless_soap", "runs/dct", "
 
 
 def create_inputs(folder: Path) -> None:
-    """Create the encoders and small datasets whose names the documentation uses."""
+    """Create the encoders and small datasets to which commands in the documentation refer."""
     for seed, run in enumerate(RUN_FOLDERS):
         for name, epoch in (("epoch0001", 1), ("epoch0002", 2), ("last", 3)):
             metadata = {"step": str(2 * epoch), "epoch": f"{epoch}.00"}

@@ -1,4 +1,4 @@
-"""Test that progress is shown as a bar on a terminal and as lines in a log.
+"""Test that progress is shown as a bar on a terminal and as lines in a log file.
 
 Both must show the remaining time.
 """
@@ -21,7 +21,7 @@ from tests.support.places import one_of
 
 
 def run_on_a_terminal(work: Callable[[], object]) -> str:
-    """Run a function whose stderr is a terminal. Return what it prints there."""
+    """Run a function in a process whose stderr is a terminal. Return what it prints."""
     child, terminal = pty.fork()
     if not child:
         code = 70
@@ -102,7 +102,7 @@ def test_commands_show_a_bar_on_a_terminal_only(tmp_path, monkeypatch, capfd):
 
 
 def exit_code_of_say(seconds: int) -> int:
-    """Start a process that prints a message and is killed after some seconds.
+    """Start a process that prints a message, and that is killed after `seconds` if it still runs.
 
     Return its exit code.
     """

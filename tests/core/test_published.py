@@ -1,6 +1,6 @@
 """Test that the stored published values occur in the papers.
 
-They must be compared only with records of the same metric and dataset.
+Values must be compared only with records of the same metric and dataset.
 """
 
 import os
@@ -126,7 +126,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def texts() -> Path:
-    """Return the folder of the papers' texts, which is not part of this repository."""
+    """Return the folder that contains the papers as text, which is not part of this repository."""
     beside = Path(__file__).parents[3] / "shared" / "paper"
     folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
     if not folder.is_dir():

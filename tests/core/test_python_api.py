@@ -1,4 +1,4 @@
-"""Test that Python and the command line give the same results, also for a user's own module."""
+"""Test that the Python API and the command line give the same results, also for a user's module."""
 
 import json
 import os
@@ -240,7 +240,7 @@ def test_the_identity_of_a_module_ignores_the_import_name_of_its_file():
 
 
 class _Reordered(own_module.Own):
-    """A module that applies the function `order` to its tokens, which changes their order."""
+    """An encoder that changes the order of its tokens with the function `order`."""
 
     def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class _Reordered(own_module.Own):
 
 
 def _by_columns(tokens: Tensor) -> Tensor:
-    """Return the tokens with the patches in column-major order."""
+    """Reorder the patch tokens from row-major to column-major order."""
     grid = tokens[:, 1:].unflatten(1, (4, 4)).transpose(1, 2)
     return torch.cat([tokens[:, :1], grid.flatten(1, 2)], 1)
 
@@ -307,7 +307,7 @@ def test_a_missing_norm_is_refused_when_it_is_needed():
 
 
 class Renamed(own_module.Own):
-    """A module whose final norm is stored under an unusual name. `forward` uses the usual name."""
+    """An encoder whose final norm is registered as `out_norm` but used in `forward` as `ln_f`."""
 
     def __init__(self) -> None:
         super().__init__()

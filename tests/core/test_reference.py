@@ -1,4 +1,4 @@
-"""Test that the reference lists the flags, keys, columns, exit codes and variables of the code."""
+"""Test that the reference pages list all flags, config keys, columns, exit codes and variables."""
 
 import argparse
 import re

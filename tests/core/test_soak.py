@@ -1,4 +1,4 @@
-"""Test that memory use and the number of open files stay constant in a long-running process."""
+"""Test that memory use and the number of open files do not grow in a long-running process."""
 
 import gc
 from collections.abc import Callable
@@ -21,7 +21,7 @@ GROWTH_MIB, MORE_FILES = 3.6, 2
 
 
 def measure_resources() -> tuple[float, int]:
-    """Return the resident memory in MiB and the number of open files."""
+    """Return the resident memory of this process in MiB and its number of open files."""
     gc.collect()
     lines = Path("/proc/self/status").read_text().splitlines()
     resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
@@ -29,7 +29,7 @@ def measure_resources() -> tuple[float, int]:
 
 
 def assert_constant_resources(work: Callable[[int], object]) -> None:
-    """Call a function many times, and check that memory and open files stay constant.
+    """Call a function many times, and check that memory use and open files hardly increase.
 
     They are compared after the first tenth of the calls and after the last call.
     """

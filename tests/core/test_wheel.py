@@ -1,4 +1,4 @@
-"""Test that a wheel contains the configurations, the demo encoders and the commit of its source."""
+"""Test that an installed wheel has the configurations, demo encoders and commit of its source."""
 
 import shutil
 import subprocess
@@ -23,7 +23,10 @@ print(config_folder())
 
 
 def build_wheel(source: Path, folder: Path, *options: str) -> Path:
-    """Build a wheel from the source folder and unpack it. Return the folder of its content."""
+    """Build a wheel from the source folder and unpack it.
+
+    Return the folder of the unpacked files.
+    """
     command = [sys.executable, "-m", "build", "-q", "--no-isolation", *options]
     subprocess.run([*command, "--outdir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -32,7 +35,10 @@ def build_wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def run_installed(code: str, site: Path, folder: Path) -> list[str]:
-    """Run code that imports from the unpacked wheel in `site`. Return the printed words."""
+    """Run Python code that imports from the unpacked wheel in `site`.
+
+    Return the words it prints.
+    """
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True

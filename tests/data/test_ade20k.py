@@ -1,4 +1,7 @@
-"""Test that ADE20K's class numbers, which begin at 1 in the files, are shifted exactly once."""
+"""Test that the class numbers of ADE20K, which start at 1 in its files, are shifted to start at 0.
+
+They must be shifted exactly once.
+"""
 
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Create two images of 2 x 3 pixels, and their masks, in each split.
+    """Create a miniature ADE20K with two images of 2 x 3 pixels, and their masks, in each split.
 
     The masks contain the lowest and the highest class.
     """

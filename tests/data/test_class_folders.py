@@ -1,4 +1,4 @@
-"""Test that images are found in folders with or without class folders, and get their labels."""
+"""Test that images are found, with or without a folder per class, and get the right labels."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Test that COCO20k has the published images and boxes, and COCO-Stuff contiguous classes."""
+"""Test that COCO20k has the published images and boxes.
+
+COCO-Stuff must have class numbers without gaps.
+"""
 
 import hashlib
 from collections import Counter
@@ -168,9 +171,9 @@ NEVER = {11, 25, 28, 29, 44, 65, 67, 68, 70, 82, 90}
 
 
 def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuffthingmaps") -> None:
-    """Write a training image and its mask.
+    """Write a training image of COCO-Stuff and its mask.
 
-    `name` is the file name of the mask without its suffix. The first 12 digits are the image id.
+    `name` is the file name of the mask without its suffix. Its first 12 digits are the image id.
     """
     image_path = root / f"images/train2017/{name[:12]}.jpg"
     mask_path = root / maps / f"train2017/{name}.png"
@@ -183,7 +186,7 @@ def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuff
 
 @pytest.fixture
 def stuff(tmp_path: Path) -> Path:
-    """Create four images in train2017. Their class ids lie on both sides of the gaps in the ids."""
+    """Create four COCO-Stuff images with class ids on both sides of gaps in the published ids."""
     for number in range(1, 5):
         write_stuff(tmp_path, f"{number:012d}", [[0, 10, 12], [255, 91, 181]])
     return tmp_path

@@ -1,6 +1,6 @@
-"""Test that every dataset in `configs/dataset` fulfils the contract of datasets.
+"""Test that every dataset in `configs/dataset` behaves as the suite expects of a dataset.
 
-A new dataset is tested without a change to this file.
+A new dataset is tested without any change to this file.
 """
 
 from functools import cache

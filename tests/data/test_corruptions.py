@@ -1,4 +1,4 @@
-"""Test that corruptions of images are reproducible and do not change the global random state."""
+"""Test that image corruptions are reproducible and do not change the global random state."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor

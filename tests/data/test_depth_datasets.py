@@ -1,6 +1,6 @@
-"""Test that depth maps are read in metres.
+"""Test that depth maps are read in metres from all supported datasets.
 
-They come from your own folders, from NYU Depth v2 in the layout of BTS, and from generated rooms.
+These are a user's own folders, NYU Depth v2 in the layout of the BTS code, and generated rooms.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def save(path: Path, pixels: Any, dtype: type = np.uint16) -> None:
 
 
 def depth_of(dataset: Any) -> np.ndarray:
-    """Return the depth of the first validation image in metres."""
+    """Return the depth map of the first validation image in metres."""
     depth = dataset.val()[0].depth
     assert depth is not None
     return depth
@@ -40,7 +40,7 @@ def depth_of(dataset: Any) -> np.ndarray:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Create two training images and one validation image, and a depth map for each of them."""
+    """Create two training images and one validation image, each with a depth map."""
     for name in ("train/x/a", "train/x/b", "val/y/c"):
         save(tmp_path / f"images/{name}.jpg", [[(9, 8, 7)] * 3] * 2, np.uint8)
         save(tmp_path / f"depth/{name}.png", NUMBERS)
@@ -106,7 +106,10 @@ def test_wrong_files_of_folders_are_named(folders):
 
 @pytest.fixture(scope="module")
 def nyu(tmp_path_factory) -> Path:
-    """Create three scenes of 640 x 480 pixels whose depth increases by 1 mm from pixel to pixel."""
+    """Create three NYU frames of 640 x 480 pixels. Their depth increases by 1 mm per pixel.
+
+    The depth starts again at 0 after 10 m.
+    """
     folder = tmp_path_factory.mktemp("data") / "nyu_depth_v2"
     numbers = np.arange(480 * 640).reshape(480, 640)
     for split, ids in IDS.items():
@@ -188,7 +191,7 @@ def test_wrong_files_and_lines_of_nyu_are_named(tmp_path):
 
 @pytest.mark.data
 def test_real_frames_are_read_in_metres(shared_data):
-    """The depth of these frames was once stored in 8 bits, so it has steps of 39 mm."""
+    """Read frames whose depth was once stored in 8 bits, so that it has steps of 39 mm."""
     place = shared_data / "real/nyu_v2"
     if not place.is_dir():
         pytest.skip(f"no {place}")

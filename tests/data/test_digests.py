@@ -1,4 +1,4 @@
-"""Test that the digest of a checkpoint is found among the lines of its digest file."""
+"""Test that weights are accepted if any line of their digest file contains their digest."""
 
 from unittest.mock import Mock
 

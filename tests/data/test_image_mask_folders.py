@@ -1,6 +1,6 @@
 """Test that images and masks are read from folders in several layouts.
 
-These include the layouts of Cityscapes and CamVid.
+Among them are the layouts of Cityscapes and CamVid.
 """
 
 from dataclasses import replace

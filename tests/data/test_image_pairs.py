@@ -1,4 +1,4 @@
-"""Test that the pairs and keypoints of SPair-71k and PF-WILLOW are read.
+"""Test that the image pairs and keypoints of SPair-71k and PF-WILLOW are read.
 
 Invalid files must be refused.
 """

@@ -1,6 +1,6 @@
-"""Test that every file becomes an RGB image or raises a `DataError` that names the file.
+"""Test that each image file is either decoded to RGB or refused with a `DataError` that names it.
 
-A truncated JPEG file must raise an error.
+A truncated JPEG file must be refused.
 """
 
 import io
@@ -75,7 +75,7 @@ def test_a_large_jpeg_is_refused_before_it_is_decoded(monkeypatch):
 
 
 def with_sampling(content: bytes, *factors: int) -> bytes:
-    """Replace the chroma sampling factors of the three components in a baseline JPEG."""
+    """Replace the sampling factors of the three components in a baseline JPEG's content."""
     changed = bytearray(content)
     start = content.index(b"\xff\xc0") + 11
     changed[start : start + 9 : 3] = bytes(factors)

@@ -1,6 +1,6 @@
 """Test that PyTorch and Hugging Face datasets can be probed, and that invalid items are refused.
 
-The same images must get the same scores in every kind of dataset.
+The same images must get the same scores from every kind of dataset.
 """
 
 import io
@@ -31,9 +31,9 @@ VOC_BOX = {"xmin": "9", "ymin": "9", "xmax": "24", "ymax": "24"}
 
 
 def picture(number: int) -> Image.Image:
-    """Return a noise image in which one channel is brighter.
+    """Return a noise image in which the colour channel `number % 3` is brighter.
 
-    The index of that channel is the class of the image: `number % 3`.
+    The index of this channel is the class of the image.
     """
     pixels = np.random.default_rng(number).integers(0, 150, (32, 40, 3), np.uint8)
     pixels[..., number % 3] += 100
@@ -41,7 +41,10 @@ def picture(number: int) -> Image.Image:
 
 
 def mask(number: int) -> np.ndarray:
-    """Return a mask in which a rectangle has class 1, and the first row the ignored value 255."""
+    """Return a mask in which a rectangle has class 1.
+
+    In the first row, all pixels are ignored (255).
+    """
     classes = np.zeros((32, 40), np.uint8)
     classes[8:24, 8 + number % 4 : 24] = 1
     classes[0] = 255
@@ -49,7 +52,10 @@ def mask(number: int) -> np.ndarray:
 
 
 class Items(torch.utils.data.Dataset):
-    """A dataset whose images are numbered from `first` on. Their class is `number % 3`."""
+    """A PyTorch dataset of noise images that are numbered from `first` on.
+
+    By default, the class of an image is `number % 3`.
+    """
 
     classes = CLASSES
 
@@ -67,7 +73,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class BrokenItems(Items):
-    """A dataset whose second image cannot be read."""
+    """A PyTorch dataset whose second image cannot be read."""
 
     def __getitem__(self, index):
         if index == 1:
@@ -91,7 +97,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def probe(encoder: str, task: str, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Run a probe. Return the block, facet, metric, value and interval of each result."""
+    """Run a probe. Return the block, facet, metric, value and 95 % interval of each result."""
     found = run(encoder, task, **inputs)
     return [(r.layer, r.facet, r.metric, r.value, r.ci95) for r in found]
 

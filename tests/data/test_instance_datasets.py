@@ -1,4 +1,4 @@
-"""Test that datasets for instance retrieval have the right queries and matches.
+"""Test that datasets for instance retrieval have the right queries and matching images.
 
 The datasets are Holidays, revisited Oxford and Paris, and Copydays.
 """
@@ -44,7 +44,7 @@ def holidays(tmp_path: Path) -> Path:
 
 
 def ground_truth(**changes: Any) -> dict[str, Any]:
-    """Return the ground truth of revisited Oxford for one query and four database images."""
+    """Return a ground-truth file of revisited Oxford for one query and four database images."""
     found = {"easy": EASY, "hard": np.array(HARD), "junk": JUNK, "bbx": [0.0, 1.0, 2.0, 3.0]}
     return {"imlist": [*"abcd"], "qimlist": ["q"], "gnd": [{**found, **changes}]}
 

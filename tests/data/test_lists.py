@@ -1,6 +1,6 @@
-"""Test that each line of an image list selects the right image.
+"""Test that each line of a list file selects the right image.
 
-Invalid lists must be refused.
+Invalid list files must be refused.
 """
 
 from pathlib import Path
@@ -15,7 +15,10 @@ from ssl_bench.errors import DataError
 
 @pytest.fixture
 def find(tmp_path: Path):
-    """Return a function that creates images, and returns the image id for each line of a list."""
+    """Return a function that creates empty image files and returns the image id for each line.
+
+    Its arguments are the lines of a list file and the names of the image files.
+    """
 
     def find(lines: list[str], *names: str, suffix: str = ".jpg") -> list[str]:
         for name in names:

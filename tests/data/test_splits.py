@@ -1,6 +1,6 @@
-"""Test that splits, shares and limits select the right images.
+"""Test that splits, percentages of splits and limits select the right images.
 
-The selected images must have a name of their own.
+A selection of images must get its own dataset name, such as one that states the limit.
 """
 
 from dataclasses import replace

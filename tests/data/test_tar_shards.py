@@ -1,4 +1,4 @@
-"""Test that images in tar files are read like images in folders.
+"""Test that images in tar files are read in the same way as images in folders.
 
 Damaged tar files must be refused.
 """
@@ -45,7 +45,7 @@ def tars(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
-    """Return a list. Whenever the index of a tar file is built, the file is added to the list."""
+    """Return a list to which each tar file is added when its index is built."""
     usual, found = tar_shards._scan, list[Path]()
     monkeypatch.setattr(tar_shards, "_scan", lambda shard: found.append(shard) or usual(shard))
     return found

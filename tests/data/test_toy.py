@@ -1,4 +1,4 @@
-"""Test that toy scenes are reproducible, have exact masks and boxes, and are written once."""
+"""Test that generated scenes are reproducible, have exact masks and boxes, and are cached."""
 
 import os
 import re
@@ -29,9 +29,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture
 def few_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let toy scenes use fewer photographs.
+    """Let generated scenes use fewer photographs, to save time.
 
-    This is for tests that do not check what scenes show.
+    Use this only in tests that do not check what the scenes show.
     """
     monkeypatch.setattr(toy_scenes, "BACKGROUNDS", toy_scenes.BACKGROUNDS[:1])
     monkeypatch.setattr(toy_scenes, "TEXTURES", dict(list(toy_scenes.TEXTURES.items())[:3]))

@@ -1,4 +1,4 @@
-"""Test that the frames and masks of DAVIS, of generated and of your own videos are read.
+"""Test that frames and masks are read from DAVIS, from generated videos and from a user's videos.
 
 Invalid files must be refused.
 """
@@ -33,7 +33,7 @@ def write_mask(
 ) -> None:
     """Write a mask that consists of horizontal stripes.
 
-    `numbers` maps the first row of each stripe to the value of its pixels.
+    `numbers` maps the first row of each stripe to the value of the stripe's pixels.
     """
     mask = np.zeros(size[::-1], np.uint8)
     for row, number in numbers.items():
@@ -51,7 +51,7 @@ def list_videos(root: Path, year: int) -> None:
 
 
 def davis(root: Path, year: int, numbers: Mapping[int, int]) -> Path:
-    """Write a video of four frames and a video of three frames in the layout of DAVIS."""
+    """Write two videos, of four and of three frames, in the layout of DAVIS."""
     for video, count in (("cow", 4), ("bear", 3)):
         for frame in range(count):
             name = f"480p/{video}/{frame:05d}"

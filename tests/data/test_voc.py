@@ -1,4 +1,4 @@
-"""Test that the palette masks, XML boxes and image lists of PASCAL VOC are read."""
+"""Test that the masks, XML boxes and image lists of PASCAL VOC are read correctly."""
 
 from pathlib import Path
 
@@ -39,9 +39,9 @@ def mask_of(sample: Sample) -> np.ndarray:
 
 @pytest.fixture
 def devkit(tmp_path: Path) -> Path:
-    """Create VOC2012 with three images of 4 x 4 pixels.
+    """Create a miniature VOC2012 with three images of 4 x 4 pixels.
 
-    Image a is in the list train, b in val, and c only in trainaug.
+    Image a is in the lists train and trainaug, b in val, and c only in trainaug.
     """
     voc = tmp_path / "VOCdevkit/VOC2012"
     objects = {"a": person(), "b": person(difficult=1) + person(truncated=1), "c": ""}

@@ -1,6 +1,6 @@
-"""Fixtures of the device tests: a dataset of each kind, and a working folder with an encoder.
+"""Fixtures of the device tests: small datasets, and a working folder that contains an encoder.
 
-The shapes of tensors are not checked here, because the tests on the CPU check them already.
+Type and shape checks are disabled here, because the tests on the CPU already check shapes.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small runs on a device: every probe with every protocol, and every objective."""
+"""Define small runs for the device tests: most probes with several protocols, and pretraining."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,9 +91,9 @@ NOT_ON_MPS = frozenset(
 def scores(
     data: Mapping[str, Path], task: str, dataset: str, *more: str, device: str
 ) -> dict[tuple[int, str, str], float]:
-    """Probe all blocks on a device.
+    """Probe all blocks of an encoder on a device.
 
-    Return a dictionary that maps (block, facet, metric) to the value.
+    Return the scores as a dictionary from (block, facet, metric) to the value.
     """
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]
@@ -104,7 +104,7 @@ def scores(
 def pretraining(
     objective: str, root: Path | str, *more: str, model: str | None = None
 ) -> list[str]:
-    """Return the arguments of a pretraining run of three small steps."""
+    """Return the command-line arguments of a small pretraining run of three steps."""
     plan, options = small_run(objective)
     if model is not None:
         options = reduced_options(f"objective={objective}", f"model={model}")

@@ -1,4 +1,4 @@
-"""Test that probes and pretraining work on a simulated MPS device, which has no float64."""
+"""Test that probes and pretraining run on a simulated MPS device, which has no float64."""
 
 from pathlib import Path
 

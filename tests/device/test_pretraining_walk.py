@@ -1,6 +1,6 @@
-"""Test that every objective and architecture can be pretrained on a device.
+"""Test that every objective and architecture can be pretrained on an accelerator.
 
-A stopped run must continue on the device.
+A run that was stopped must continue on the accelerator.
 """
 
 import shutil

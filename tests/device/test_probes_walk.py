@@ -1,4 +1,4 @@
-"""Test that every probe gives the same scores on a device as on the CPU.
+"""Test that probes give the same scores on an accelerator as on the CPU.
 
 Non-finite features must be reported.
 """

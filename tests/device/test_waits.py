@@ -1,8 +1,8 @@
-"""Test that the host seldom waits for the device, and that a step launches few operators.
+"""Test that the host seldom waits for the device, and that a training step launches few operators.
 
-The tests compare two commands that differ only in the amount of work. They count the additional
-waits of the longer command by file and line. Waits are counted only on a simulated device. On
-a real device, the tests only check that the commands run.
+Each test compares two commands that differ only in the amount of work. The additional waits of the
+longer command are counted by file and line. Waits are counted only on a simulated device. On a real
+device, the tests only check that the commands run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,15 @@ THREE_BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads
 
 
 class Unit(NamedTuple):
-    """A unit of work, such as a training step, and two commands with few and with many units.
+    """A unit of work, such as a training step, whose waits for the device are counted.
+
+    The waits are the difference between a command with many units and one with few units.
 
     Attributes:
         arguments: Arguments that both commands share.
-        few: Argument for few units.
-        many: Argument for many units.
-        more: Number of additional units with `many`. None means that the steps of L-BFGS are
+        few: Additional argument of the command with few units.
+        many: Additional argument of the command with many units.
+        more: How many more units the second command has. None means that the steps of L-BFGS are
             counted during the run, because their number depends on rounding.
         waits: Maximum number of waits per unit. No unit may copy unpinned memory to the device.
     """
@@ -49,7 +51,10 @@ class Unit(NamedTuple):
 
 
 def step_of(objective: str, *options: str) -> Unit:
-    """Return the unit for one training step, including reading and cropping images and logging."""
+    """Return a unit of work that consists of one training step.
+
+    The step includes reading and cropping images, and logging.
+    """
     arguments = tuple(pretraining(objective, "classes3", *options))
     return Unit(arguments, "train.max_steps=1", "train.max_steps=2", 1)
 
@@ -65,7 +70,10 @@ FEW, MANY = "dataset.num_val=3", "dataset.num_val=9"
 
 
 def heads_step(*options: str, waits: int = 0) -> Unit:
-    """Return the unit for a training step of linear heads (three blocks, two learning rates)."""
+    """Return a unit of work that consists of one training step of linear heads.
+
+    There is a head for each of three blocks and two learning rates.
+    """
     few, many = ("probe.training.epochs=1", "probe.training.epochs=3")
     return Unit((*SEGMENTATION, *options), few, many, 4, waits)
 
@@ -126,7 +134,7 @@ UNITS = {
 
 @contextmanager
 def count_steps() -> Iterator[list[int]]:
-    """Yield a list to which L-BFGS adds an item at each evaluation of its objective."""
+    """Yield a list that gets an item each time L-BFGS evaluates its objective."""
     steps = []
     original = logistic.minimise
 

@@ -1,4 +1,4 @@
-"""Test that the verdicts on claims of papers equal verdicts that are computed by hand."""
+"""Test that the computed verdicts on claims of papers equal verdicts worked out by hand."""
 
 import base64
 from itertools import cycle
@@ -22,7 +22,7 @@ def make_run(score, hits=None, metric="top1"):
 
 
 def make_runs(row, scores):
-    """Return records of all runs of a row.
+    """Return records of all runs of an experiment ("row").
 
     `scores` maps each variant to the scores of its seeds. If there are fewer scores than seeds, the
     scores are repeated.
@@ -96,7 +96,10 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word
     ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
 def test_the_variant_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
-    """The variant `graying` keeps patches different, but is used only if its loss is low enough."""
+    """Test that a variant that keeps patches different is chosen only if its loss is low enough.
+
+    In this test, the variant is `graying`.
+    """
     runs = {}
     for arm in ROWS["apart"].arms:
         merged = (10.0, 30.0) if arm == "graying" else (90.0, 90.0)

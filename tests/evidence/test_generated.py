@@ -1,4 +1,4 @@
-"""Test that generated pages and figures agree with the committed records."""
+"""Test that generated pages and figures match the committed measurements."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of faults."""
+"""Fixtures for the tests of faulty inputs and interrupted runs."""
 
 import shutil
 from pathlib import Path
@@ -19,9 +19,9 @@ def run_of_one_step(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(workdir: Path, run_of_one_step: Path) -> list[str]:
-    """Return the arguments that continue the run in the folder `run`, which stopped after one step.
+    """Return the arguments of a command that resumes a pretraining run in the folder `run`.
 
-    Each time the command is run, it takes one more step.
+    The run was stopped after one step. Each time the command is executed, it takes one more step.
     """
     shutil.copytree(run_of_one_step, workdir / "run")
     return pretraining(workdir / "photos", "run", "train.max_minutes=0.0")

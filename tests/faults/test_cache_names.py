@@ -1,7 +1,7 @@
 """Test that cached files and records are reused only for the same settings and data.
 
-Most functions in this file return the name of a file or entry. The name must depend on `facts`,
-which are the settings of a probe and the properties of its data.
+Most functions in this file return the name of a cached file or entry. The name must depend on
+`facts`: the settings of a probe and the properties of its data.
 """
 
 import json
@@ -32,7 +32,10 @@ Facts = Mapping[str, Any]
 
 
 class Change(NamedTuple):
-    """Facts that are changed, and other facts that stay the same."""
+    """A change of some "facts", which are settings and data properties.
+
+    The facts in `usual` stay the same.
+    """
 
     changed: Facts
     usual: Facts = {}  # noqa: RUF012
@@ -40,7 +43,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A set of four images that supports every task. Their pixels do not depend on their ids."""
+    """A set of four images with annotations for every task. The pixels do not depend on the ids."""
 
     name: str = "pictures"
     split: str = "some"
@@ -71,7 +74,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset that consists of the given training images and scored images."""
+    """A dataset that consists of given training images and given evaluation images."""
 
     trained: Pictures
     scored: Pictures
@@ -88,7 +91,7 @@ class Data:
 
 
 def context(folder: Path, facts: Facts) -> ProbeContext:
-    """Return the context in which a probe runs. Some defaults are replaced by `facts`."""
+    """Return the context in which a probe runs, with settings and data properties from `facts`."""
 
     def select(*names: str) -> dict[str, Any]:
         return {name: facts[name] for name in names if name in facts}
@@ -109,7 +112,7 @@ def context(folder: Path, facts: Facts) -> ProbeContext:
 
 
 def probe_options(facts: Facts, **usual: Any) -> dict[str, Any]:
-    """Return the options `usual` of a probe, updated with the facts named "probe.NAME"."""
+    """Return the options in `usual`, updated with the settings in `facts` named "probe.NAME"."""
     own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
     return {**usual, **own}
 
@@ -131,9 +134,9 @@ def features(folder: Path, facts: Facts) -> str:
 
 
 def name_after_first_score(prefix: str) -> Callable[[Path, Facts], str]:
-    """Return a function that returns the name of the file in which a probe saves trained heads.
+    """Return a function that returns the name of the file in which a probe caches trained heads.
 
-    The function runs the probe only until its first score.
+    To save time, it runs the probe only until its first score.
     """
 
     def name(folder: Path, facts: Facts) -> str:
@@ -157,7 +160,7 @@ def depth_heads(folder: Path, facts: Facts) -> str:
 
 
 def shared_features(folder: Path, facts: Facts) -> str:
-    """Return the key under which the probes of one command store the features that they share."""
+    """Return the key under which several probes of one command share the same features."""
     shared = context(folder, facts)
     list(KNN(**probe_options(facts, neighbours=[1], num_workers=1)).run(shared))
     return str(next(iter(shared.features)))

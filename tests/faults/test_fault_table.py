@@ -1,7 +1,7 @@
 """Test that commands report each broken file and wrong argument in a table of faults.
 
-A row holds the name of the fault, the function that creates it and the command. It also holds the
-exit code, parts of the error, and the command or setting that the error recommends. `check_fault`
+Each row has the name of a fault, the function that creates it, and a command. It also has the
+expected exit code, parts of the error, and the recommended command or setting. `check_fault`
 describes what is checked.
 """
 
@@ -67,9 +67,9 @@ KEYS = "ssl-bench keys"
 
 
 def wrong_argument(command: str, word: str, hint: str = "", name: str = "") -> Fault:
-    """Return the fault in which the argument `word` of a command is wrong.
+    """Return a fault that consists of the wrong argument `word` of a command.
 
-    The error must contain `name`. The default is the key that `word` sets.
+    The error must contain `name`, which defaults to the key that `word` sets.
     """
     name = name or word.partition("=")[0].lstrip("+~-")
     words = shlex.join([*shlex.split(command), word])
@@ -142,7 +142,7 @@ def link_to_itself(path: str) -> Prepare:
 def file_and_no_encoder(folder: Path) -> None:
     """Create `a_file` and remove the encoder.
 
-    The command must report the file before it tries to load the encoder.
+    The command must report `a_file` before it tries to load the encoder.
     """
     (folder / "a_file").touch()
     (folder / "encoder.safetensors").unlink()
@@ -153,7 +153,7 @@ def weights(name: str) -> Prepare:
 
 
 def foreign_weights(network: str, name: str) -> Fault:
-    """Return the fault in which a weights file contains a tensor of an unsupported architecture."""
+    """Return the fault of a weights file that contains a tensor of an unsupported architecture."""
     words = (network, "timm's name of its architecture")
     return Fault(network, weights(name), "models weights.pth", 4, words, "ssl-bench models")
 
@@ -192,7 +192,7 @@ def spoilt_photo(how: str) -> Prepare:
 
 
 def end_photo_early(folder: Path) -> None:
-    """Cut off the second half of a photograph, and append the marker that ends a JPEG file."""
+    """Cut off the second half of a JPEG photograph, but append the marker that ends a JPEG file."""
     path = folder / "photos/1.jpg"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2] + b"\xff\xd9")
@@ -204,7 +204,7 @@ def link_to_nothing(folder: Path) -> None:
 
 
 def changed_voc(change: Callable[[Path], object]) -> Prepare:
-    """Return a function that creates VOC2012 and then passes its folder to `change`."""
+    """Return a function that creates VOC2012 and then calls `change` with its folder."""
     return lambda folder: change(voc(folder))
 
 
@@ -255,7 +255,7 @@ def list_absent_images(base: Path) -> None:
 
 
 def wrong_digests(name: str, line: str, word: str) -> Fault:
-    """Return the fault in which a file of digests that `data verify` reads has a wrong line."""
+    """Return the fault of a wrong line in the file of digests that `data verify` reads."""
 
     def prepare(folder: Path) -> None:
         (folder / "photos/SHA256SUMS").write_text(f"{line}\n")
@@ -314,7 +314,7 @@ IMAGES = [
 
 
 def wrong_folder(dataset: str, task: str, tree: str, *, exists: bool) -> Fault:
-    """Return the fault in which the data root is missing, or does not contain the dataset."""
+    """Return the fault of a data root that is missing or does not contain the dataset."""
     command = f"probe --task {task} --dataset {dataset} --data-root elsewhere {ENCODER}"
     prepare = lambda folder: exists and (folder / "elsewhere/things").mkdir(parents=True)  # noqa: E731
     name = f"{'another' if exists else 'no'} folder for {dataset}"
@@ -343,9 +343,9 @@ LAYOUTS = [
 
 
 def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
-    """Return a function that creates VOC2012 and puts one object into its first image.
+    """Return a function that creates VOC2012 and annotates its first image with one box.
 
-    The corners of the object's box are given in pixels. The image is 40 pixels wide and 32 high.
+    `corners` are xmin, ymin, xmax and ymax in pixels. The image is 40 pixels wide and 32 high.
     """
 
     def prepare(folder: Path) -> None:
@@ -359,7 +359,7 @@ def voc_box(*corners: object, more: str = "", before: str = "") -> Prepare:
 
 
 def voc_xml(old: str, new: str) -> Prepare:
-    """Return a function that writes a valid VOC annotation in which one part is replaced."""
+    """Return a function that writes a valid VOC annotation, with `old` replaced by `new`."""
 
     def prepare(folder: Path) -> None:
         size = "<size><width>40</width><height>32</height></size>"
@@ -372,7 +372,7 @@ def voc_xml(old: str, new: str) -> Prepare:
 
 
 def coco(bbox: object = (8, 8, 16, 16), width: object = 40, **changed: object) -> Prepare:
-    """Return a function that creates COCO20k. Its only image, of 40 x 32 pixels, has one object."""
+    """Return a function that creates a miniature COCO20k: one 40 x 32 image with one box."""
 
     def prepare(folder: Path) -> None:
         one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": bbox}
@@ -459,9 +459,9 @@ ALL = "6 of 6 scored images"
 
 
 def repeat_an_image(dataset: str, how: str, folder: Path) -> None:
-    """Create a dataset in which one image is used for both training and scoring.
+    """Create a dataset in which one image is used for both training and evaluation.
 
-    `how` states how the file is repeated: "copy", "link" or "hard", which is a hard link.
+    The second file is a copy, a symbolic link or a hard link, if `how` is "copy", "link" or "hard".
     """
     if dataset == "voc2012":
         base, names = voc(folder), ("JPEGImages/t1.jpg", "JPEGImages/v2.jpg")
@@ -480,7 +480,10 @@ def repeat_all_images(folder: Path) -> None:
 
 
 def monitor_training_images(folder: Path) -> None:
-    """Create training images, and a dataset for the monitor that validates on the same images."""
+    """Create training images, and a second dataset that uses the same images for validation.
+
+    The second dataset is used to evaluate the encoder during training.
+    """
     data = class_folders(folder / "data")
     shutil.copytree(data / "train", folder / "monitored/val")
     shutil.copytree(data / "val", folder / "monitored/train")
@@ -530,7 +533,7 @@ CUTS: dict[str, Callable[[int], int]] = {
 
 
 def write_malicious_pickle(name: str, folder: Path, *, zipped: bool = True) -> None:
-    """Write a pickle that creates the file `mark` if loading it runs its code."""
+    """Write a pickle that creates the file `mark` when it is loaded, if loading it runs code."""
     (folder / name).parent.mkdir(exist_ok=True)
     pickled_mark(folder / name, folder / "mark", zipped=zipped)
 
@@ -695,7 +698,7 @@ def spoil_all_photos(folder: Path) -> None:
 
 
 def first_run(*settings: str) -> Prepare:
-    """Return a function that takes the first step of a pretraining run that uses these settings."""
+    """Return a function that takes the first step of a pretraining run with these settings."""
 
     def prepare(_: Path) -> None:
         assert main([*pretraining(PHOTOS, "first", ONE_STEP), *settings]) == 0

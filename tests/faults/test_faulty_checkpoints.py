@@ -1,6 +1,6 @@
 """Test that loading a checkpoint runs no code.
 
-Features that are constant or not finite must be reported.
+Constant features and non-finite features must be reported.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.support.faults import (
 
 
 def probe_checkpoint(uri: str | Path) -> list[str]:
-    """Return the arguments that run the PCA probe on the photographs with this encoder."""
+    """Return the arguments that run the PCA probe on photographs with the encoder at `uri`."""
     return probing("pca", "folder", Path("photos"), checkpoint=uri)
 
 
@@ -128,7 +128,7 @@ CONSTANT = {
 
 
 def create_data_for(task: str, workdir: Path) -> tuple[str, Path]:
-    """Create a dataset that a task supports. Return its name and its root."""
+    """Create a dataset that a task supports. Return the dataset's name and its root folder."""
     if task in ("pca", "geometry", "correspondence"):
         return "folder", workdir / "photos"
     if task in ("knn", "classification", "clustering"):

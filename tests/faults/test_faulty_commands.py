@@ -1,6 +1,6 @@
-"""Test that faults in Python files, streams, memory and launchers are reported.
+"""Test that faults in Python files, standard streams, memory and job launchers are reported.
 
-Faulty arguments are in `test_fault_table`.
+Faulty arguments are tested in `test_fault_table`.
 """
 
 import json
@@ -265,10 +265,7 @@ def test_stdout_may_be_full_ascii_or_closed(workdir):
 
 
 def run_in_little_memory(words: list[str]) -> int:
-    """Run a command in a process whose address space is limited.
-
-    It may use only 200 MiB more than this process uses now.
-    """
+    """Run a command, and allow this process at most 200 MiB more memory than it uses now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = used + 200 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -1,4 +1,4 @@
-"""Test that commands leave out or refuse faulty images, and read images in unusual forms."""
+"""Test that commands refuse or leave out faulty images, and accept unusual but valid ones."""
 
 import json
 import shutil
@@ -261,7 +261,7 @@ def test_images_of_any_size_are_probed_and_boxes_lie_inside(workdir, task):
 
 
 def flat_class_folders(root: Path) -> Path:
-    """Create the class folders "cat" and "train" directly in the root, without split folders."""
+    """Create two class folders, "cat" and "train", without folders for the splits."""
     for name, seed in (("cat", 0), ("train", 50)):
         (root / name).mkdir(parents=True)
         for number in range(5):

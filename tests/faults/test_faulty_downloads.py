@@ -1,4 +1,4 @@
-"""Test that failed downloads, faulty archives and files with a false size are reported."""
+"""Test that failed downloads, faulty archives and files that state a false size are reported."""
 
 import io
 import os
@@ -56,7 +56,10 @@ CUT = 120_000
 
 @pytest.fixture
 def serve(server, monkeypatch):
-    """Return a function that serves coco_stuff as a single archive without a published digest."""
+    """Return a function that makes a local server offer an archive as the download of coco_stuff.
+
+    No digest of the archive is published.
+    """
 
     def publish(content: bytes, name: str = "masks.zip"):
         server.publish(content)
@@ -69,7 +72,10 @@ def serve(server, monkeypatch):
 
 
 def expect_no_files(capsys, code: int = 5) -> str:
-    """Run a download that must fail without leaving an archive or an image. Return its error."""
+    """Run a download that must fail without leaving an archive or image.
+
+    Return its error message.
+    """
     message = expect_error(capsys, DOWNLOAD, code)
     assert not Path("data/masks.zip").exists()
     assert not list(Path("data").rglob("*.png"))
@@ -198,7 +204,7 @@ def test_permissions_and_owners_of_a_tar_are_ignored(workdir, serve):
 
 
 def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
-    """Write a zip file whose header states a wrong size for its only member."""
+    """Write a zip file whose headers state a wrong size for its only member."""
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), claimed, len(name), 0)
     content = b"PK\3\4" + about + name.encode() + packed
     index = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<HHHLL", 0, 0, 0, 0, 0)
@@ -208,9 +214,9 @@ def write_lying_zip(path: Path, name: str, packed: bytes, claimed: int) -> None:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Run a function in a process that may use 1 GiB more memory than now.
+    """Run a function in a process that may allocate at most 1 GiB.
 
-    Return the peak memory of the process in MiB.
+    Return the peak increase of its memory in MiB.
     """
 
     def limited() -> int:

@@ -1,4 +1,4 @@
-"""Test that commands name a faulty result, compute it again and show the other results."""
+"""Test that commands name a damaged result, compute it again and still show the other results."""
 
 import csv
 import json
@@ -72,7 +72,10 @@ WRONG = [
 
 
 def save_changed(store: ResultStore, record: Record, changes: dict | str) -> Path:
-    """Save a record, and then change the content of its file. Return the path of the file."""
+    """Save a record, and then damage its file by changing some fields or the whole content.
+
+    Return the path of the file.
+    """
     path = store.save(record)
     content = json.loads(path.read_text())
     path.write_text(changes if isinstance(changes, str) else json.dumps(content | changes))
@@ -348,7 +351,7 @@ ALL = ("--layer", "all")
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory) -> Path:
-    """Run two probes on a small dataset. Return the folder of the encoder, images and results."""
+    """Run two probes on a small dataset. Return the folder with the encoder, images and results."""
     folder = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -361,15 +364,15 @@ def probed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def results(probed, tmp_path, monkeypatch) -> ResultStore:
-    """Change to a copy of the folder `probed`, and return the store of its results."""
+    """Copy the folder `probed` and change to the copy. Return the store of its results."""
     monkeypatch.chdir(shutil.copytree(probed, tmp_path / "copy"))
     return ResultStore(Path("results"))
 
 
 def count_more_correct_than_predicted(counts):
-    """Change the counts of one image so that a class has more correct than predicted pixels.
+    """Change the pixel counts of one image so that a class has more correct than predicted pixels.
 
-    The IoU of the class and the sums over classes stay the same.
+    The IoU of the class and the sums over classes do not change.
     """
     changed = counts.copy()
     moved = counts[0, 1, 0] - counts[0, 0, 0] + 1
@@ -439,7 +442,7 @@ def test_a_table_names_a_record_that_does_not_match_its_per_image_values(results
 
 
 def with_crc(line: dict[str, Any]) -> str:
-    """Return a changed log line as JSON. Its CRC-32 matches the changed content."""
+    """Return a changed log line as JSON, with a CRC-32 that matches the changed content."""
     del line["crc32"]
     return json.dumps({**line, "crc32": zlib.crc32(json.dumps(line).encode())})
 
@@ -481,7 +484,7 @@ PICTURES = f"pictures/tokencut/toy/{folder_of(cell())}/reference"
 def report_of(root: Path) -> set[str]:
     """Write a report and return the names of its figures.
 
-    Also check that no file of the report contains the secret of the fixture `root`.
+    Also check that no file of the report contains the secret that the fixture `root` creates.
     """
     assert main(["report", "--out", str(root)]) == 0
     names = files_of(root / "report")
@@ -491,9 +494,9 @@ def report_of(root: Path) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Create a results folder that contains one figure, and return it.
+    """Create a results folder that contains one figure, and return the folder.
 
-    A file next to the folder contains a secret.
+    A file outside the folder contains a secret.
     """
     store = ResultStore(tmp_path / "results")
     store.save(cell())

@@ -81,9 +81,9 @@ def test_a_run_in_pieces_equals_the_uninterrupted_one(workdir, optimizer):
 
 
 def set_processes(number: int | None) -> None:
-    """Change the number of processes that the saved state of a run contains.
+    """Change the number of processes in the saved training state of a run.
 
-    If the number is None, remove it: states of older versions do not contain it.
+    If `number` is None, remove it, because states of older versions do not contain it.
     """
     state = load_state(Path("run"), CPU)[0]
     assert state.pop("processes") == 1
@@ -276,7 +276,7 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Let a method of `ResultStore` create the file `begun` and sleep after its work is done."""
+    """Make a method of `ResultStore` create the file `begun` and sleep when its work is done."""
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):
@@ -349,7 +349,7 @@ def test_kills_while_saving_leave_checkpoints_that_load(workdir):
 
 
 def kill_worker_before(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that kills a data worker and then calls `function`."""
+    """Return a function that kills one of the data workers and then calls `function`."""
 
     def fatal(*arguments: Any, **named: Any) -> Any:
         for worker in active_children()[:1]:

@@ -1,4 +1,4 @@
-"""Test that damaged or outdated feature files are computed again.
+"""Test that cached features are computed again if their files are damaged or outdated.
 
 A full disk must be reported.
 """
@@ -246,7 +246,7 @@ def test_features_of_other_weights_or_images_are_computed_again(workdir):
 
 @pytest.fixture
 def small_disk(workdir) -> Iterator[Path]:
-    """Mount a file system of 256 KiB, and yield the folder at which it is mounted."""
+    """Mount a file system of 256 KiB, and yield its folder."""
     folder = workdir / "disk"
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
@@ -335,7 +335,7 @@ def test_old_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(t
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the last entry of a journal, or {} if it has none.
+    """Return the last entry of a journal file, or {} if there is none.
 
     Another process may be writing the journal at the same time.
     """

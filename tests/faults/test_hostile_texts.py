@@ -1,4 +1,4 @@
-"""Test that texts with terminal, TeX, spreadsheet or browser commands are never executed."""
+"""Test that terminals, TeX, spreadsheets and browsers execute no commands hidden in texts."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """Test that images and masks of every format are read correctly or refused.
 
-Bit depths, bands, pages, colour modes, palettes and compression differ between the formats.
+The formats differ in bit depth, bands, pages, colour mode, palette and compression.
 """
 
 import io
@@ -50,9 +50,9 @@ MAX_SAMPLE, S_MAX_SAMPLE = 281, 341
 
 
 def stretch(pixels: np.ndarray, bits: int) -> np.ndarray:
-    """Convert 8-bit pixels to `bits` bits.
+    """Scale 8-bit pixel values to the range of `bits` bits.
 
-    The image reader converts them back to the same values.
+    The image reader converts them back to the same 8-bit values.
     """
     return -(-pixels.astype(np.int64) * (2**bits - 1) // 255).astype(np.uint16)
 
@@ -131,9 +131,9 @@ def test_grey_with_transparency_and_cmyk_have_16_bits_too(workdir):
 
 
 def deep_class_folders(root: Path, bits: int) -> Path:
-    """Create class folders of images that have `bits` bits per channel.
+    """Create class folders with images of `bits` bits per channel.
 
-    For every value of `bits`, the image reader returns the same pixels.
+    The image reader returns the same 8-bit pixels for every value of `bits`.
     """
     for path in class_folders(root).rglob("*.jpg"):
         pixels = read_image(path)
@@ -378,7 +378,7 @@ def test_masks_of_every_layout_must_be_lossless(tmp_path, kind):
 
 
 def reorder_palette(indices: np.ndarray, order: list[int]) -> Image.Image:
-    """Return a mask whose palette has another order. The colour of each pixel stays the same."""
+    """Return a mask with a reordered palette, in which every pixel still has the same colour."""
     positions = {number: position for position, number in enumerate(order)}
     image = Image.fromarray(np.vectorize(positions.__getitem__)(indices).astype(np.uint8))
     image.putpalette(voc_colours()[order].ravel().tolist())

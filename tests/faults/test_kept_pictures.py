@@ -1,4 +1,4 @@
-"""Test that missing figures are drawn again and that every figure shows the right image.
+"""Test that missing figures are drawn again, and that every figure shows the right image.
 
 Missing per-image values must be computed again, too.
 """
@@ -38,7 +38,7 @@ REPORT = ["report", "--out", "results"]
 
 
 def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") -> list[str]:
-    """Return the arguments that probe a dataset in the current folder."""
+    """Return the command-line arguments that probe a dataset in the current folder."""
     if task == "conditioning":
         words = ["probe", "--task", task, "--dataset", "folder", "--data-root", "photos"]
         words += ["--checkpoint", "encoder.safetensors", "probe.image_size=32"]
@@ -48,7 +48,7 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return the content of each file in a folder, in a dictionary by path. Leave out logs."""
+    """Return the content of each file below a folder by its path, leaving out logs."""
     paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -59,7 +59,7 @@ def read_pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def conditioning_figures_are_texts() -> Iterator[None]:
-    """Let the conditioning probe save its figure as text, because drawing takes seconds."""
+    """Let the conditioning probe save its figures as texts, because drawing them takes seconds."""
 
     def write_values(scores: Any, title: str, path: Path, cka: Any) -> None:
         values = [f"{s.layer} {s.facet} {s.metric} {s.value:.2g}" for s in scores]
@@ -73,9 +73,9 @@ def conditioning_figures_are_texts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def complete_results(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that runs a task on two blocks and returns the folder of its results.
+    """Return a function that probes two blocks for a task and returns the results folder.
 
-    Tests must copy the folder before they change it.
+    A test must copy the folder before it changes anything in it.
     """
     found: dict[str, Path] = {}
 
@@ -217,7 +217,7 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the digests of images in the names of the figure folders that a page links to."""
+    """Return the digests of images that occur in the figure paths to which an HTML page links."""
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 

@@ -30,7 +30,7 @@ from tests.support.foreign_weights import assert_same_weights, normalise, timm_m
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a weights file that does not state the mean for normalising images."""
+    """Return a weights file that does not state the mean with which images are normalised."""
     path = tmp_path_factory.mktemp("weights") / "mine.pth"
     torch.save(timm_model().state_dict(), path)
     return path
@@ -184,7 +184,7 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def published(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
-    """Return a function that makes a local server offer DINO weights as a file of a given name.
+    """Return a function that makes a local server offer DINO weights under a given file name.
 
     The function returns the bytes of the file.
     """

@@ -1,9 +1,7 @@
-"""Test that every encoder, attention and graying class fulfils its contract.
+"""Test that every class of encoders, attention layers and graying behaves as the suite expects.
 
-Classes of other packages are tested, too.
-
-A new class is tested without a change to this file. To keep the tests fast, the fields of its
-configuration that are in `REDUCED` get the small values in `REDUCED`.
+Classes that other packages register are tested, too. A new class is tested without any change to
+this file. To keep the tests fast, the small values in `REDUCED` replace those of its configuration.
 """
 
 import json
@@ -80,7 +78,7 @@ KINDS = [*registered_names("model"), "patch_mlp"]
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[Path]:
-    """Install the encoder in docs/extending.md as a separate package, as a user would."""
+    """Install the example encoder in docs/extending.md as a separate package, as a user would."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "patch_mlp-1.0.dist-info"
     information.mkdir()

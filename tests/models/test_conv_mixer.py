@@ -1,4 +1,4 @@
-"""Test that the output and the initial filters of ConvMixer follow the published equations.
+"""Test that the outputs and the initial filters of ConvMixer follow the published equations.
 
 The initial filters are compared with equations 3.5 to 3.11 of Trockman's thesis.
 """
@@ -28,7 +28,7 @@ TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size
 
 
 def random_mixer(config=TINY, seed=0) -> ConvMixer:
-    """Return a ConvMixer in evaluation mode whose norms have random statistics and weights."""
+    """Return a ConvMixer in evaluation mode. Its batch norms have random statistics and weights."""
     model = build_encoder(config, seed=seed)
     assert isinstance(model, ConvMixer)
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def images(count=2, height=16, width=24):
 
 
 def restated_maps(model: ConvMixer, image):
-    """Compute the feature maps after each block by equations 2.1 to 2.3, with loops in float64."""
+    """Compute a ConvMixer's feature maps after each block by equations 2.1 to 2.3, with loops."""
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -121,7 +121,7 @@ def test_the_presets_are_conv_mixer_256_8(name, skip):
 def restated_covariance(size, sigma):
     """Compute the covariance matrix of equation 3.10 entry by entry.
 
-    The coordinates of pixels are relative to the centre of the filter.
+    Pixel coordinates are relative to the centre of the filter.
     """
     half = size // 2
     steps = range(-half, half + 1)

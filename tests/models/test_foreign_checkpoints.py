@@ -1,7 +1,7 @@
-"""Test that a checkpoint of another project gives the features of the model that wrote it.
+"""Test that a checkpoint of another project gives the same features as the model that wrote it.
 
-No public weights are used. The names of tensors follow the published repository of each project.
-The tensors are random, and the reference model is timm's or ours.
+No public weights are used: the tensors are random, but have the names in each project's published
+repository. The reference model is timm's or ours.
 """
 
 import re

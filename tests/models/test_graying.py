@@ -1,6 +1,6 @@
-"""Test that token graying follows its definition and has correct gradients.
+"""Test that token graying, which raises singular values to a power, follows its definition.
 
-It must also handle singular matrices.
+Its gradients must be correct, and singular matrices must be handled.
 """
 
 import math
@@ -35,7 +35,7 @@ WIDE, TALL, SEVERAL = (1, 5, 9), (1, 9, 5), (3, 4, 7)
 
 
 def matrix_of(*values: float, rows: int = 7, cols: int = DIM) -> Tensor:
-    """Return the tokens of one image as a matrix that has the given singular values."""
+    """Return the tokens of one image, as a random matrix with the given singular values."""
     left, right = (torch.linalg.qr(normal(n, len(values), seed=n)).Q for n in (rows, cols))
     return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
 

@@ -1,8 +1,7 @@
 """Test that encoders are loaded from Hugging Face folders and repositories.
 
-Their formats are those of timm and transformers.
-
-The names of tensors follow the source code of transformers. The tensors are random.
+The formats of timm and transformers are tested. The tensors are random, but have the names in the
+source code of transformers.
 """
 
 import json
@@ -143,7 +142,10 @@ def test_a_folder_that_lacks_files_is_refused_with_their_names(tmp_path):
 
 
 def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
-    """Write a model folder like `timm.models.save_for_hf`. Return the folder and the model."""
+    """Write a model folder in the format of `timm.models.save_for_hf`.
+
+    Return the folder and the model.
+    """
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
     model: Any = timm.create_model(
@@ -333,7 +335,7 @@ def dinov3() -> nn.Module:
 
 
 def official_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a model under the names that the official DINOv3 files use."""
+    """Return the weights of a model with the tensor names of the official DINOv3 files."""
     names = {r"gamma_([12])": r"ls\1.gamma", "reg_token": "storage_tokens"}
     weights = renamed(model.state_dict(), names)
     weights = {name: value for name, value in weights.items() if "_bias" not in name}
@@ -348,9 +350,9 @@ def official_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dinov3_folder(root: Path, model: nn.Module, **config: object) -> str:
-    """Write a DINOv3 model like `save_pretrained` of transformers.
+    """Write a DINOv3 model in the format of transformers' `save_pretrained`.
 
-    Return the address of the folder.
+    Return the address from which it can be loaded.
     """
     weights = {}
     for name, value in renamed(official_weights(model), TO_TRANSFORMERS).items():

@@ -1,4 +1,4 @@
-"""Test that the initial weights of attention and MLPs follow the formulas of their papers."""
+"""Test that the initial weights of attention and MLP layers follow the formulas of the papers."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def truncate_rank(matrix: Tensor, rank: int) -> Tensor:
 
 
 def draw_noise(seed: int, count: int) -> list[Tensor]:
-    """Draw the random matrices Z of the papers. Their entries are normal with variance 1 / dim."""
+    """Draw random matrices Z as in the papers, with normal entries of variance 1 / dim."""
     generator = seeded(seed)
     return [
         torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5

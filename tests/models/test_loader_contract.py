@@ -1,10 +1,8 @@
-"""Test that every encoder loader fulfils its contract.
+"""Test that every encoder loader behaves as the suite expects of a loader.
 
-The loader in docs/extending.md is tested, too.
-
-A new loader is tested without a change to this file, because its example address is loaded. If an
-example needs the network or a missing file, loading must fail with a one-line error. A loader that
-has no example is skipped.
+The loader in docs/extending.md is tested, too. A new loader is tested without any change to this
+file, by loading its example address. If this needs the network or a missing file, loading must fail
+with a one-line error. A loader without an example is skipped.
 """
 
 import os
@@ -54,9 +52,9 @@ def encoder():
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create all files that the example addresses name, and the loader in docs/extending.md.
+    """Create all files to which the loaders' example addresses refer, and change to their folder.
 
-    Yield the folder that contains them, which is the current folder.
+    The example loader in docs/extending.md is installed as a package.
     """
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     for name in ("last", "epoch0200"):
@@ -110,7 +108,7 @@ def load_or_error(uri: str) -> Encoder | CheckpointError:
 def encoder_of(uri: str) -> Encoder:
     """Load an encoder from its address.
 
-    Skip the test if the encoder needs the network or a missing file.
+    Skip the test if this needs the network or a missing file.
     """
     encoder = load_or_error(uri)
     if isinstance(encoder, CheckpointError):

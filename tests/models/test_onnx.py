@@ -1,4 +1,4 @@
-"""Test that ONNX exports of ViT and DINOv2 give the features of the exported models.
+"""Test that encoders read from ONNX files of ViT and DINOv2 give the exported model's features.
 
 The tensors have the names that transformers gives them.
 """
@@ -25,7 +25,7 @@ DIM, HEADS, PATCH, GRID, DEPTH = 24, 3, 4, 6, 2
 
 
 class Part(nn.Module):
-    """A module that contains the given submodules. Its forward pass is the function `does`."""
+    """A module with the given submodules, whose forward pass calls the function `does`."""
 
     def __init__(self, does: Callable[[Any, Tensor], Any], **parts: nn.Module | nn.Parameter):
         super().__init__()
@@ -109,7 +109,7 @@ def embed(m: Any, images: Tensor, *, resized: bool) -> Tensor:
 def transformers(
     kind: Callable[[nn.Module], Part], activation: nn.Module | None = None, depth: int = DEPTH
 ) -> Part:
-    """Return a random model that has the structure of ViTModel or Dinov2Model in transformers."""
+    """Return a random model with the structure of ViTModel or Dinov2Model in transformers."""
 
     def layers(m: Any, x: Tensor) -> Tensor:
         for layer in m.layer:
@@ -135,7 +135,10 @@ def transformers(
 
 
 def add_head(backbone: nn.Module) -> Part:
-    """Return a model that outputs the tokens of a backbone and the logits of a linear head."""
+    """Add a linear head.
+
+    Return a model that outputs the backbone's tokens and the head's logits.
+    """
 
     def does(m: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         tokens = m.backbone(images)

@@ -44,7 +44,7 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
 def compute_by_hand(
     attention: OrthogonalAttention, x: Tensor, head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute S, [Q, K] and V of equation 5 for one head and one image."""
+    """Compute the matrices S, [Q, K] and V of equation 5 for one head and one image."""
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
     columns = slice(head * WIDTH, (head + 1) * WIDTH)
     q, k, v = (x @ weight[:, columns] for weight in (query, key, value))
@@ -172,7 +172,7 @@ def test_phi_equals_a_block_of_a_larger_exponential(norm):
 
 
 def skew_matrices(norm: float, count: int = 2, side: int = 8) -> Tensor:
-    """Return random skew-symmetric matrices of size `side` whose spectral norm is `norm`."""
+    """Return random skew-symmetric matrices with `side` rows and the spectral norm `norm`."""
     x = normal(count, side, side)
     skew = x - x.mT
     return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
@@ -263,7 +263,7 @@ def test_non_finite_or_huge_tokens_affect_only_their_image(basis, value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that records the size of the largest tensor that any operator returns, in elements."""
+    """A dispatch mode that records how many elements the largest result of an operator has."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Test that equations 8 and 9 of "Cutting the Skip" give the full Jacobian of each block."""
+"""Test that equations 8 and 9 of "Cutting the Skip" give the exact Jacobian of each block."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Test that scans, mixers and initial weights of Mamba 1 and 2 equal plain implementations."""
+"""Test that the scans, mixers and initial weights of Mamba 1 and 2 are correct.
+
+They are compared with direct implementations of the papers' equations.
+"""
 
 import copy
 import math
@@ -49,7 +52,7 @@ def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
 
 
 def recur(inputs, steps, decay, keys, queries) -> Tensor:
-    """Compute the outputs of a scan with a loop over images, channels and tokens."""
+    """Compute the outputs of a state-space scan with loops over images, channels and tokens."""
     out = torch.zeros_like(inputs)
     for item in range(inputs.shape[0]):
         for channel in range(inputs.shape[2]):
@@ -86,9 +89,9 @@ def test_gradients_are_finite_although_inverse_decays_overflow():
 
 
 def convolve(mixer, values) -> Tensor:
-    """Compute the causal convolution in a mixer.
+    """Compute the causal convolution and the SiLU of a Mamba mixer.
 
-    The last weight is multiplied by the current token.
+    The last weight of each filter is multiplied by the current token.
     """
     taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
     for lag in range(4):
@@ -97,7 +100,7 @@ def convolve(mixer, values) -> Tensor:
 
 
 def mix_by_the_paper(mixer: Mixer, tokens: Tensor) -> Tensor:
-    """Compute the output of a mixer directly from the equations of its paper."""
+    """Compute the output of a Mamba mixer directly from the equations of its paper."""
     decay = -mixer.log_decay.exp()
     if isinstance(mixer, Mamba1Mixer):
         values, gate = (tokens @ half.T for half in mixer.in_proj.weight.split(16))
@@ -173,7 +176,7 @@ def test_the_default_initialisation_is_that_of_the_architectures():
 
 
 def selections(mixer: Mixer) -> tuple[Tensor, ...]:
-    """Return the weights from which a mixer computes keys, queries and steps."""
+    """Return the weights from which a Mamba mixer computes keys, queries and step sizes."""
     if isinstance(mixer, Mamba1Mixer):
         return *mixer.selection.weight.split((1, 3, 3))[1:], mixer.step.weight
     return mixer.in_proj.weight.split((16, 16, 3, 3, 4))[2:]

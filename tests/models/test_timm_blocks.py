@@ -1,4 +1,4 @@
-"""Test that our features of small timm models equal timm's own features of every block."""
+"""Test that features extracted from small timm models equal those that timm itself returns."""
 
 from copy import deepcopy
 from typing import Any
@@ -70,10 +70,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def compute_keys(model: Any, images: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return the input of a block's attention layer, and the keys that are computed from it.
-
-    The keys are computed in float64.
-    """
+    """Return the input of a block's attention layer, and the keys computed from it in float64."""
     attention = model.blocks[layer].attn
     recorded: list[Tensor] = []
     handle = attention.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0]))
@@ -275,7 +272,7 @@ def test_a_file_without_an_expected_tensor_is_refused(tmp_path, has_timm_names):
 
 
 class Blocks(nn.Module):
-    """A model with the attributes of a timm model: a convolution followed by the given blocks."""
+    """A convolution followed by the given blocks, with the attributes that timm models have."""
 
     def __init__(self, *blocks: nn.Module, stride: int = 1) -> None:
         super().__init__()
@@ -303,7 +300,7 @@ class Block(nn.Module):
 
 
 class WithClassToken(nn.Module):
-    """A last stage that turns feature maps into [CLS] and patch tokens."""
+    """A last stage that converts feature maps to a [CLS] token and patch tokens."""
 
     def forward(self, maps: Tensor) -> Tensor:
         tokens = maps.flatten(2).transpose(1, 2)

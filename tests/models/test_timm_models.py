@@ -1,4 +1,4 @@
-"""Test that encoders built from the layers of timm have the right sizes, weights and features."""
+"""Test that encoders built from layers of timm have the right sizes, weights and features."""
 
 import json
 from dataclasses import replace
@@ -187,7 +187,7 @@ def test_mimetic_value_times_projection_is_minus_the_identity(config):
 
 
 def block_inputs(config: TimmConfig) -> list[Tensor]:
-    """Return the input of each block of an encoder, after graying."""
+    """Return the input of each block of an encoder, after the tokens are grayed."""
     model, entering = build_encoder(config, seed=0).eval(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, __: entering.append(inputs[0]))
@@ -212,7 +212,7 @@ def test_only_the_chosen_blocks_of_all_stages_are_grayed(config, layer, scope):
 
 
 def swin_block(shift: int) -> torch.nn.Module:
-    """Return a stand-in for a Swin block whose windows of 3 x 3 tokens are shifted."""
+    """Return a stand-in for a Swin block with windows of 3 x 3 tokens, shifted by `shift`."""
     block: Any = torch.nn.Identity()
     block.window_size, block.shift_size = (3, 3), (shift, shift)
     return block

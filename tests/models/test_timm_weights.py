@@ -1,6 +1,6 @@
-"""Test that a weights file determines the sizes of a timm architecture.
+"""Test that the sizes of a timm architecture are read from its weights file.
 
-No tensor may be resized.
+No tensor may be resized to fit.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Test that the Vision Transformer implements its options, and that it agrees with timm."""
+"""Test that our Vision Transformer implements its options, and that it agrees with timm's."""
 
 from dataclasses import replace
 
@@ -113,7 +113,7 @@ def test_unsupported_inputs_of_layers_are_refused():
 def cubic_weights(new: int, old: int, margin: float) -> torch.Tensor:
     """Return the weights of cubic interpolation (a = -0.75) from `old` to `new` positions.
 
-    Row i contains the weights of all old positions for the new position i.
+    Row i has the weights of all old positions for the new position i.
     """
     a = -0.75
     weights = torch.zeros(new, old, dtype=torch.float64)

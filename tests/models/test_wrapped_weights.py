@@ -1,8 +1,10 @@
-"""Test that the weights of the encoder are found in a training checkpoint.
+"""Test that the weights of the encoder are found in training checkpoints of many tools.
 
-The formats follow the source code of the training tools: Lightning's ModelCheckpoint,
-WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,
-VISSL, I-JEPA, and the reference scripts of torchvision and torch.
+The formats follow the source code of these tools:
+
+- Lightning's ModelCheckpoint, WeightAveraging and StochasticWeightAveraging
+- torch.optim.swa_utils, timm's train.py, Composer, VISSL and I-JEPA
+- the reference scripts of torchvision and torch
 """
 
 from collections.abc import Callable
@@ -109,7 +111,7 @@ def add_prefix(prefix: str, weights: Weights) -> Weights:
 
 
 def wrap_modules(wrapper: str, weights: Weights) -> Weights:
-    """Rename weights as if block 1 and the patch embedding had been wrapped with `wrapper`."""
+    """Rename weights as if a wrapper module had been put around block 1 and the patch embedding."""
     return {
         n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
         for n, v in weights.items()

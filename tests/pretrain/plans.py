@@ -1,4 +1,4 @@
-"""Small pretraining runs and the images that they are trained on."""
+"""Create small pretraining runs and the images on which they are trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SMALL_DINO = Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(n
 def album(
     root: Path, count: int = 13, *, folders: Sequence[str] = ("class0", "class1"), seed: int = 0
 ) -> Path:
-    """Save random colour images, distributed evenly over class folders. Return the root folder."""
+    """Save random colour images, evenly distributed over class folders. Return the root folder."""
     generator = np.random.default_rng(seed)
     for number in range(count):
         folder = root / folders[number % len(folders)]
@@ -37,9 +37,9 @@ def album(
 
 
 def plan_of(root: Path, *, data: dict[str, Any] | None = None, **parts: Any) -> Pretraining:
-    """Return the plan of a run of eight steps. The batch size is two.
+    """Return the plan of a pretraining run of eight steps with batch size two.
 
-    `parts` replaces components of the plan by name, or sets options of its training.
+    `parts` has components of the plan, such as `model`, and training options, such as `max_steps`.
     """
     names = ("model", "objective", "optimizer", "monitor", "init_from")
     components = {name: parts.pop(name) for name in names if name in parts}

@@ -1,4 +1,7 @@
-"""Test that each step gets the right crops, also from workers with limited shared memory."""
+"""Test that each training step gets the right crops from its data workers.
+
+This must also hold if there is little shared memory.
+"""
 
 import os
 import time
@@ -180,7 +183,7 @@ def test_processes_on_one_machine_share_the_limit(monkeypatch):
 
 
 def count_shared_bytes() -> int:
-    """Return how many bytes of shared memory this process and its children have open as files."""
+    """Return how many bytes of shared memory this process and its children use."""
     own_id, sizes = str(os.getpid()), dict[int, int]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Test that the copying task has correct strings, losses and accuracies, and can be trained."""
+"""Test that the string-copying task has correct strings and scores, and can be trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +83,9 @@ def test_accuracies_count_letters_and_strings_without_a_mistake():
 
 
 class Copier(StateSpaceModel):
-    """A model that always predicts the letter which is `back` tokens before the current token.
+    """A model that always predicts the token that is `back` positions before the current token.
 
-    The prediction does not depend on the weights.
+    Its weights have no effect.
     """
 
     def __init__(self, back: int) -> None:

@@ -1,4 +1,4 @@
-"""Test that crops and augmentations have correct pixels and distributions of parameters.
+"""Test that crops and augmentations have correct pixels and parameter distributions.
 
 Augmentations of a batch are compared with torchvision. RandAugment, erasing and mixing are compared
 with timm.
@@ -72,7 +72,7 @@ GPU = [
 
 
 def draw_params(crops, *, images, views=10) -> AugmentationParams:
-    """Draw the augmentation parameters of all views. All views of an image are consecutive."""
+    """Draw the augmentation parameters of all views. The views of an image are consecutive."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, params = crops.draw(generators, np.full((images, 2), 99))
@@ -274,9 +274,9 @@ def test_images_are_normalised_then_erased_then_mixed():
 
 
 def posterize(image, bits):
-    """Keep only the `bits` highest bits of each value.
+    """Keep only the `bits` highest bits of each pixel value.
 
-    `bits` may be 0, which Pillow's own function does not accept.
+    `bits` may be 0, which Pillow's function does not accept.
     """
     return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
 
@@ -332,7 +332,7 @@ def measure_rectangles(edges, size):
 
 
 def edges_of_timm(erasing, size):
-    """Return the edges of the rectangle that timm's random erasing fills.
+    """Return the edges of the rectangle that timm's random erasing fills: top, bottom, left, right.
 
     If timm erases nothing, all edges are 0.
     """
@@ -475,9 +475,9 @@ def draw_operations() -> list[list[tuple[str, int | float]]]:
 
 @cache
 def draw_operations_with_timm() -> list[list[tuple[str, int | float]]]:
-    """Let timm's RandAugment draw operations for `MANY` images.
+    """Let timm's RandAugment draw its operations for `MANY` images.
 
-    Return a list of pairs for each image. A pair holds the name and the argument of an operation.
+    For each image, return a list of pairs: the name of an operation and its argument.
     """
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
     calls: list[tuple[str, int | float]] = []

@@ -1,4 +1,4 @@
-"""Test that the DINO objective equals a plain computation over single views and tensors."""
+"""Test that the DINO objective equals a simple computation with loops over views and tensors."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ SMALL = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
 
 
 def plain_loss(embeddings, prototypes, targets, temperature):
-    """Compute the loss directly from its definition, with a loop over pairs of views."""
+    """Compute the DINO loss directly from its definition, with a loop over pairs of views."""
     terms = []
     for teacher_view, target in enumerate(targets):
         for student_view, embedding in enumerate(embeddings):

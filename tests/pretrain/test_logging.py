@@ -1,4 +1,4 @@
-"""Test that the log, the progress lines and the trackers of a run receive correct values.
+"""Test that a run's log, progress lines and experiment trackers receive correct values.
 
 The trackers are TensorBoard and W&B.
 """
@@ -75,7 +75,7 @@ def test_long_waits_for_data_are_reported_once(monkeypatch, capsys, late, total,
 def runs(monkeypatch) -> list[SimpleNamespace]:
     """Replace the package wandb with a stand-in.
 
-    Return a list of the runs that are started with the stand-in.
+    Return a list to which each run that is started with the stand-in is added.
     """
     started: list[SimpleNamespace] = []
 

@@ -1,6 +1,6 @@
-"""Test that a run keeps the encoders of chosen epochs, and that it can be extended.
+"""Test that a run keeps the encoders of chosen epochs, and that a finished run can be extended.
 
-Runs that older versions started must be resumable.
+Runs that were started with older versions must be resumable.
 """
 
 import json
@@ -192,7 +192,7 @@ def test_only_plain_resume_starts_a_missing_run(workdir, capsys):
 
 
 def change_state(out, removed=(), added=None):
-    """Add keys to the configuration in the saved state of a run, or remove keys from it."""
+    """Add keys to, or remove keys from, the configuration in the saved training state of a run."""
     state = state_of(out)
     configuration = state["configuration"]
     for key in removed:

@@ -100,9 +100,9 @@ def test_without_hidden_patches_the_encoder_is_the_plain_encoder():
 
 
 def make_transparent(decoder: MaeDecoder) -> MaeDecoder:
-    """Make a decoder return its input tokens as pixels.
+    """Change the weights of an MAE decoder so that it outputs its input tokens as pixels.
 
-    Residual branches are set to zero, and linear maps to the identity.
+    Residual branches become zero, and linear maps become the identity.
     """
     with torch.no_grad():
         for block in decoder.blocks:

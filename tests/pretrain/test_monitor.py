@@ -1,4 +1,4 @@
-"""Test that a run measures scores after chosen epochs and saves a record of its accuracy."""
+"""Test that a training run measures scores after chosen epochs, and records its final accuracy."""
 
 import json
 import math
@@ -49,7 +49,7 @@ BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Return a folder of 13 training and 10 validation images of three similar classes."""
+    """Create class folders with 13 training and 10 validation images of three similar classes."""
     return save_classes(tmp_path_factory.mktemp("album"), 13, 10, num_classes=3)
 
 
@@ -218,9 +218,9 @@ def test_more_than_five_classes_have_a_top_5(tmp_path, num_classes, names):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory):
-    """Create red and blue images in two class folders.
+    """Create class folders of red and of blue images.
 
-    One of the red test images is in the folder of the blue class.
+    One red test image is in the folder of the class "blue".
     """
     root = tmp_path_factory.mktemp("data") / "MNIST"
     generator = np.random.default_rng(0)
@@ -250,7 +250,7 @@ def load_record(folder):
 
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
-    """Return the folder of a finished run whose accuracy was saved as a record."""
+    """Train a run that saves its accuracy as a record. Return its folder."""
     folder = tmp_path_factory.mktemp("finished")
     recorded_plan(mnist, results=str(folder / "results")).run(folder / "run", device="cpu")
     return folder

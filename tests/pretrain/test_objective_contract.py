@@ -1,10 +1,8 @@
-"""Test that every objective fulfils its contract.
+"""Test that every training objective behaves as the suite expects of an objective.
 
-The objective in docs/extending.md is tested, too.
-
-A new objective is tested without a change to this file. To keep the tests fast, its configuration
-gets the small values in `tests/support/objectives.py`. The objective must either train or refuse a
-small encoder of each kind.
+The objective in docs/extending.md is tested, too. A new objective is tested without any change to
+this file. To keep the tests fast, the small values in `tests/support/objectives.py` replace those
+of its configuration. The objective must either train or refuse a small encoder of each kind.
 """
 
 import math
@@ -57,7 +55,7 @@ TIMELINE = Timeline(20, 5)
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory) -> Iterator[None]:
-    """Install the objective in docs/extending.md as a separate package, as a user would."""
+    """Install the example objective in docs/extending.md as a separate package, as a user would."""
     folder = tmp_path_factory.mktemp("plugin")
     information = folder / "rotation-1.0.dist-info"
     information.mkdir()
@@ -92,9 +90,9 @@ def learner_of(plan: Pretraining, *, seed: int = 0) -> Learner:
 
 @cache
 def refusals(name: str) -> dict[str, ConfigurationError | None]:
-    """Return the error with which an objective refuses each kind of encoder.
+    """Return the error with which an objective refuses each kind of encoder, by kind.
 
-    If the objective can train a kind of encoder, the error is None.
+    The error is None if the objective can train this kind of encoder.
     """
     errors = dict[str, ConfigurationError | None]()
     for kind in registered_names("model"):
@@ -113,8 +111,7 @@ def first_kind(name: str) -> str:
 def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -> list[Tensor]:
     """Crop `count` samples and return their views.
 
-    The samples are cropped in consecutive chunks. `cuts` holds the index at which each chunk after
-    the first one starts.
+    The samples are cropped in chunks. Each index in `cuts` starts a new chunk.
     """
     crops, objective = plan.objective.crops, plan.objective
     generators = [np.random.default_rng(number) for number in range(count)]
@@ -134,7 +131,10 @@ def views_of(plan: Pretraining, count: int = 4, *, cuts: tuple[int, ...] = ()) -
 
 
 def step_of(learner: Learner, views: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss and its gradients in one step. Return the loss and the values to log."""
+    """Compute the loss of a training step and its gradients.
+
+    Return the loss and the values to log.
+    """
     torch.manual_seed(0)
     loss, report = learner.loss(learner.student, views, 0)
     loss.backward()
@@ -208,9 +208,9 @@ def test_no_two_weights_share_their_random_numbers(name, kind):
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute rank correlation between two tensors.
+    """Return the largest absolute rank correlation between one tensor and parts of another.
 
-    At most 600 values of the shorter tensor are compared with every equally long section of the
+    Up to 600 values of the shorter tensor are compared with all sections of the same length in the
     longer one.
     """
     short, long = sorted((one.flatten(), other.flatten()), key=len)

@@ -1,6 +1,6 @@
 """Test that optimizers decay, clip and update weights correctly, and can skip a step.
 
-SOAP is compared with a NumPy version.
+SOAP is compared with a NumPy implementation.
 """
 
 import copy
@@ -172,9 +172,9 @@ BETAS = (0.9, 0.97, 0.8)
 
 
 class PlainSoap:
-    """A NumPy version of SOAP for a single parameter.
+    """A NumPy implementation of SOAP for a single parameter.
 
-    Unlike ours, it stores the mean gradient in the original basis.
+    Unlike our implementation, it stores the mean gradient in the original basis.
     """
 
     def __init__(self, weight: np.ndarray, *, limit: int, frequency: int, phase: int = 0) -> None:
@@ -243,14 +243,14 @@ def schedule(step: int) -> tuple[float, float]:
 
 
 def has_gradient(index: int, step: int) -> bool:
-    """Return whether the parameter with this index has a gradient in this step of the test."""
+    """Return whether the test gives a gradient to the parameter with this index in this step."""
     return step >= LATE.get(index, 0) and not (index == 8 and 20 <= step < 23)
 
 
 def optimise(optimizer: SOAP, parameters: Sequence[nn.Parameter], noise: Sequence, at=0) -> None:
     """Take one optimizer step for each item of `noise`.
 
-    The gradient in a step is the noise plus 0.3 times the parameter.
+    The gradient of a parameter is its noise plus 0.3 times the parameter.
     """
     for step, gradients in enumerate(noise, start=at):
         optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"] = schedule(step)
@@ -402,9 +402,9 @@ def test_eigenvectors_are_computed_in_float64_if_float32_fails(monkeypatch):
 
 
 def train_with_soap(*, flips_signs: bool = False, **options: Any) -> list[Tensor]:
-    """Train with SOAP for fifteen steps. Return the weights and the eigenbases.
+    """Train with SOAP for fifteen steps. Return the weights and SOAP's bases.
 
-    If `flips_signs` is true, imitate a processor that negates every second eigenvector.
+    If `flips_signs` is true, every second eigenvector is negated, as another processor might do.
     """
     if flips_signs:
         # Another processor may return every second eigenvector with the other sign.
@@ -463,7 +463,10 @@ def start(recipe: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
 def take_step(
     optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], seed: int, *, value: float = 1
 ) -> None:
-    """Take an optimizer step with random gradients, in which one entry of the first is `value`."""
+    """Take an optimizer step with random gradients.
+
+    The first entry of the first gradient is set to `value`.
+    """
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
@@ -476,7 +479,7 @@ def take_step(
 
 
 def copy_state(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> list[Tensor]:
-    """Return a copy of the weights and of the optimizer's state, without its step counters."""
+    """Return copies of the weights and of the optimizer's state, without its step counters."""
 
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Tensor):

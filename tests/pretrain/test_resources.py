@@ -1,4 +1,4 @@
-"""Test that FLOPs, default batch sizes and the advice after running out of memory are correct."""
+"""Test FLOP counts, default batch sizes and the advice after a run has run out of memory."""
 
 import copy
 import errno
@@ -103,7 +103,7 @@ def test_accumulation_is_doubled_until_a_micro_batch_fits(
 
 
 def limit_memory(monkeypatch, images: int, error: Exception, first_step: int = 0) -> None:
-    """Let the loss of DINO raise `error` if a micro-batch has more than `images` images."""
+    """Make the DINO loss raise `error` if a micro-batch has more than `images` images."""
     usual = DinoLearner.loss
 
     def limited(self, network, views, step):
@@ -183,7 +183,7 @@ def test_a_long_run_suggests_a_shorter_one_early(workdir, monkeypatch, capsys):
 
 
 class SumLearner(nn.Module):
-    """A learner whose loss is the sum of a layer's outputs times a random number."""
+    """A learner whose loss is the sum of its student's outputs times a random number."""
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()

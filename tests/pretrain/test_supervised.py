@@ -1,4 +1,4 @@
-"""Test that the supervised objective learns, and that its head and its accuracy are correct."""
+"""Test that supervised training learns, and that its head and its accuracy are correct."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ NAMES = ("a", "b", "c")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Return a folder of 11 training and 4 validation images, red or blue."""
+    """Create class folders with 11 training and 4 validation images, each of them red or blue."""
     root = tmp_path_factory.mktemp("colours")
     generator = np.random.default_rng(0)
     for split, count in (("train", 11), ("val", 4)):

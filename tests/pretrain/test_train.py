@@ -36,15 +36,15 @@ from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Return a folder of 13 images.
+    """Create class folders with 13 images. Return their root.
 
-    An epoch consists of six steps of two images each, so that one image is not used.
+    With batch size two, an epoch has six steps, so one image is left out.
     """
     return album(tmp_path_factory.mktemp("album"))
 
 
 def call_before_step(monkeypatch, number, action):
-    """Let a run call `action` just before the step `number`. The first step has the number 1."""
+    """Make a run call `action` just before step `number`, where the first step has the number 1."""
     finish, calls = MultiCrop.finish, []
 
     def finish_and_count(self, *arguments):
@@ -157,7 +157,10 @@ def test_a_signal_in_the_last_step_is_ignored(root, tmp_path, monkeypatch):
 
 
 def change_loss(monkeypatch, change):
-    """Let a DINO run replace its loss and logged values with `change(loss, report, step)`."""
+    """Replace the loss and the logged values of DINO with the results of `change`.
+
+    `change` is called with the original loss, the original values and the number of the step.
+    """
     usual = DinoLearner.loss
 
     def compute_changed(self, network, views, step):

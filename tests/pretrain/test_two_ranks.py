@@ -1,6 +1,6 @@
-"""Test that two processes train like one process.
+"""Test that distributed training in two processes gives the same result as in one process.
 
-If one of them fails, both must save the run and print only one message.
+If one of them fails, both must save the run, and only one message may be printed.
 """
 
 import json
@@ -47,7 +47,7 @@ def workdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(workdir) -> dict[str, Any]:
-    """Run two processes for each fault. Return their exit codes and their stderr."""
+    """Run two training processes for each fault. Return their exit codes and what they print."""
     photos = photo_folder(workdir / "photos")
     class_folders(workdir / "classes", 2)
     words = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(workdir)]

@@ -1,4 +1,4 @@
-"""Test that pretraining from tar files equals pretraining from folders."""
+"""Test that pretraining with images in tar files equals pretraining with images in folders."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from tests.support.shards import tars_of, write_tar
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Return a folder with 13 images in `album`, and the same images as tar files in `shards`."""
+    """Create a folder with 13 images in `album`, and the same images as tar files in `shards`."""
     root = tmp_path_factory.mktemp("data")
     tars_of(album(root / "album"), root / "shards")
     return root

@@ -1,6 +1,6 @@
-"""Test that checkpoints are written correctly while training continues.
+"""Test that checkpoints are written correctly while training continues in the meantime.
 
-If writing fails, the previous state must remain usable.
+If writing fails, the previous training state must remain usable.
 """
 
 import os
@@ -41,7 +41,7 @@ def wait_until(is_true, seconds=10.0) -> None:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Return a list. Each training step adds an item to it."""
+    """Return a list that gets an item in each training step."""
     finish, steps = MultiCrop.finish, []
 
     def finish_and_count(self, *arguments):

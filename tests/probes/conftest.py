@@ -10,16 +10,16 @@ from tests.support.photographs import noise_photographs
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Create class folders for six classes, which differ in colour.
+    """Create class folders with images of six classes, one per colour.
 
-    In total, there are 30 training and 12 validation images.
+    There are 30 training and 12 validation images in total.
     """
     return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> ImageFolder:
-    """Create three noise images."""
+    """Create a folder dataset of three noise images."""
     return noise_photographs(tmp_path / "photos")
 
 

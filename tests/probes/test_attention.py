@@ -1,4 +1,4 @@
-"""Test that attention maps of the [CLS] token, their masks and their scores are correct."""
+"""Test that attention maps of the [CLS] token, and the masks and scores from them, are correct."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def vit(seed: int = 0, **changes: Any) -> Any:
 
 
 def small_timm(name: str, **changes: Any) -> Encoder:
-    """Return a timm Vision Transformer with two blocks and random parameters."""
+    """Return a timm Vision Transformer with two blocks and random weights."""
     torch.manual_seed(0)
     model = timm.create_model(
         name, num_classes=0, depth=2, embed_dim=24, num_heads=3, dynamic_img_size=True, **changes
@@ -126,9 +126,9 @@ def test_scale_bias_mask_and_shared_keys_work_as_in_torch():
 
 
 class TwoBlocks(nn.Module):
-    """A ViT that has two blocks.
+    """A ViT with two blocks, whose attention is computed by the function `mix`.
 
-    The function `mix` computes attention from queries, keys and values.
+    `mix` receives queries, keys and values.
     """
 
     def __init__(self, mix: Any) -> None:
@@ -412,7 +412,7 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
-    """Another program computed the expected values, from the queries and keys of the ONNX file."""
+    """Compare with values that another program computed from queries and keys of an ONNX file."""
     words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
     words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]

@@ -1,6 +1,6 @@
-"""Test that heads which pool patches with learned queries equal the published module.
+"""Test that attentive heads, which pool patches with learned queries, equal the published module.
 
-Such heads are also tested in the classification probe.
+They are also tested as part of the classification probe.
 """
 
 import math
@@ -37,12 +37,15 @@ def scores(
 
 
 def wave(*shape: int, step: float) -> Tensor:
-    """Return irregular values in [-1, 1] that other programming languages can reproduce."""
+    """Return a tensor of sine values, which programs in other languages can reproduce."""
     return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
 
 
 def head_bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
-    """Return a bank of heads for one block. Each tuple holds the four parameters of one head."""
+    """Return a bank of heads for one block.
+
+    Each argument is a tuple of the four parameters of a head.
+    """
     parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
     dim = parts[1].shape[-1]
     running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
@@ -88,7 +91,7 @@ def test_a_head_has_as_many_parameters_as_published():
 
 
 def train_heads(features: StoredFeatures, *rates: float, batch_size: int) -> AttentiveHeads:
-    """Train one head for each learning rate on ten images. Check the number of optimizer steps."""
+    """Train a head per learning rate on ten images, and check the number of optimizer steps."""
     pool = AttentivePooling(queries=3, epochs=3, batch_size=batch_size, learning_rates=rates)
     steps = []
 

@@ -31,7 +31,7 @@ def image_result(true: list[list[float]], size: tuple[int, int] = (100, 200)) ->
 
 
 def block_baselines(images: list[ImageResult]) -> dict[str, Baseline]:
-    """Return the baselines of a block's object-discovery scores, in a dictionary by metric."""
+    """Return a block's baseline for each metric of object discovery, by metric."""
     scores = score_block(0, "key", images, 1, constant_baselines(images))
     found = [corloc_score(0, "key", images), *scores]
     return {s.metric: b for s in found if (b := Baseline.from_details(s.details))}
@@ -89,7 +89,7 @@ def test_the_best_and_the_most_frequent_answer_counted_by_hand():
 
 
 def run_baselines(words: list[str]) -> dict[str, Baseline]:
-    """Run a probe. Return the baselines in its records, in a dictionary by metric."""
+    """Run a probe. Return the baseline that its records contain, by metric."""
     assert main(words) == 0
     found = {r.metric: Baseline.from_details(r.details) for r in records()}
     assert found

@@ -1,6 +1,6 @@
-"""Test that linear classification trains and selects its heads correctly.
+"""Test that linear classification trains, selects and scores its heads correctly.
 
-It must score every facet of every block.
+Every facet of every block must get a score.
 """
 
 import math
@@ -49,7 +49,7 @@ QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Create class folders whose colours are so noisy that the classes are hard to separate."""
+    """Create class folders of coloured images whose noise makes the classes hard to separate."""
     return coloured_classes(tmp_path_factory.mktemp("noisy"), noise=250)
 
 
@@ -99,9 +99,11 @@ def test_heads_equal_float64_regressions_of_scikit_learn(mode, noisy):
 
 
 def sklearn_accuracy(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Return the accuracy of scikit-learn's logistic regression in percent.
+    """Train scikit-learn's logistic regression on (x, y).
 
-    Channels are standardised with the mean and standard deviation of the training features `x`.
+    Return its accuracy on (others, truth) in percent.
+
+    All channels are standardised with the mean and standard deviation of `x`.
     """
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
@@ -132,7 +134,7 @@ def test_parallel_heads_equal_single_heads_in_float64():
 def train_one_head(
     x: Tensor, y: Tensor, rate: float, epochs: int, size: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Train one linear head in float64 by SGD with momentum 0.9 and a cosine schedule."""
+    """Train one linear head in float64 with SGD, momentum 0.9 and a cosine schedule."""
     start = torch.randn(classes, x.shape[1], generator=torch.Generator().manual_seed(4)) * 0.01
     parameters = [start.double().requires_grad_(), torch.zeros(classes).double().requires_grad_()]
     velocities = [torch.zeros_like(parameter) for parameter in parameters]
@@ -218,7 +220,7 @@ def test_the_guesses_of_a_record_contain_the_values_used(workdir, words, parts):
 
 
 def score_three_heads(**changes: Any) -> list[Score]:
-    """Return the scores of a probe that has trained three heads.
+    """Return the scores that a probe derives from three trained heads.
 
     The heads are correct on 1, 2 and 2 of the four scored images, and on 2, 1 and 0 of the two
     held-out images.

@@ -1,4 +1,7 @@
-"""Test that the agreement of clusters and classes equals hand counts and scikit-learn."""
+"""Test that scores of the agreement between clusters and classes equal those of scikit-learn.
+
+They must also equal values computed by hand.
+"""
 
 import math
 from dataclasses import replace
@@ -37,9 +40,9 @@ TABLE = np.array([[4, 0], [0, 3], [1, 2]])
 
 
 def draw_labels(images=60, clusters=5, classes=4):
-    """Return random clusters and classes of images, and the table of their joint counts.
+    """Return random clusters and classes of images, and a table of how often each pair occurs.
 
-    For most images, the cluster and the class agree.
+    For most images, the numbers of the cluster and the class are equal.
     """
     generator = np.random.default_rng(0)
     truth = generator.integers(classes, size=images)
@@ -188,7 +191,7 @@ def colours(tmp_path):
 
 
 def scores(dataset, encoder: Encoder | None = None, *, seed=0, **options):
-    """Run the clustering probe on two blocks. Return the scores of the second block by metric."""
+    """Run the clustering probe on two blocks. Return the scores of the second block, by metric."""
     probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
     found = scored(probe, dataset, encoder=encoder or tiny(), layers=(0, 1), seed=seed)
     return {metric: score for (layer, _, metric), score in found.items() if layer == 1}

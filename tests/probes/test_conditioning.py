@@ -1,4 +1,4 @@
-"""Test that the scores of the conditioning probe equal scores computed from the encoder."""
+"""Test that the scores of the conditioning probe equal direct computations from the encoder."""
 
 import copy
 import itertools
@@ -39,15 +39,15 @@ BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 @pytest.fixture(autouse=True)
 def blank_figures(monkeypatch):
-    """Save empty figures, because drawing takes most of the time.
+    """Save empty files instead of figures, because drawing figures takes most of the time.
 
-    The contract tests of all probes draw real figures.
+    The tests in test_contract.py draw real figures.
     """
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
 
 
 class Runner:
-    """A function object that runs the conditioning probe on three images.
+    """A callable that runs the conditioning probe, by default on two of three images.
 
     `messages` collects the messages of all runs.
     """
@@ -77,7 +77,7 @@ def foreign(module=None):
 
 
 def embedded(encoder, folder):
-    """Return a float64 copy of the encoder, and its tokens of the first image before block 0."""
+    """Return a float64 copy of the encoder, and the first image's tokens before the first block."""
     image = Image.open(folder / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
@@ -92,7 +92,7 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return a dictionary that maps each facet without a result to the reason."""
+    """Return the reasons why scores are undefined, as a dictionary from facet to reason."""
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

@@ -1,10 +1,8 @@
-"""Test that every probe fulfils its contract.
+"""Test that every probe behaves as the suite expects of a probe.
 
-The probes in docs/extending.md are tested, too.
-
-A new probe is tested without a change to this file. The test chooses a small dataset that has the
-annotations that the probe requires. To keep the tests fast, the keys of the probe that are in
-`REDUCED` get the small values in `REDUCED`.
+The probes in docs/extending.md are tested, too. A new probe is tested without any change to this
+file. The test chooses a small dataset that has the required annotations. For settings listed in
+`REDUCED`, it uses the small values stated there.
 """
 
 import json
@@ -58,7 +56,7 @@ supporting_datasets = cache(datasets_with)
 
 
 def install_plugins(folder: Path) -> None:
-    """Install the probes in docs/extending.md as a separate package that has entry points."""
+    """Install the example probes in docs/extending.md as a separate package with entry points."""
     information = folder / "pages-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.0\n")
@@ -72,9 +70,9 @@ def install_plugins(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def workdir(tmp_path_factory) -> Iterator[Path]:
-    """Create datasets and an encoder with three blocks in a new folder.
+    """Create datasets and an encoder with three blocks in a new folder, and change to this folder.
 
-    Make this folder the current one. Also install the probes in docs/extending.md as plugins.
+    The example probes in docs/extending.md are installed as plugins.
     """
     folder, before = tmp_path_factory.mktemp("contract"), Path.cwd()
     encoder_file(folder / "encoder.safetensors", config=replace(TINY, depth=3))
@@ -91,7 +89,10 @@ def workdir(tmp_path_factory) -> Iterator[Path]:
 
 
 def data_for(role: str) -> list[str]:
-    """Return the arguments that select a small dataset whose annotations fit a role."""
+    """Return the command-line arguments for a small dataset with the annotations that a role needs.
+
+    The role of a probe states what it evaluates, such as "segmentation".
+    """
     if role == "saliency":
         one_object = "dataset.one_object=true"
         return ["--dataset", "paired_folders", "--data-root", "paired_folders", one_object]
@@ -103,9 +104,10 @@ def data_for(role: str) -> list[str]:
 
 @cache
 def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
-    """Return a small probe, its plan, and the command-line arguments that select the probe.
+    """Return a probe with small settings, its plan, and the arguments that select it.
 
-    `case` is a task or one of `VARIANTS`. The name of a variant begins with its task.
+    `case` is a task, or one of the `VARIANTS` of a task. The name of a variant starts with its
+    task.
     """
     task, options = case.partition(" ")[0], VARIANTS.get(case, [])
     words = data_for(build(probing_config(task, "toy", options), "probe").role) + options
@@ -119,7 +121,7 @@ def reduced_plan(case: str) -> tuple[Any, PlannedProbe, tuple[str, ...]]:
 
 
 def package_names(kinds: Iterable[type]) -> set[str]:
-    """Return the names of those modules or packages in `probes` that define the classes."""
+    """Return the names of the modules and packages in `probes` that define the given classes."""
     modules = [kind.__module__.split(".") for kind in kinds]
     return {parts[1] for parts in modules if parts[0] == "probes"}
 
@@ -130,14 +132,17 @@ def run(task: str, out: str, *more: str) -> int:
 
 @cache
 def all_blocks(task: str, place: Path) -> Path:
-    """Evaluate all blocks of a task once for each `place`. Return the folder of the results."""
+    """Evaluate a task on all blocks, and return the folder of the results.
+
+    Repeated calls with the same `place` return the same folder without a new evaluation.
+    """
     del place
     assert run(task, f"{task}/all") == 0
     return Path(f"{task}/all").resolve()
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return the content and the per-image values of records, by layer, facet and metric."""
+    """Return the contents of records and their per-image values, by layer, facet and metric."""
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -1,6 +1,6 @@
-"""Test that the correspondence probe matches patches and scores pairs of images correctly.
+"""Test that the correspondence probe matches patches and scores image pairs correctly.
 
-A pair is an image and its warped copy, or two images with annotated keypoints.
+A pair consists of an image and its warped copy, or of two images with annotated keypoints.
 """
 
 import math
@@ -221,7 +221,7 @@ def test_settings_do_not_depend_on_the_type_of_numbers():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_pck(shared_data, published_encoder, tmp_path):
-    """Another program computed the expected values. Its points are half a pixel away from ours."""
+    """Compare with values that another program computed with points half a pixel away from ours."""
     words = ["probe", "--task", "correspondence", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"pf_willow:{shared_data}/real/pf-willow", "--layer", "2,8"]
     words += ["probe.protocol=spair", "probe.sampling=patch", "probe.image_size=224"]
@@ -347,7 +347,7 @@ def test_features_that_encode_the_position_find_every_point():
     centres = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
 
     def encode(places: np.ndarray) -> torch.Tensor:
-        """Return patch features whose direction encodes the position in the first view."""
+        """Return patch features whose directions encode positions in the image's first view."""
         flat = np.column_stack([places - 0.5, np.ones(len(places))])
         return torch.from_numpy(flat).float().view(1, grid, grid, 3)
 

@@ -1,4 +1,4 @@
-"""Test that each corruption has its own results, and that training images stay clean."""
+"""Test that each image corruption has its own results, and that training images stay clean."""
 
 import json
 import sys

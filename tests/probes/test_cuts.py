@@ -1,4 +1,7 @@
-"""Test that TokenCut, MaskCut and LOST equal hand counts and the official code."""
+"""Test that TokenCut, MaskCut and LOST give the results of the authors' code.
+
+They must also equal results computed by hand.
+"""
 
 import numpy as np
 import pytest
@@ -23,9 +26,9 @@ PAPER = Cut(tau=0.15)
 
 
 def scene(*rectangles: tuple[slice, slice]):
-    """Return a map of patch labels, and features that have another direction for each label.
+    """Return patch labels and patch features of a scene that consists of rectangles.
 
-    The directions of the four labels are orthogonal.
+    Each rectangle has its own label. Patches with different labels have orthogonal features.
     """
     labels = np.zeros((6, 8), int)
     for label, (rows, cols) in enumerate(rectangles, start=1):
@@ -34,7 +37,7 @@ def scene(*rectangles: tuple[slice, slice]):
 
 
 def mosaic(seed: int) -> torch.Tensor:
-    """Return the features of 9 x 9 patches. They are similar within each tile of 3 x 3 patches."""
+    """Return the features of 9 x 9 patches, which are similar within each tile of 3 x 3 patches."""
     generator = np.random.default_rng(seed)
     tiles = generator.standard_normal((3, 3, 6)).repeat(3, 0).repeat(3, 1)
     return torch.from_numpy(tiles + 0.5 * generator.standard_normal((9, 9, 6))).float()
@@ -212,7 +215,10 @@ def test_the_foreground_is_the_other_side_if_the_peak_covers_three_corners():
     ],
 )  # fmt: skip
 def test_the_rounds_of_maskcut(length, rounds, num_masks, masks, used):
-    """`rounds` holds the first and last patch of the object that MaskCut finds in each round."""
+    """Test which masks MaskCut keeps.
+
+    For each round, `rounds` has the first and the last patch of the object that is found.
+    """
     pending = list(rounds)
 
     def solve(_masked: np.ndarray) -> FiedlerVector:

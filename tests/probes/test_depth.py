@@ -1,4 +1,4 @@
-"""Test that linear depth heads, their loss and their metrics equal plain computations.
+"""Test that linear depth heads, their loss and their metrics equal simple reimplementations.
 
 The records of a run are tested, too.
 """
@@ -124,7 +124,7 @@ def test_the_gradient_is_zero_for_unknown_or_correct_depth(equal):
 
 
 def plain_metrics(predicted: np.ndarray, depth: np.ndarray, low: float, high: float) -> list[float]:
-    """Compute the depth metrics of one image, pixel by pixel."""
+    """Compute the depth metrics of one image with loops over its pixels."""
     pairs = [(d, t) for d, t in zip(predicted.flat, depth.flat, strict=True) if low < t < high]
     ratios = [max(d / t, t / d) for d, t in pairs]
     errors = [math.log(d) - math.log(t) for d, t in pairs]
@@ -186,7 +186,7 @@ def training(**changes: Any) -> HeadTraining:
 
 
 def known_depths(*, in_cls: bool = False) -> TrainingDepths:
-    """Return features of two blocks, and depths, for 8 images of 3 x 3 patches.
+    """Return features of two blocks for 8 images of 3 x 3 patches, with depth maps as labels.
 
     The features of the first block are noise. Those of the second block contain the depth, either
     in the patches or in the [CLS] token.
@@ -214,7 +214,7 @@ def train(features: TrainingDepths, folder: Path, sources=((0,), (1,)), **change
 
 
 def relative_errors(heads: Any, features: TrainingDepths) -> list[float]:
-    """Return the mean relative error of the best head, for each block."""
+    """Return, for each block, the mean relative depth error of the head with the lowest error."""
     labels, found = features.patches.labels, []
     for index in range(len(heads.weight)):
         predicted = heads.predict(
@@ -362,9 +362,9 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
 
 def test_held_out_images_choose_the_rate(folders, encoder, tmp_path, monkeypatch):
     def score(_: Any, heads: Any, images: Any, indices: Any, mean_depth: Any = None) -> Any:
-        """Return scores for which the held-out images select the second learning rate.
+        """Return scores by which the held-out images select the second learning rate.
 
-        The scored images select the first learning rate.
+        By the scores on the evaluated images, the first learning rate is better.
         """
         delta1 = [10, 90] if mean_depth is None else [80, 20]
         metrics = np.zeros((len(indices), 2, len(delta1), len(UNITS)))

@@ -1,4 +1,4 @@
-"""Test that average precision and recall of boxes equal hand counts and pycocotools."""
+"""Test that average precision and recall of boxes equal computations by hand and pycocotools."""
 
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -29,7 +29,10 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return the detection counts of an image. By default, boxes are sorted by confidence."""
+    """Return the detection counts of an image.
+
+    By default, the found boxes are sorted by decreasing confidence, without ties.
+    """
     return detection_counts(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
@@ -39,7 +42,7 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
 
 
 def percent(images) -> list[float]:
-    """Return AP, AP50 and AR100 of several images in percent, computed from their counts."""
+    """Compute AP, AP50 and AR100 (%) from the detection counts of several images."""
     whole = np.sum(images, axis=0)
     found = average_precision(whole), average_precision(whole[:, :2]), average_recall(whole)
     return [float(value) for value in found]
@@ -56,7 +59,7 @@ def scored(results: Sequence[ImageResult], num_ranks: int):
 
 
 def random_images(seed: int, *, images: int = 12):
-    """Return predicted and true boxes for random images.
+    """Return predicted and true boxes of random images.
 
     Most predicted boxes are near a true box.
     """
@@ -79,7 +82,8 @@ def annotation(image: int, box: np.ndarray) -> dict[str, Any]:
 def evaluate_with_coco(images, scores) -> list[float]:
     """Compute AP, AP50 and AR100 with pycocotools.
 
-    `scores` holds the confidence of each predicted box in each image.
+    `images` contains the predicted and true boxes of each image, and `scores` the confidence of
+    each predicted box.
     """
     true: Any = COCO()
     true.dataset = {

@@ -1,4 +1,4 @@
-"""Test that the second eigenvector of a token graph equals the dense solution of LAPACK."""
+"""Test that the second eigenvector of a graph of tokens equals LAPACK's dense solution."""
 
 import itertools
 from collections import Counter
@@ -21,9 +21,9 @@ TAU, EPS = 0.2, 1e-5
 
 
 def dense_solution(features, *, weighted=False, tau=TAU):
-    """Solve the eigenproblem (D - A) x = lambda D x of a token graph with scipy.
+    """Solve the eigenproblem (D - A) x = lambda D x of a graph of tokens with scipy.
 
-    Return the second and third eigenvalue, the second eigenvector and the degrees.
+    Return the second and third eigenvalues, the second eigenvector and the node degrees.
     """
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
@@ -35,7 +35,7 @@ def dense_solution(features, *, weighted=False, tau=TAU):
 
 
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
-    """Return noisy tokens around a few random directions. The similarity graph is connected."""
+    """Return noisy tokens around a few random directions. Their similarity graph is connected."""
     generator = np.random.default_rng(seed)
     centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
@@ -44,16 +44,16 @@ def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
 
 
 def chain(num_tokens, reach=3.0):
-    """Return a chain of tokens with a tiny gap between the eigenvalues of its similarity graph.
+    """Return a chain of tokens whose similarity graph has nearly equal eigenvalues.
 
-    The graph links only tokens that are closer than about 1.8 `reach`.
+    The graph links only tokens whose positions differ by less than about 1.8 times `reach`.
     """
     places = np.arange(num_tokens)
     return np.exp(-(((places[:, None] - places) / reach) ** 2)).astype(np.float32)
 
 
 def blobs(*sizes):
-    """Return groups of equal tokens. `sizes` states the number of tokens in each group.
+    """Return groups of equal tokens, one group for each size in `sizes`.
 
     Tokens of different groups are orthogonal.
     """
@@ -171,10 +171,10 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 # BLAS is several times slower with more than one thread for a matrix of this size.
 @threadpool_limits.wrap(1, user_api="blas")
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
-    """Compare the eigenvectors of images with the dense solution.
+    """Compare our eigenvectors for the patches of images with dense solutions.
 
-    All blocks and facets of encoders with and without skip connections are used. At least
-    `at_least` of the graphs must have a unique vector.
+    All blocks and facets of encoders with and without skip connections are used. For at least
+    `at_least` of the graphs, the eigenvector must be unique.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

@@ -1,4 +1,4 @@
-"""Test that every probe accepts a submodule of a block as its facet on the command line."""
+"""Test that every probe accepts the output of a submodule as its features on the command line."""
 
 from pathlib import Path
 

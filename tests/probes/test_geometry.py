@@ -1,6 +1,6 @@
-"""Test that the geometry probe scores every block.
+"""Test that the geometry probe scores every block, or states why a score is undefined.
 
-If images or tokens are missing, it must state why a score is undefined.
+Scores are undefined if there are too few images or no suitable tokens.
 """
 
 import math
@@ -136,7 +136,7 @@ def test_all_blocks_share_one_pass_of_images_and_views(photographs, size, larges
 
 
 def interrupt_views(photographs, **options):
-    """Interrupt a run of the geometry probe when it computes the views of the third image.
+    """Run the geometry probe, and interrupt it while it encodes the views of the third image.
 
     Return the model and the sizes of the batches that it has received.
     """

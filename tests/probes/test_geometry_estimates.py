@@ -1,4 +1,4 @@
-"""Test that the estimates of the geometry probe equal hand counts and published code."""
+"""Test that the geometry probe's estimates equal computations by hand and published code."""
 
 import math
 
@@ -28,7 +28,7 @@ def moments(vectors):
 
 
 def moments_with_variances(variances):
-    """Return moments of vectors that have mean zero and variances proportional to `variances`."""
+    """Return the moments of vectors with mean zero and variances proportional to `variances`."""
     axes = torch.diag(torch.tensor(variances).double().sqrt())
     return moments(torch.cat([axes, -axes]))
 
@@ -92,9 +92,9 @@ def radio_rank(values, eps=1e-7):
 
 
 def restated_lidar(views, *, delta, divisor, delta_of_product):
-    """Return the eigenvalues from which LiDAR is computed.
+    """Return the eigenvalues from which the metric LiDAR is computed.
 
-    As in published code, they are computed with a matrix root.
+    They are computed with a matrix square root, as in published code.
     """
     means = views.mean(1)
     away = means - means.mean(0)

@@ -51,9 +51,9 @@ def toy(tmp_path_factory) -> ToyInstances:
 
 
 def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
-    """Return the average precision as the area under the precision-recall curve.
+    """Compute the average precision as the exact area under the precision-recall curve.
 
-    The area consists of one trapezoid for each correct image.
+    Each correct image adds one trapezoid to the area.
     """
     area, found = Fraction(0), 0
     for seen, right in enumerate(is_right, start=1):
@@ -65,9 +65,9 @@ def area_by_fractions(is_right: Sequence[bool], num_right: int) -> Fraction:
 
 
 def precision_by_fractions(is_right: Sequence[bool], k: int) -> Fraction:
-    """Return the precision among the first k images.
+    """Compute the exact precision among the first k images of a ranking.
 
-    If the last correct image has a lower rank than k, that rank is used instead of k.
+    If the last correct image comes before position k, its position replaces k.
     """
     last = max(place for place, right in enumerate(is_right, start=1) if right)
     return Fraction(sum(is_right[: min(k, last)]), min(k, last))
@@ -146,7 +146,7 @@ def test_equal_images_rank_in_the_order_of_the_database():
 
 @dataclass(frozen=True)
 class SameImages:
-    """A dataset that returns the same images for training, evaluation and discovery."""
+    """A dataset that uses the same images for training, evaluation and object discovery."""
 
     image_set: ImageSet
     name: str = "same"
@@ -159,7 +159,7 @@ class SameImages:
 
 
 def run(probe: Instances, dataset: Any, encoder: Encoder, folder: Path) -> dict[str, Record]:
-    """Run the probe on block 1. Return the records by metric."""
+    """Run the instance-retrieval probe on block 1. Return its records by metric."""
     records = evaluated(probe, dataset, ResultStore(folder), encoder, (1,))
     return {record.metric: record for record in records}
 
@@ -171,7 +171,7 @@ def load_per_image(folder: Path, metric: str = "map") -> list[float]:
 
 
 def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dict[str, float]:
-    """Return the cosine similarity between the [CLS] tokens of a query and of each other image."""
+    """Return the cosine similarity between a query's [CLS] token and that of every other image."""
     extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed"])
     vectors = {}
     for sample in images:
@@ -186,7 +186,7 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
 def plain_scores(
     images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False
 ) -> list[float]:
-    """Compute the average precision of each query in percent, in float64."""
+    """Compute the average precision of each query (%) in float64, without the code of the probe."""
     found = []
     for sample in images:
         if (search := sample.search) is None:

@@ -1,6 +1,6 @@
-"""Test that the Jacobians of blocks and the bounds of their singular values are correct.
+"""Test the Jacobians of blocks, and the bounds of the Jacobians' singular values.
 
-A Jacobian is the sum of the terms B and E in equation 10 of "Cutting the Skip".
+By equation 10 of "Cutting the Skip", such a Jacobian is the sum of two terms, B and E.
 """
 
 import math
@@ -36,9 +36,9 @@ FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbati
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
-    """Run a block on random tokens.
+    """Run a block on random tokens. Return a record of its input, output and intermediate values.
 
-    Its attention is sharper than at initialisation, so that the term E is large.
+    The attention is sharper than at initialisation, so that the term E of the Jacobian is large.
     """
     block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
@@ -48,7 +48,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
 
 
 def condition(values):
-    """Return the condition number of a square matrix, given its singular values."""
+    """Return the condition number of a square matrix with the given singular values."""
     return float(condition_number(values, len(values)))
 
 
@@ -70,9 +70,9 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Compute the terms B and E of a block's Jacobian entry by entry.
+    """Compute the terms B and E of a block's Jacobian (equation 10) entry by entry.
 
-    As in the paper, vec stacks the columns of a matrix.
+    As in the paper, matrices are flattened column by column.
     """
     block, x = one.block, one.block.norm1(one.input)
     tokens, dim = x.shape
@@ -103,7 +103,7 @@ def kronecker_terms(one):
 
 
 def reorder_by_columns(matrix, tokens, dim):
-    """Convert a Jacobian from a vec that stacks rows to a vec that stacks columns."""
+    """Reorder a Jacobian whose matrices are flattened row by row, so that they are by column."""
     order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
     return matrix[order][:, order]
 

@@ -1,6 +1,6 @@
-"""Test that a later run finds the valid entries of a journal and ignores all others.
+"""Test that a resumed run finds the valid entries of a journal and ignores all others.
 
-A journal stores the intermediate results of a long computation.
+A journal is a file that stores the intermediate results of a long computation.
 """
 
 import pytest

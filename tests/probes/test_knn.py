@@ -155,7 +155,7 @@ def test_features_come_from_the_central_squares(root, facet):
 
 
 def extract_one_by_one(layer: int, facet: str, images: ImageSet, *, share: float):
-    """Extract the features of images one at a time, and apply the final norm explicitly."""
+    """Extract the features of one image at a time. Apply the encoder's final norm explicitly."""
     encoder = tiny()
     extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
     norm, vectors = encoder.module.get_submodule("norm"), []

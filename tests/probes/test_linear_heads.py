@@ -1,4 +1,4 @@
-"""Test that gradient descent on a bank of linear heads equals separate training of each head."""
+"""Test that training many linear heads together gives the same heads as separate training."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def make_bank(standardization):
 
 
 def train_separately(source, rate, mode, batches, standardization, start, **options):
-    """Train a single head on upsampled logits, with autograd and an optimizer of torch."""
+    """Train a single linear head on upsampled logits, with autograd and a torch optimizer."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)

@@ -1,4 +1,4 @@
-"""Test that parallel logistic regressions equal those of scikit-learn."""
+"""Test that logistic regressions fitted in parallel equal those of scikit-learn."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,10 +22,10 @@ NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
 
 
 def digit_features():
-    """Return features of two layers for images whose patches are digits of 64 pixels.
+    """Return features of two layers for images in which each patch is a handwritten digit.
 
-    The channels of the first layer are the pixels. Those of the second are random mixtures of the
-    pixels.
+    The channels of the first layer are the digit's 64 pixels. Those of the second layer are random
+    mixtures of the pixels.
     """
     digits: Any = load_digits(return_X_y=True)
     images, labels = digits
@@ -45,9 +45,9 @@ def train_heads(entries, sources=((0,), (1,)), features=None, classes=CLASSES, *
 
 
 def fit_scikit_learn(x, y, c):
-    """Fit scikit-learn's logistic regression to standardised inputs.
+    """Fit scikit-learn's logistic regression with regularisation `c` to standardised inputs.
 
-    Return the model and the function that standardises its inputs.
+    Return the model and the function that standardises inputs.
     """
     # As in the product, constant channels become 0.
     deviation = x.std(0)
@@ -105,10 +105,10 @@ def test_each_convex_problem_stops_separately():
     computed: list[list[int]] = []
 
     def objective(problems, values):
-        """Return the values and gradients of the selected problems.
+        """Return the values and gradients of the objective functions with the indices `problems`.
 
-        Problems 0 to 2 are quadratic functions, and problem 2 starts at its minimum. Problem 3 is a
-        constant function with a wrong gradient.
+        Functions 0 to 2 are quadratic, and function 2 starts at its minimum. Function 3 is constant
+        but returns a wrong gradient.
         """
         computed.append(problems.tolist())
         distance = values - torch.cat([centers, torch.zeros(1, 2)])[problems]
@@ -154,7 +154,7 @@ def test_the_gradient_is_divided_by_the_curvature_of_each_class(monkeypatch):
     product = hessian_inverse((x.T @ x / 50)[None], scale[None], penalty, frequencies)(gradient)
 
     def loss(parameters, head):
-        """Return the loss of a head, given its weights and biases in one vector."""
+        """Return the loss of a head whose weights and biases are given as one vector."""
         weights, bias = parameters[:9].view(3, 3), parameters[9:]
         logits = (x * scale) @ weights.T + bias
         return logits.logsumexp(1).mean() + penalty[head] * weights.square().sum() / 2

@@ -1,4 +1,4 @@
-"""Test that the losses of pixels equal the cross-entropy of upsampled logits."""
+"""Test that the losses of segmentation heads equal the cross-entropy of upsampled logits."""
 
 import math
 
@@ -34,7 +34,7 @@ def make_labels(pixels_per_patch, ignored=0.2):
 
 
 def compute_with_autograd(logits, labels, mode):
-    """Upsample the logits, and compute the loss and the gradient of each head by autograd."""
+    """Compute the loss and the gradient of each head by autograd, from upsampled logits."""
     logits = logits.clone().requires_grad_()
     losses = []
     for head in logits:
@@ -100,10 +100,7 @@ def random_pieces(side, dtype=torch.float64, scale=3.0):
 
 
 def sum_with_autograd(logits, counted):
-    """Compute the weighted sum of the log-normalisers and its gradient by autograd.
-
-    All logits are upsampled first.
-    """
+    """Compute a weighted sum of the log-sum-exp of upsampled logits, and its autograd gradient."""
     logits = logits.double().clone().requires_grad_()
     side = math.isqrt(len(counted))
     flat = F.pad(logits.flatten(0, 1), (1, 1, 1, 1), mode="replicate")

@@ -1,7 +1,7 @@
-"""Test that a probe refuses impossible settings when it is built, and names the key.
+"""Test that a probe refuses impossible settings when it is built, and that the error names the key.
 
-tests/core/test_fields.py checks that every number has a legal range. This file tests what
-individual probes check, and their ranges.
+tests/core/test_fields.py checks that every number has a range of legal values. This file tests the
+ranges, and the checks that individual probes add.
 """
 
 from functools import partial

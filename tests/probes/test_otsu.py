@@ -1,4 +1,4 @@
-"""Test that the adaptive protocol of TokenCut finds a threshold for each image.
+"""Test TokenCut's adaptive protocol, which chooses a similarity threshold for each image.
 
 The threshold is computed with Otsu's method.
 """
@@ -21,9 +21,9 @@ ADAPTIVE = Cut(tau="otsu")
 
 
 def similar_patches() -> torch.Tensor:
-    """Return features of patches that are all similar to each other.
+    """Return patch features that are all similar to each other.
 
-    Patches of the object are even more similar to each other. The same holds for the other patches.
+    Patches of the object are even more similar to each other, and so are those of the background.
     """
     generator = torch.Generator().manual_seed(0)
     features = 0.05 * torch.randn(12, 16, 32, generator=generator)
@@ -63,9 +63,9 @@ def test_an_object_is_found_although_all_patches_are_similar(find):
 
 @pytest.fixture
 def similar_encoder(workdir):
-    """Create an encoder whose patches are all similar.
+    """Create an encoder that encodes all patches similarly.
 
-    Return the arguments that probe its block 0.
+    Return the command-line arguments to probe its block 0.
     """
     model = build_vit(TINY, seed=0)
     model.get_parameter("pos_embed").data.zero_()

@@ -1,6 +1,6 @@
-"""Test that a user-defined probe can store percentages, numbers and hits of images.
+"""Test that a user-defined probe can store a percentage, a number or a hit for each image.
 
-An interval that excludes its value must be dropped.
+A confidence interval that excludes its value must be dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,10 @@ INTERVAL = (60.0, 70.0)
 
 @dataclass(frozen=True)
 class Brightness(Probe):
-    """A probe that measures the brightness of images.
+    """A user-defined probe that measures the brightness of images.
 
-    One metric is a percentage per image. Another metric is a number without per-image values.
+    Its metric "percent" has a percentage per image, and "level" is a number without per-image
+    values. The interval of "odd" excludes its value.
     """
 
     protocol: str = "plain"
@@ -55,7 +56,7 @@ class Brightness(Probe):
 
 @pytest.fixture
 def run_probe(tmp_path, monkeypatch):
-    """Return a function that runs a probe and returns its messages."""
+    """Return a function that runs a probe and returns the messages of the run."""
     monkeypatch.chdir(tmp_path)
     photographs = noise_photographs(tmp_path / "photos")
     config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -113,7 +114,7 @@ def test_an_interval_that_excludes_its_value_is_dropped_with_a_message(run_probe
 
 @dataclass(frozen=True)
 class Hits(Brightness):
-    """A probe that counts some images as correct. Its metric can have any name."""
+    """A user-defined probe that counts correct images. Its metric can have any name."""
 
     metric: str = "accuracy"
 
@@ -157,7 +158,7 @@ def test_attributes_of_earlier_versions_are_refused_with_their_new_names():
 
 @dataclass(frozen=True)
 class Undefined(Hits):
-    """A probe whose metric has no value."""
+    """A user-defined probe whose score is undefined (NaN)."""
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         for layer in context.layers:

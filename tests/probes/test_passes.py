@@ -1,4 +1,4 @@
-"""Test that a command that runs several probes does not encode an image needlessly often."""
+"""Test that a command that runs several probes encodes each image only as often as necessary."""
 
 import collections
 import re
@@ -48,7 +48,7 @@ def classification(**changes: Any) -> Probe:
 
 
 def count_passes(encoder: Encoder, store: ResultStore, *evaluations: Evaluation) -> int:
-    """Run evaluations that share a feature cache. Return how many images the encoder receives."""
+    """Run evaluations that share a feature cache. Return how many images the encoder processes."""
     counter, features = Counter(encoder), FeatureCache()
     for one in evaluations:
         one.run(store, say=lambda _: None, features=features)
@@ -202,9 +202,9 @@ FEW = ("dataset.num_train=6", "dataset.num_val=4")
 
 @pytest.fixture
 def counter(workdir, monkeypatch) -> PassCounter:
-    """Return a counter of how often images are encoded.
+    """Return a counter of how often each task encodes each image.
 
-    The encoder has large patches, and no figures are drawn.
+    To save time, the encoder has large patches, and figures are saved as empty files.
     """
     encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
     monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
@@ -239,10 +239,7 @@ def test_each_task_encodes_each_image_with_masks_or_classes_once(counter):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its protocols.
-
-    Return the stored values, logs and figures.
-    """
+    """Run TokenCut with all of its protocols. Return the stored values, logs and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

@@ -42,13 +42,13 @@ def clustering(**changes: Any) -> Clustering:
 
 
 def scores_of(tmp_path, dataset=None, encoder=None, seed=0, **changes: Any):
-    """Run the patch clustering probe. Return the scores of block 3 by metric."""
+    """Run the patch clustering probe on block 3. Return its scores by metric."""
     context = probe_context(tmp_path, encoder, dataset, (3,), seed)
     return {score.metric: score for score in clustering(**changes).run(context)}
 
 
 def cluster_pixels(context, layer):
-    """Return the cluster, computed with scikit-learn, and the class of each labelled pixel."""
+    """Return the cluster, computed with scikit-learn, and the true class of each labelled pixel."""
     extractor = FeatureExtractor(context.encoder, layers=(layer,))
 
     def unit(sample):
@@ -69,7 +69,7 @@ def cluster_pixels(context, layer):
 
 
 def best_of_all_matchings(guess, truth, clusters):
-    """Return the highest accuracy of all assignments of clusters to classes, and its mean IoU."""
+    """Try all assignments of clusters to classes. Return the highest accuracy with its mean IoU."""
     best = (-1.0, 0.0)
     for names in itertools.permutations(range(clusters), 4):
         ious = []

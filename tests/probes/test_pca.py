@@ -1,4 +1,4 @@
-"""Test that PCA maps have correct components, alignment, colours and foreground.
+"""Test that PCA maps have the correct components, alignment, colours and foreground.
 
 Every protocol must draw its figures.
 """
@@ -200,7 +200,10 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_map(features: torch.Tensor) -> torch.Tensor:
-    """Return a PCA map whose components have unit variance, as before the alignment."""
+    """Return a PCA map that is not yet aligned with a reference.
+
+    Its components have unit variance.
+    """
     projected = fit_projection(features.flatten(0, 1)).apply(features)
     return orient_signs([projected], [full_mask(projected)])[0]
 

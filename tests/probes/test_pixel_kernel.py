@@ -1,6 +1,6 @@
-"""Test that the GPU kernel of the pixel loss equals the plain loss.
+"""Test that the GPU kernel of the segmentation loss equals the implementation in plain torch.
 
-Triton's interpreter runs the kernel on the CPU.
+Without a GPU, Triton's interpreter runs the kernel on the CPU.
 """
 
 import os

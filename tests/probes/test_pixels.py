@@ -1,4 +1,4 @@
-"""Test that pixel labels predicted from upsampled logits equal a plain computation in numpy."""
+"""Test that the labels of pixels, predicted from upsampled logits, equal a computation in numpy."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +15,7 @@ from probes.heads.pixels import (
 
 
 def make_logits(kind, classes, heads=3, rows=6, cols=5):
-    """Return logits of patches. For most values of `kind`, many of them are nearly equal."""
+    """Return random patch logits of the given kind. In most kinds, many logits are nearly equal."""
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(heads, rows, cols, classes, generator=generator)
     return {
@@ -30,7 +30,7 @@ def make_logits(kind, classes, heads=3, rows=6, cols=5):
 
 
 def predict_plainly(logits, height, width):
-    """Compute the labels of pixels in numpy, by their definition and from all logits."""
+    """Compute the labels of pixels by their definition in numpy, from all upsampled logits."""
     corners = []
     for size, patches in zip((height, width), logits.shape[1:3], strict=True):
         position = (torch.arange(size) + 0.5) * (patches / size) - 0.5

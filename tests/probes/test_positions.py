@@ -1,4 +1,4 @@
-"""Test that records state how the position embeddings of an encoder were resampled."""
+"""Test that records state how an encoder's position embeddings were resized to the image size."""
 
 import pytest
 

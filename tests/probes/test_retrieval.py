@@ -1,4 +1,4 @@
-"""Test that the scores of dense nearest-neighbour retrieval equal a float64 computation."""
+"""Test that the scores of nearest-neighbour retrieval of patches equal a float64 computation."""
 
 import json
 from typing import Any

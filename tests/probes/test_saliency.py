@@ -1,6 +1,6 @@
-"""Test that the scores of single-object masks equal a numpy computation.
+"""Test that the scores of masks of a single object equal a computation in numpy.
 
-Data without the required masks must be refused.
+Datasets without such masks must be refused.
 """
 
 import json
@@ -27,7 +27,7 @@ PATCH = 8
 
 
 def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
-    """Write noise images with a bright square. Their masks show different parts of the square."""
+    """Write noise images with a bright square, and masks that show parts of the square."""
     for folder in ("images/val", "masks/val"):
         (root / folder).mkdir(parents=True)
     for number, size in enumerate(sizes):
@@ -39,9 +39,9 @@ def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path
 
 
 def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Compute the maximum F-beta, the IoU and the accuracy in percent with plain loops.
+    """Compute the maximum F-beta, the IoU and the accuracy (%) with simple loops.
 
-    For each image, `pairs` holds a map in [0, 1] and the true mask.
+    `pairs` contains a predicted map with values in [0, 1] and the true mask of each image.
     """
     by_threshold, ious, accuracies = [], [], []
     for answer, truth in pairs:

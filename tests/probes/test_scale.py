@@ -1,4 +1,4 @@
-"""Test that scores stay the same if an encoder multiplies its tokens by a power of two."""
+"""Test that scores do not change if an encoder multiplies its tokens by a power of two."""
 
 from collections.abc import Callable
 from functools import cache
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A model that has two blocks. The second block multiplies its output by 2 ** `power`."""
+    """A ViT with two blocks, the second of which multiplies its output by 2 ** `power`."""
 
     def __init__(self, power: int) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def test_concatenated_blocks_end_with_the_last_requested_block():
 
 
 def relabel_held_out(holdout: float) -> ColourDataset:
-    """Return a dataset in which the held-out training images, and only they, have the label 3."""
+    """Return a dataset in which only the training images that are held out have the label 3."""
     split = TrainingSplit.draw(Colours("train", 18), max_images=None, holdout=holdout, seed=0)
     return ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
 

@@ -1,6 +1,6 @@
-"""Test that probes can be trained on random subsets of the training images.
+"""Test that probes can be trained on random subsets of the training images ("shots").
 
-A subset is one sample, or one of several draws of a few images per class.
+Either a single random sample is used, or several random choices of a few images per class.
 """
 
 import math
@@ -59,9 +59,9 @@ def test_fewer_shots_are_a_subset_and_draws_and_seeds_differ(root):
 
 
 def scores_by_draw(*right: int) -> list[list[Score]]:
-    """Return the score on ten images for each random choice of the few training images.
+    """Return the scores of a probe that was trained on several random choices of training images.
 
-    `right` holds the number of correct images for each choice.
+    Each argument is the number of correct images (of ten) for one choice.
     """
     return [
         [

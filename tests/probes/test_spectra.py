@@ -1,4 +1,4 @@
-"""Test that condition numbers, effective ranks and CKA equal hand counts or their definitions."""
+"""Test that condition numbers, effective ranks and CKA follow their definitions."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_the_median_and_its_interval_counted_by_hand():
 
 
 def gram_cka(x, y):
-    """Compute CKA by its definition, from the centred Gram matrices of all tokens."""
+    """Compute CKA from its definition, with the centred Gram matrices of all tokens."""
     one, other = (a.reshape(-1, a.shape[-1]).double().numpy() for a in (x, y))
     centring = np.eye(len(one)) - 1 / len(one)
     k, m = (centring @ a @ a.T @ centring for a in (one, other))

@@ -1,6 +1,6 @@
-"""Test that features in memory, on disk or recomputed in each epoch give equal scores.
+"""Test that features kept in memory, kept on disk or recomputed every epoch give equal scores.
 
-A run that was killed must continue.
+A run that was killed must continue where it stopped.
 """
 
 import shutil
@@ -111,7 +111,7 @@ class KilledError(Exception):
 
 
 def killed_after(steps):
-    """Return a progress function that raises `KilledError` after a number of steps."""
+    """Return a progress function that raises `KilledError` after the given number of steps."""
     pending = [steps]
 
     def progress(items, description, total=None):

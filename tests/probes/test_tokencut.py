@@ -1,6 +1,6 @@
 """Test that TokenCut scores, logs and draws images of different sizes correctly.
 
-A stopped run must continue.
+A run that was stopped must continue where it stopped.
 """
 
 import hashlib
@@ -41,9 +41,10 @@ def picture(image_id: str):
 
 @dataclass(frozen=True)
 class Pictures:
-    """Noise images of different sizes, and their boxes. The image `damaged` cannot be read.
+    """A dataset of noise images of different sizes with boxes.
 
-    The id of each image that is read is added to the list `read`.
+    The image with the id `damaged` cannot be read. The ids of images that are read are added to
+    `read`.
     """
 
     boxes: Mapping[str, list[list[float]] | None]
@@ -96,7 +97,7 @@ REFERENCE = Cut()
 
 
 def discover_in(pixels: np.ndarray, facet: Facet = "key", cut: Cut = REFERENCE):
-    """Return the object that `discover` finds in an image, given the features of block 2."""
+    """Run `discover` on the features of an image in block 2. Return the object that it finds."""
     extractor = FeatureExtractor(tiny_encoder(), layers=[2], facets=[facet], pad=True)
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(pixels.shape[0], pixels.shape[1], 8)
@@ -107,7 +108,7 @@ FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
 
 
 def read_log(folder: Path, pattern: str = "*") -> dict[str, dict]:
-    """Return a dictionary that maps each image to its entry in a log, in the order of the log."""
+    """Return the entries of an object-discovery log, by image and in the order of the log."""
     (path,) = folder.glob(f"{pattern}/images_*.jsonl")
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     return {line["image"]: line for line in lines}
@@ -151,7 +152,7 @@ def test_a_resumed_run_reads_only_images_without_results(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
 
     def run(layers=(0, 2), seed=0, damaged="", stamp="f00d", **options):
-        """Run TokenCut. Return its scores and the images that it reads."""
+        """Run TokenCut. Return its scores and the sorted ids of the images that it has read."""
         pictures = Pictures(boxes, damaged, stamp)
         probe_context = context(tmp_path, pictures, layers, tiny_encoder(seed))
         return list(TokenCut(panels=0, **options).run(probe_context)), sorted(pictures.read)

@@ -1,4 +1,7 @@
-"""Test that tracked labels equal a dense computation, and that scores equal the official code."""
+"""Test that labels propagated through a video are correct, and scored as in the official code.
+
+The labels are compared with those from the affinity between all pairs of patches.
+"""
 
 import math
 from collections.abc import Sequence
@@ -45,10 +48,12 @@ DINO = Window(latest_frames=7, radius=12, neighbours=5, temperature=0.1)
 def dense_labels(
     features: Sequence[np.ndarray], first: np.ndarray, window: Window
 ) -> list[np.ndarray]:
-    """Compute the labels of every frame in float64, from the affinity between all pairs of patches.
+    """Compute the patch labels of every frame from the affinity between all pairs of patches.
 
-    Each item of `features` has shape rows x cols x dim. `first` holds the labels of the first frame
-    and has shape rows x cols x channels.
+    Args:
+        features: Features of each frame, of shape [rows, cols, dim].
+        first: Labels of the first frame, of shape [rows, cols, channels].
+        window: Settings of the label propagation, such as the radius.
     """
     rows, cols = first.shape[:2]
     units = [f.reshape(rows * cols, -1).astype(np.float64) for f in features]
@@ -70,7 +75,7 @@ def dense_labels(
 
 
 def dense_mask(labels: np.ndarray, patch: int, size: tuple[int, int]) -> np.ndarray:
-    """Compute a mask from the labels of patches.
+    """Compute a mask from patch labels of shape [rows, cols, channels].
 
     Each channel is interpolated linearly and scaled to [0, 1]. A pixel gets the index of its
     largest channel.
@@ -190,7 +195,7 @@ def test_a_shifted_square_has_the_scores_of_the_official_code(shift, region, con
 
 
 def plain_contour_accuracy(found: np.ndarray, true: np.ndarray) -> float:
-    """Compute the F-measure of two contours from the distances of all pairs of their pixels."""
+    """Compute the F-measure of two masks' contours from the distances of all contour pixels."""
 
     def contour(mask: np.ndarray) -> np.ndarray:
         # A pixel is on the contour if it differs from a pixel to its right, below, or both.
@@ -300,9 +305,9 @@ def tiny_encoder() -> Any:
 def dense_scores(
     probe: Tracking, encoder: Any, video: Sample, layer: int
 ) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Track the objects in a video with the full affinity between patches.
+    """Track the objects of a video with the affinity between all pairs of patches.
 
-    Return J and F in percent, and the masks.
+    Return the scores J and F (%) by metric, and the predicted masks.
     """
     assert video.frames is not None
     assert video.mask is not None
@@ -356,9 +361,9 @@ def test_scores_of_toy_videos_equal_those_of_the_full_affinity(toy, tmp_path, ch
 
 
 def video_results(*videos: tuple[Sequence[float], float]) -> list[VideoResult]:
-    """Return results of videos.
+    """Return made-up tracking results, one for each video.
 
-    Each video is described by the scores of its objects and by an area ratio that they share.
+    A video is given as the scores of its objects, and an area ratio that all its objects share.
     """
     names = ("j_and_f", "j_mean", "f_mean", "j_recall", "f_recall", "j_decay", "f_decay")
     return [
@@ -390,7 +395,7 @@ def test_scores_are_means_over_objects_with_the_first_mask_as_baseline():
 
 
 def write_video(folder: Path, masks: Sequence[np.ndarray | None]) -> Path:
-    """Write noise frames in which a bright object moves, and the masks that are not None."""
+    """Write noise frames in which a bright object moves. Write those masks that are not None."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     background = generator.integers(0, 120, (32, 48, 3), dtype=np.uint8)
@@ -486,7 +491,7 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
 def test_a_published_encoder_has_the_scores_of_the_official_code(
     shared_data, published_encoder, tmp_path
 ):
-    """The expected values were computed with the scripts of DINO and DAVIS 2017."""
+    """Compare with values that were computed with the scripts of DINO and DAVIS 2017."""
     words = ["probe", "--task", "tracking", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"davis2016:{shared_data}/real/davis2016", "--out", str(tmp_path)]
     # The selected video, the fifth of ten, is "dog".

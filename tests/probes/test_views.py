@@ -1,4 +1,4 @@
-"""Test that views of images, their masks and their pixel labels show the same region."""
+"""Test that crops of images show the same region as the corresponding masks and pixel labels."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ GRAY = (0.5, 0.5, 0.5)
 
 
 def make_scene(height=24, width=36):
-    """Return an image and its mask. The object in the mask is the right half of the image.
+    """Return an image and a mask in which the right half of the image is the object.
 
-    The red channel encodes the column of a pixel, and the green channel its row.
+    The red channel of a pixel encodes its column, and the green channel its row.
     """
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)

@@ -1,6 +1,6 @@
-"""Test that a report shows the records that it is about, and escapes their names.
+"""Test that the HTML report shows the selected records and escapes their names.
 
-It must replace only older reports.
+Writing a report may replace nothing but an older report.
 """
 
 import json
@@ -42,7 +42,10 @@ from tests.support.report_cells import (
 
 
 def write_report(root: Path, *records: Record) -> Path:
-    """Save records, and write the report about them. Return the folder of the report."""
+    """Save records, and write a report about all records in the folder.
+
+    Return the report's folder.
+    """
     for record in records:
         ResultStore(root).save(record)
     assert main(["report", "--out", str(root)]) == 0
@@ -103,7 +106,7 @@ def test_pictures_are_found_by_block_and_by_protocol(tmp_path):
 
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
-    """Write a report about records whose names contain HTML markup. Return its folder."""
+    """Write a report about records with HTML markup in their names. Return its folder."""
     root = tmp_path_factory.mktemp("evil")
     store = ResultStore(root)
     attribute = '" onmouseover="alert(1)'
@@ -140,7 +143,7 @@ def test_names_are_escaped_and_pictures_found_on_every_page(evil_report):
 
 
 def read_first_provenance(report: Path) -> dict[str, Any]:
-    """Return the fields of the first record that the provenance dialog shows."""
+    """Return the fields of the first record that a report's provenance dialog can show."""
     script = (report / "records.js").read_text()
     text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
     content = json.loads(json.loads(text))
@@ -237,9 +240,9 @@ def test_the_highest_of_many_checkpoints_are_drawn(tmp_path):
 
 
 def replace_page(folder: Path, text: str) -> None:
-    """Replace a report with `text`.
+    """Replace the start page of a report with `text`.
 
-    If `text` names an error, this error is raised during the replacement.
+    If `text` is "interrupt" or "full disk", the corresponding error is raised during this.
     """
     with replace_report(folder) as new:
         (new / "index.html").write_text(text)

@@ -1,6 +1,6 @@
-"""Test that a browser can sort, filter and enlarge a report that is opened from disk.
+"""Test that a report opened from disk can be sorted, filtered and enlarged in a browser.
 
-The report must also work with a keyboard and on a phone.
+It must also work with a keyboard and on a phone.
 """
 
 import importlib.util
@@ -164,7 +164,7 @@ def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """Return the source code of axe-core, which checks the accessibility of a page."""
+    """Return the source code of axe-core, a library that checks the accessibility of a page."""
     found = importlib.util.find_spec("axe_playwright_python")
     if found is None or not found.submodule_search_locations:
         pytest.skip("axe-playwright-python, which carries axe-core, is not installed")
@@ -173,7 +173,10 @@ def axe() -> str:
 
 @pytest.fixture(scope="module")
 def over_epochs(tmp_path_factory, pretrained_runs) -> Path:
-    """Write a report about a run that has two epochs and two blocks, and about two more logs."""
+    """Write a report about a run with two epochs and two blocks.
+
+    The report also shows the logs of two other runs.
+    """
     store = ResultStore(tmp_path_factory.mktemp("epochs"))
     for epoch in (1.0, 2.0):
         for layer in (0, 11):

@@ -1,4 +1,4 @@
-"""Test that the charts of a report have correct points, curves, axes and styles."""
+"""Test that the line charts of a report have correct points, curves, axes and styles."""
 
 import hashlib
 import math

@@ -329,7 +329,10 @@ def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Ga
 
 
 def strips(root, checkpoints, galleries, headline=(), hits=None):
-    """Save the figures of galleries. Return the strips of figures on the overview page."""
+    """Save the figures of some galleries.
+
+    Return the rows of figures that the overview page shows.
+    """
     for one in chain(*galleries.values()):
         paths = (path.removeprefix("pictures/").removesuffix(".png") for path in one.paths())
         save_pictures(root, *paths)
@@ -391,7 +394,7 @@ def test_strips_prefer_datasets_with_more_checkpoints_and_blocks(tmp_path):
     first, second = list_checkpoints([cell(), skipless()])
 
     def describe_strips(own: list[Gallery], *others: Gallery) -> list[tuple[str, ...]]:
-        """Return the task, the dataset and the checkpoint of each strip on the overview page."""
+        """Return the task, dataset and checkpoint of each row of figures on the overview page."""
         galleries = {first.encoder_id: own, second.encoder_id: list(others)}
         return [
             (strip.title.split()[0], strip.title.split()[2], strip.checkpoint.name)

@@ -1,4 +1,4 @@
-"""Test that a page about two checkpoints shows their figures, images and differences."""
+"""Test that the page about two checkpoints shows their figures, images and differences."""
 
 import re
 from operator import attrgetter

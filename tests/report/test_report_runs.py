@@ -1,6 +1,6 @@
-"""Test that the page of training curves shows real runs and artificial logs correctly.
+"""Test that the page of training curves shows real runs and made-up logs correctly.
 
-The correct curves of the artificial logs are known.
+The correct curves of the made-up logs are known.
 """
 
 import re
@@ -25,7 +25,7 @@ SIDECAR = "last.safetensors.sha256"
 
 
 def run_record(run: Path) -> Record:
-    """Return a record about the encoder that a run has saved."""
+    """Return a made-up record about the encoder that a training run has saved."""
     ((digest, _),) = read_digests(run / SIDECAR)
     return cell(checkpoint_sha256=digest)
 
@@ -45,7 +45,7 @@ def draw_logs(folder: Path) -> TrainingCurves:
 
 @pytest.fixture(scope="module")
 def report(pretrained_runs, tmp_path_factory) -> Path:
-    """Write a report about training runs when there are no probe records. Return its folder."""
+    """Write a report about training runs that have no probe records. Return its folder."""
     root = tmp_path_factory.mktemp("runs")
     words = ["--out", str(root / "results"), "--into", str(root / "report")]
     assert main(["report", "--runs", str(pretrained_runs), *words]) == 0

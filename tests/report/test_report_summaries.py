@@ -1,4 +1,7 @@
-"""Test that the sentences about the best block of each checkpoint agree with hand counts."""
+"""Test the sentences that a report prints about the best block of each checkpoint.
+
+The expected sentences were worked out by hand.
+"""
 
 import re
 from dataclasses import replace
@@ -19,7 +22,7 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save records. Return the sentences that the report shows about each checkpoint."""
+    """Save records. Return the sentences that a report prints about each checkpoint."""
     for record in records:
         store.save(record)
     stored = store.records()

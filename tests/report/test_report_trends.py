@@ -1,4 +1,7 @@
-"""Test that the pages about epochs and about corrupted images agree with hand counts."""
+"""Test the pages of a report about scores over epochs and scores on corrupted images.
+
+The expected values were worked out by hand.
+"""
 
 import re
 from dataclasses import replace
@@ -19,9 +22,9 @@ ENCODERS = [("skip", 100.0), ("skip", 300.0), ("skipless", 100.0), ("single", 30
 
 
 def make_record(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
-    """Return a record about the encoder of a run after some epoch.
+    """Return a record about the encoder of a training run after a given epoch.
 
-    The name of the encoder is `RUN@EPOCH`. After the last epoch, which is 300, it is just `RUN`.
+    The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
     """
     model = run if epoch == 300 else f"{run}@{epoch:g}"
     sha, ends = "acde"[ENCODERS.index((run, epoch))] * 64, (value - 5, value + 5)

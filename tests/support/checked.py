@@ -1,4 +1,4 @@
-"""Check the types of the arguments and results of functions in the first calls of each test."""
+"""Check the types of arguments and results in the first calls of each function in a test."""
 
 import functools
 import types
@@ -25,12 +25,12 @@ def _can_check() -> bool:
 
 
 def check_first_calls(function: Any = None, **options: Any) -> Any:
-    """Decorate like `jaxtyping.jaxtyped`, but check only the first calls in each test.
+    """Decorate a function like `jaxtyping.jaxtyped`, but check only its first calls in each test.
 
-    The checks of a function are prepared when it is first called. Preparing those of all functions
-    would take 5 s in each process. Functions inside other functions are not checked: they are
-    created anew at each call, and preparing their checks took a third of the time of a training
-    step.
+    The checks of a function are prepared at its first call, because preparing the checks of all
+    functions would take 5 s in each process. Nested functions are not checked. They are created
+    anew at each call of the outer function, and preparing their checks took a third of the time of
+    a training step.
     """
     if function is None:
         return functools.partial(check_first_calls, **options)

@@ -1,4 +1,4 @@
-"""Class folders with images of six classes that differ in colour, and a small encoder."""
+"""Create class folders with images of six colours, one per class, and a small encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,10 @@ TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 
 
 def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 90) -> Path:
-    """Write `train` and `val` images for each class to class folders.
+    """Write a dataset of six classes to the folders `train` and `val`, with a subfolder per class.
 
-    The higher `noise` is, the harder the classes are to separate.
+    Each image shows the colour of its class plus noise. The higher `noise` is, the harder the
+    classes are to separate.
     """
     generator = np.random.default_rng(0)
     for name, colour in enumerate(COLOURS):
@@ -35,7 +36,7 @@ def coloured_classes(root: Path, *, train: int = 5, val: int = 2, noise: int = 9
 
 
 def of_images(root: Path, kept: Sequence[int]) -> ClassFolders:
-    """Return the dataset in `root`, limited to the training images whose indices are in `kept`."""
+    """Return the dataset in `root`, with only the training images whose indices are in `kept`."""
     dataset = ClassFolders(root)
     some = dataset.train().select("class_folders", list(kept))
     object.__setattr__(dataset, "train", lambda: some)
@@ -47,7 +48,7 @@ def tiny(seed: int = 0) -> Encoder:
 
 
 def flat(value: float = 1.0) -> Encoder:
-    """Return an encoder whose final norm always outputs the same number."""
+    """Return an encoder whose final norm outputs `value` in every channel, for any image."""
     model = build_vit(TINY, seed=0)
     torch.nn.init.zeros_(model.get_parameter("norm.weight"))
     torch.nn.init.constant_(model.get_parameter("norm.bias"), value)
@@ -61,9 +62,9 @@ def class_context(
 
 
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
-    """Run a probe and return its scores in a dictionary by layer, facet and metric.
+    """Run a probe. Return its scores in a dictionary with keys (layer, facet, metric).
 
-    Also check that these are the scores that the method `cells` of the probe announces.
+    Also check that the probe's method `cells` lists exactly these keys.
     """
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}

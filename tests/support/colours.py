@@ -28,7 +28,10 @@ QUICK: dict[str, Any] = {
 
 @dataclass
 class Colours:
-    """Images whose two halves show two classes. The colour of each half tells its class."""
+    """A set of images whose left and right halves differ in colour.
+
+    The colour of a half is its class.
+    """
 
     split: str
     count: int

@@ -1,9 +1,9 @@
-"""Run random commands in a process without type checks, and print those that behave wrongly.
+"""Run random `ssl-bench` commands without type checks, and print those that behave wrongly.
 
-`python -m tests.support.command_fuzzing SEED COUNT` prints how many commands ended with each exit
-code. Every second command is valid and must succeed. The others combine flags of the parser with
-correct or strange values. To save time, most commands are stopped when an encoder is first called.
-One in fifty runs to its end.
+`python -m tests.support.command_fuzzing SEED COUNT` also prints how many commands ended with each
+exit code. Every second command is valid and must succeed. The others combine flags of the parser
+with correct or strange values. To save time, most commands are stopped at the first call of an
+encoder. One in fifty runs to its end.
 """
 
 import argparse
@@ -140,7 +140,10 @@ class Draw:
         return [word if word != "download" else "list" for word in words]
 
     def valid_line(self) -> list[str]:
-        """Return a valid command, which must end with exit code 0 or reach the computation."""
+        """Return a random valid command.
+
+        It must end with exit code 0 or be stopped when it computes.
+        """
         pick, number = self.rng.choice, str(self.rng.randrange(10**9))
         task, *data = pick(FITTING)
         probing = ["--task", task, "--dataset", *data, "--checkpoint", "runs/tiny", "--limit", "2"]
@@ -167,7 +170,7 @@ class Draw:
         )  # fmt: skip
 
     def flag(self, action: argparse.Action) -> list[str]:
-        """Return a flag and its values, or the values of a positional argument."""
+        """Return a flag with random values, or random values of a positional argument."""
         flag = list(action.option_strings[:1])
         if action.nargs == 0:
             return flag
@@ -178,7 +181,7 @@ class Draw:
         return [*flag, *(self.word(self.rng.choice(correct)) for _ in range(many))]
 
     def overrides(self, name: str) -> list[str]:
-        """Return overrides that make a run small, followed by up to three strange overrides."""
+        """Return config overrides that make a run small, and up to three random overrides."""
         chosen, small = [f"probe={self.rng.choice(choices('probe'))}"], list[str]()
         root = "probing"
         if name == "pretrain":
@@ -203,7 +206,7 @@ class Draw:
 def stop_before_computing(*, to_end: bool) -> Iterator[None]:
     """Inside a `with` block, raise an error when a module is called or a sweep starts a process.
 
-    If `to_end` is true, raise no error.
+    If `to_end` is true, nothing is changed, so commands run to their end.
     """
     call = torch.nn.Module.__call__
 
@@ -221,10 +224,10 @@ def stop_before_computing(*, to_end: bool) -> Iterator[None]:
 
 
 def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
-    """Run a command. Return how the command ended, and a description of any wrong behaviour.
+    """Run a command. Return how it ended, and a description of any wrong behaviour.
 
-    The first text is an exit code or a word such as "slow". The second text is "" if the command
-    behaved correctly.
+    The first text is the exit code or a word such as "slow". The second text is empty if the
+    command behaved correctly.
     """
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
@@ -258,7 +261,7 @@ def run_command(line: list[str], *, to_end: bool) -> tuple[str, str]:
 
 
 def prepare() -> None:
-    """Create the files that the commands use, in the current folder."""
+    """Create the files that the random commands use, in the current folder."""
     encoder_file(Path("runs/tiny/last.safetensors"))
     torch.save({"conv1.weight": torch.zeros(4, 3, 7, 7), "fc.bias": torch.zeros(9)}, "conv.pth")
     photo_folder(Path("photos"))

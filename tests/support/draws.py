@@ -1,4 +1,4 @@
-"""Statistical tests of the distribution of random draws."""
+"""Statistical tests of whether random draws have the expected distribution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,21 +11,21 @@ _LEVEL = 1e-4
 
 
 def alike(draws: Any, others: Any) -> bool:
-    """Return whether two samples agree in distribution (Kolmogorov-Smirnov test)."""
+    """Test whether two samples come from the same distribution (Kolmogorov-Smirnov test)."""
     result: Any = ks_2samp(draws, others)
     return result.pvalue > _LEVEL
 
 
 def follows(draws: Any, distribution: Callable[[Any], Any]) -> bool:
-    """Return whether a sample agrees with a cumulative distribution (Kolmogorov-Smirnov test)."""
+    """Test whether a sample has the given cumulative distribution (Kolmogorov-Smirnov test)."""
     result: Any = kstest(draws, distribution)
     return result.pvalue > _LEVEL
 
 
 def as_frequent(counts: Sequence[Any], other_counts: Sequence[Any]) -> bool:
-    """Return whether two lists of counts agree (chi-square test) and have zeros in common.
+    """Test whether two lists of outcome counts come from the same distribution (chi-square test).
 
-    Every outcome that has a count of 0 in one list must also have a count of 0 in the other.
+    In addition, an outcome with a count of 0 in one list must have a count of 0 in the other.
     """
     table = np.array([counts, other_counts])
     occurs = (table > 0).any(axis=0)

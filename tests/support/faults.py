@@ -1,4 +1,4 @@
-"""Small datasets, arguments of commands, and the check that a command reports a fault."""
+"""Create small datasets and commands, and check how a command reports a broken file or setting."""
 
 import ctypes
 import gc
@@ -62,7 +62,7 @@ def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path
 
 
 def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
-    """Return a noise image that shows a bright square, which is the object in masks and boxes.
+    """Return an image of noise with a bright square, which annotations mark as the object.
 
     The square covers the pixels 8 to 23 along each axis.
     """
@@ -89,7 +89,7 @@ def class_folders(root: Path, count: int = 3) -> Path:
 
 
 def voc(root: Path) -> Path:
-    """Create VOC2012 with four training and three validation images of cats."""
+    """Create a miniature VOC2012 dataset with four training and three validation images of cats."""
     base = root / "VOCdevkit/VOC2012"
     for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
         (base / folder).mkdir(parents=True)
@@ -112,9 +112,9 @@ def paired_folders(
     masks: str = "masks",
     content: bytes | None = None,
 ) -> Path:
-    """Create images and masks with the given names in each split.
+    """Create image and mask files with the given names in each split.
 
-    All images differ, but their masks are equal.
+    The images all differ, but the masks are all the same.
     """
     content = content or encoded("PNG", Image.fromarray(mask()))
     numbers = count()
@@ -128,7 +128,10 @@ def paired_folders(
 
 
 def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> Path:
-    """Create COCO20k with the images of these numbers. Return the path of its annotation file."""
+    """Create a miniature COCO20k dataset from image numbers and the content of the annotation file.
+
+    Return the path of the annotation file.
+    """
     folder, path = root / "images/train2014", root / "annotations/instances_train2014.json"
     for parent in (folder, path.parent):
         parent.mkdir(parents=True)
@@ -141,7 +144,10 @@ def coco20k(root: Path, numbers: Sequence[int], content: Mapping[str, Any]) -> P
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Create datasets that together have all kinds of annotations. Return their roots by name."""
+    """Create datasets with masks and boxes, class labels, keypoint pairs, and plain images.
+
+    Return their root folders by dataset name.
+    """
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
@@ -152,9 +158,9 @@ def data_of_every_role(root: Path) -> dict[str, Path]:
 
 
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
-    """Return the mask of `picture`, in which the square has class 8.
+    """Return the mask of an image created by `picture`. The square has class 8.
 
-    The pixels of row 7 are ignored.
+    The pixels of row 7 have the value 255, which means that they are ignored.
     """
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8
@@ -175,7 +181,7 @@ LFS_POINTER = (
 
 
 def spoil(path: Path, how: str) -> None:
-    """Truncate a file, or replace it with a web page or a Git LFS pointer."""
+    """Damage a file: truncate it, or replace it with a web page or a Git LFS pointer."""
     content = path.read_bytes()
     lengths = {"empty": 0, "half": len(content) // 2, "last2": -2}
     substitutes = {"html": b"<html><body>404 Not Found</body></html>", "lfs": LFS_POINTER}
@@ -185,7 +191,7 @@ def spoil(path: Path, how: str) -> None:
 def probing(
     task: str, dataset: str, root: Path, *more: str, checkpoint: str | Path = "encoder.safetensors"
 ) -> list[str]:
-    """Return the command-line arguments for probing block 1 with small settings."""
+    """Return the command-line arguments of a fast `probe` run on block 1."""
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
     return [*arguments, "--checkpoint", str(checkpoint), "--layer", "1", *SMALL[task], *more]
 
@@ -195,7 +201,7 @@ def pretraining(root: Path, out: str, *more: str) -> list[str]:
 
 
 def supervised(root: Path, out: str, *more: str) -> list[str]:
-    """Return the arguments of a supervised pretraining run."""
+    """Return the command-line arguments of a fast supervised pretraining run."""
     sizes = [option for option in PRETRAIN if not option.startswith("objective.")]
     arguments = ["pretrain", "--data-root", str(root), "--out", out, "objective=supervised"]
     return [*arguments, "data.labels=true", *sizes, *more]
@@ -206,7 +212,7 @@ def records(out: str = "results") -> list[Record]:
 
 
 def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
-    """Run a command that must fail with this exit code. Return the error line.
+    """Run a command that must fail with the exit code `code`. Return its error line.
 
     Also check that the command prints no traceback.
     """
@@ -224,17 +230,17 @@ def expect_error(capsys, arguments: Sequence[str], code: int) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A broken file or setting, and how a command reports it.
+    """A broken file or setting, and the error that a command must report for it.
 
     Attributes:
         name: The fault in plain English.
-        prepare: Function that creates the fault.
+        prepare: Function that creates the fault in a folder.
         command: The command as the user types it.
         code: The expected exit code.
-        words: Texts that the error must contain, such as the file or key at fault. If a file can
-            have several faults, they also say what is wrong.
+        words: Texts that the error must contain, such as the faulty file or key. If a file can have
+            several faults, the texts also say what is wrong with it.
         hint: The command or setting that the error must recommend.
-        remedy: Arguments that make the command succeed if they are appended to it.
+        remedy: Arguments that make the command succeed when they are appended to it.
     """
 
     name: str
@@ -247,9 +253,10 @@ class Fault:
 
 
 def check_fault(fault: Fault, folder: Path, capsys) -> None:
-    """Check that a command reports a fault in one line, and that the error recommends a repair.
+    """Check that a command reports a fault in a single line that contains the expected texts.
 
-    The command must keep all files and must not write a result.
+    The command must leave existing files unchanged and must not write a result. With the arguments
+    in `fault.remedy`, if any, it must succeed.
     """
     fault.prepare(folder)
     before = file_contents(folder)
@@ -273,12 +280,12 @@ def do_nothing(_: Path) -> None:
 
 
 def file_contents(folder: Path) -> dict[Path, bytes]:
-    """Return the content of every regular file below a folder, except locks."""
+    """Return the content of every regular file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Mark:
-    """An object whose pickle creates a file if loading it runs code."""
+    """An object that creates the file `path` when it is unpickled, to reveal that code was run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -294,9 +301,9 @@ def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Inside a `with` block, let each write fail that makes a file larger than `limit` bytes.
+    """Inside a `with` block, let every write that makes a file larger than `limit` bytes fail.
 
-    The raised error is that of a full disk.
+    Such a write raises an `OSError` with errno EFBIG ("File too large").
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -313,7 +320,7 @@ def small_files(limit: int) -> Iterator[None]:
 
 @contextmanager
 def peak_memory_mib() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak increase in memory since the block began, in MiB."""
+    """Yield a function that returns the peak increase in memory use since the block began (MiB)."""
     # Return memory that earlier tests have freed, because it would hide an increase.
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -328,7 +335,10 @@ def _status(key: str) -> int:
 
 
 def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
-    """Run a function in a forked process, which need not import modules again. Return its id."""
+    """Run a function in a forked process, which need not import any modules.
+
+    Return the process id.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -347,12 +357,15 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a process. Return its exit code, which is negative if a signal ended it."""
+    """Wait for a child process.
+
+    Return its exit code, which is negative if a signal ended the process.
+    """
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return the bytes of a PNG file that consists of these chunks, which may be invalid."""
+    """Return the bytes of a PNG file that consists of the given chunks, even if invalid."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 
@@ -368,7 +381,7 @@ def encoded(kind: str, image: Image.Image) -> bytes:
 
 @contextmanager
 def unchecked_types() -> Iterator[None]:
-    """Disable the runtime checks of types and shapes. Only the tests enable these checks."""
+    """Inside a `with` block, disable the type and shape checks that tests enable at run time."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

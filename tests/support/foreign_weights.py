@@ -1,4 +1,4 @@
-"""Random timm models, their weights in the formats of other projects, and comparisons."""
+"""Create random timm models, save their weights in other projects' formats, and compare them."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def timm_model(
     grid: tuple[int, int] = (4, 4),
     **kwargs: Any,
 ) -> Any:
-    """Return a random timm Vision Transformer with two blocks."""
+    """Return a timm Vision Transformer with two blocks and random weights."""
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
         img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
@@ -44,7 +44,10 @@ def timm_model(
 
 
 def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
-    """Check that the encoder at `path` has the same features as `model`, up to 1e-5."""
+    """Check that the encoder file at `path` yields the same features as the timm model, up to 1e-5.
+
+    Return the loaded encoder.
+    """
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
@@ -76,9 +79,9 @@ def normalise(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def renamed(weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Weights:
-    """Return the weights with new names.
+    """Return the weights under new names.
 
-    In each name, every regular expression in `names` is replaced with its value, in this order.
+    `names` maps regular expressions to replacements, which are applied to each name in order.
     """
     result: Weights = {}
     for name, value in weights.items():
@@ -96,7 +99,7 @@ def saved(path: Path, content: Mapping[str, Any]) -> Path:
 def folder_of(
     folder: Path, weights: Weights, config: Mapping[str, Any], colours: Mapping[str, Any] = {}
 ) -> str:
-    """Write a model folder in the format of Hugging Face libraries. Return the folder's URI."""
+    """Save weights and a config as a Hugging Face model folder. Return its `local-dir:` address."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(weights, folder / "model.safetensors")

@@ -1,7 +1,7 @@
-"""Feed mutated inputs to the file readers of this suite, in a process without type checks.
+"""Feed randomly damaged files to the file readers of this suite, without type checks.
 
-`python -m tests.support.fuzzing KIND COUNT` prints how many inputs were read and how many were
-refused. It also prints up to six inputs for which a reader raised an unexpected exception.
+`python -m tests.support.fuzzing KIND COUNT` prints how many files were read and how many were
+refused. It also prints up to six files for which a reader raised an unexpected exception.
 """
 
 import io
@@ -55,7 +55,7 @@ INTERESTING = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file that is tested: valid contents to mutate, a file name and a reader."""
+    """A kind of file to test: a file name, valid contents to start from (`seeds`), and a reader."""
 
     seeds: list[bytes]
     name: str
@@ -63,7 +63,7 @@ class Kind:
 
 
 def mutate(content: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """Apply up to eight mutations to the content of a file, such as flipped bits."""
+    """Apply one to eight random changes to the content of a file, such as flipping a bit."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         at = rng.randrange(len(data) + 1)
@@ -266,13 +266,13 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 class TooSlow(BaseException):
-    """The error that a reader has exceeded its time limit."""
+    """An exception that is raised when a reader exceeds its time limit."""
 
 
 def confine(mebibytes: int) -> None:
-    """Limit the memory that this process may allocate in addition to what it uses now.
+    """Limit how much additional memory this process may allocate, and enable a time limit.
 
-    When the timer of the process expires, `TooSlow` is raised.
+    `TooSlow` is raised when the profiling timer (`ITIMER_PROF`) expires.
     """
 
     def ring(*_: object) -> None:
@@ -287,7 +287,7 @@ def confine(mebibytes: int) -> None:
 
 
 def fuzz(name: str, count: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Read mutated inputs of one kind.
+    """Feed `count` randomly damaged files of one kind to their reader.
 
     Return how often each outcome occurred, and reports of unexpected exceptions.
     """

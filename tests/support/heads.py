@@ -1,6 +1,7 @@
 """Build linear probes from plain values.
 
-Each value is passed to the component that has a field of this name.
+A probe contains components, such as its loss and training. Each value is passed to the component
+that has a field of this name.
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,9 @@ def segmentation(
     inference: str = "squash",
     **changes: Any,
 ) -> Segmentation:
-    """Return a linear segmentation probe.
+    """Return a linear segmentation probe with the given components and values.
 
-    A value in `defaults` is used only if one of the chosen components has a field of this name.
+    A value in `defaults` is ignored if neither the probe nor a component has a field of its name.
     """
     names = {"loss": loss, "training": training, "inference": inference}
     return _build(Segmentation, names, defaults or {}, changes)

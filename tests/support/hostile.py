@@ -1,7 +1,4 @@
-"""Records with strings that try to inject code into every output format.
-
-The functions check that no injection succeeds.
-"""
+"""Create records whose strings try to inject code into output formats, and check the outputs."""
 
 import csv
 import io
@@ -45,7 +42,7 @@ def hostile(**changes) -> Record:
 def hostile_store(root: Path) -> ResultStore:
     """Save records that contain hostile strings, for two checkpoints with two blocks each.
 
-    Return the store of the records.
+    Return the result store that contains the records.
     """
     store = ResultStore(root)
     for layer in (0, 1):
@@ -65,7 +62,7 @@ def check_terminal(text: str) -> None:
 
 
 def check_latex(text: str) -> None:
-    """Check that a LaTeX table contains only our commands, and that all rows have equal length."""
+    """Check that a LaTeX table has only our commands, and that its rows have equally many cells."""
     assert all(line.isprintable() for line in text.split("\n"))
     body = [line for line in text.split("\n") if not line.startswith("%")]
     commands = re.findall(r"\\([A-Za-z]+|.)", "\n".join(body))
@@ -82,7 +79,10 @@ def check_latex(text: str) -> None:
 
 
 def check_markdown(text: str) -> None:
-    """Check that a Markdown text, in CommonMark and on our site, contains only our tables."""
+    """Check that a Markdown text renders only the elements that our tables use.
+
+    The text is rendered both as CommonMark and by the documentation site's renderer.
+    """
     assert all(line.isprintable() for line in text.split("\n"))
     pages = (
         MarkdownIt("commonmark").enable("table").render(text),
@@ -101,7 +101,7 @@ def check_markdown(text: str) -> None:
 
 
 def check_csv(text: str) -> None:
-    """Check that no cell is a formula, even if a program splits cells at semicolons."""
+    """Check that no CSV cell is a spreadsheet formula, even if cells are split at semicolons."""
     rows = list(csv.reader(io.StringIO(text)))
     assert len({len(row) for row in rows}) == 1
     for field in (piece for row in rows for whole in row for piece in whole.split(";")):
@@ -130,7 +130,7 @@ CHECKS = {
 
 
 def check_page(text: str) -> None:
-    """Check that a page has no event handlers, external addresses or invisible characters."""
+    """Check that an HTML page has no event handlers, external addresses or invisible characters."""
     page = Elements(text)
     assert all(line.isprintable() for line in text.replace("?", "").split("\n"))
     for tag, attributes in page.elements:

@@ -1,4 +1,4 @@
-"""Small random matrices, and the condition number and effective rank of a matrix."""
+"""Create small random matrices, and compute a matrix's condition number and effective rank."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Small runs of each registered objective."""
+"""Create small pretraining runs, one for each registered objective."""
 
 from functools import cache
 
@@ -22,10 +22,10 @@ SMALL_MODEL = {
 
 
 def reduced_options(*choices: str) -> list[str]:
-    """Return overrides that make a run small.
+    """Return config overrides that make a pretraining run small.
 
-    The first ones are `choices`, which select components. The others set small values for keys of
-    these components.
+    The list starts with `choices`, which select components such as "model=vit_tiny_skip". It
+    continues with small values for the keys of these components.
     """
     keys = list_keys(compose_config("pretraining", choices))
     values = {f"objective.{key}": value for key, value in REDUCED.items()}
@@ -35,9 +35,9 @@ def reduced_options(*choices: str) -> list[str]:
 
 @cache
 def small_run(objective: str) -> tuple[Pretraining, tuple[str, ...]]:
-    """Return the plan of a small run that uses an objective, and the overrides that describe it.
+    """Return the plan of a small run of a training objective, and the overrides that describe it.
 
-    The model is the first one that the objective can train.
+    The run uses the first model that the objective can train, trying Vision Transformers first.
     """
     # Try Vision Transformers first.
     for model in sorted(config_names("model"), key=lambda name: (not name.startswith("vit"), name)):

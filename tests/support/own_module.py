@@ -1,4 +1,4 @@
-"""An encoder as a user may write it: own names, blocks that return tuples, one input size."""
+"""An encoder as a user may write it, with other names and blocks that return tuples."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Collect the commands that the documentation pages show."""
+"""Collect the shell commands that the documentation pages show."""
 
 import re
 import shlex
@@ -18,14 +18,15 @@ _SHELLS = ("", "bash", "sh", "console", "shell")
 
 @dataclass(frozen=True)
 class PageCommand:
-    """A command on a page of the documentation.
+    """A shell command that a documentation page shows.
 
     Attributes:
         page: Path of the page in the repository.
         text: The command, with continued lines joined.
-        words: Program and arguments, without environment variables, comment, `...` and redirection.
-        in_block: Whether the command is in a code block. In running text, a page sometimes mentions
-            just the name of a command.
+        words: Program and arguments, without environment variables, comments, `...` and
+            redirection.
+        in_block: Whether the command is in a code block. If not, it is in running text, which
+            sometimes mentions just the name of a command.
     """
 
     page: str
@@ -35,13 +36,13 @@ class PageCommand:
 
     @property
     def is_name(self) -> bool:
-        """Return whether running text mentions just the name of a command."""
+        """Return whether this is just the name of a command, mentioned in running text."""
         least = 3 if self.words[1] in ("-m", "data") else 2
         return not self.in_block and len(self.words) <= least
 
     @property
     def suite(self) -> tuple[str, ...]:
-        """Return the arguments of `ssl-bench`. They are empty if the command is another program."""
+        """Return the arguments that follow `ssl-bench`. The tuple is empty for other programs."""
         if self.words[0] == "ssl-bench":
             return self.words[1:]
         if self.words[0] == "torchrun" and "ssl_bench" in self.words:
@@ -50,9 +51,9 @@ class PageCommand:
 
 
 def page_commands(page: Path) -> list[PageCommand]:
-    """Return the commands that a page shows.
+    """Return the commands that a page shows: first those in code blocks, then those in its text.
 
-    The commands in code blocks come first. The commands in running text that have arguments follow.
+    Commands without arguments in running text are left out.
     """
     text, name = page.read_text(), page.relative_to(ROOT).as_posix()
     blocks = [code for language, code in _FENCE.findall(text) if language in _SHELLS]

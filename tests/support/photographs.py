@@ -1,4 +1,4 @@
-"""Small noise images, and functions that run a probe on a dataset."""
+"""Create small noise images, and run a probe on a dataset."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def silent(items: Iterable, description: str, total: int | None = None) -> Itera
 def context_of(
     encoder: Encoder, dataset: Any, layers: Sequence[int], folder: Path, **changes: Any
 ) -> ProbeContext:
-    """Return a probe context on the CPU that prints no messages and saves figures in `folder`."""
+    """Return a probe context on the CPU that prints nothing and saves figures in `folder`."""
     silence: dict[str, Any] = {"progress": silent, "say": lambda _: None}
     return ProbeContext(encoder, dataset, tuple(layers), artifacts=folder, **{**silence, **changes})
 

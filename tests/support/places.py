@@ -1,4 +1,4 @@
-"""Set the environment variables of torchrun, so that a test looks like one of several processes."""
+"""Set the variables of torchrun, so that a test looks like one of several distributed processes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Cache the FLOP counts of training steps. Counting takes most of the time of a short run."""
+"""Cache the FLOP counts of training steps, because counting takes most of a short run's time."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,7 @@ MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
 def describe_shapes(learner: nn.Module) -> str:
-    """Describe a learner as text: its layers, their options and the shapes of their weights."""
+    """Describe a learner as text: its layers, their options, and the shapes of its weights."""
     modules = [
         (name, type(module), {k: v for k, v in vars(module).items() if k not in MODULE_ATTRIBUTES})
         for name, module in learner.named_modules()
@@ -40,8 +40,8 @@ def cached_by_shape(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_flop_counts() -> None:
-    """Count the FLOPs of a training step only once for learners whose weights have the same shapes.
+    """Count the FLOPs of a training step only once for learners with the same layers and shapes.
 
-    The cache is used in this process and in its forks.
+    The cached counts are also used in processes that are forked from this process.
     """
     steps.count_training_flops = cached_by_shape(steps.count_training_flops)

@@ -1,4 +1,4 @@
-"""Change files without changing their size or modification time, and compare fingerprints."""
+"""Change files but keep their size and modification time, and compare dataset fingerprints."""
 
 import os
 import time
@@ -9,14 +9,17 @@ from ssl_bench.data.samples import ImageSet
 
 
 def settle() -> None:
-    """Wait until new files get a later timestamp. The clock of files advances every 4 ms."""
+    """Wait so long that a file written next gets a later timestamp.
+
+    Timestamps advance every 4 ms.
+    """
     time.sleep(0.02)
 
 
 def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
     """Change some bytes of a file without changing its size or modification time.
 
-    By default, the last 16 bytes are changed.
+    Replace the bytes `old` with `new`. If `old` is None, change the last 16 bytes.
     """
     settle()
     status, content = path.stat(), path.read_bytes()
@@ -37,11 +40,12 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
 def assert_fingerprint_depends_on(
     open_images: Callable[[], ImageSet], *changes: Callable[[], object]
 ) -> None:
-    """Check that a fingerprint is reproducible, and that it differs after each change of the data.
+    """Check that a dataset's fingerprint is reproducible, and that changing the data alters it.
 
     Args:
-        open_images: Function that opens the images again.
-        changes: Functions that change the data. They are called one after the other.
+        open_images: Function that opens the dataset again.
+        changes: Functions that change the data. They are called one after the other, and each must
+            alter the fingerprint.
     """
     found = [open_images().fingerprint() for _ in range(2)]
     for change in changes:

@@ -1,4 +1,4 @@
-"""Records and figures for the tests of the report."""
+"""Create records and figures for the tests of the HTML report."""
 
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -29,9 +29,10 @@ def cell(**changes) -> Record:
 
 
 def around(changes: dict) -> dict:
-    """Return changes of a record to which an interval is added if they set only a value.
+    """Add a 95 % interval to changes of a record that set its value but no interval.
 
-    The interval is as wide as that of `RECORD`.
+    `changes` maps field names to new values. The interval is as wide as that of `RECORD`, but that
+    of a percentage is limited to 0 to 100.
     """
     value = changes.get("value")
     if value is None or "ci95" in changes:
@@ -48,12 +49,12 @@ def skipless(**changes) -> Record:
 
 
 def known_as(letter: str) -> str:
-    """Return the id of an encoder whose SHA-256 consists of one repeated letter."""
+    """Return the encoder id of a checkpoint whose SHA-256 consists of one repeated letter."""
     return cell(checkpoint_sha256=letter * 64).encoder_id
 
 
 def folder_of(record: Record) -> str:
-    """Return the name of the folder that holds the figures of a record."""
+    """Return the name of the folder that contains the figures of a record."""
     return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
@@ -63,7 +64,7 @@ def curve(*values, low=None, high=None):
 
 
 def save(store: ResultStore, record: Record, per_image) -> None:
-    """Save a record whose value is computed from per-image values. Save these values, too."""
+    """Save a record and its per-image values. The record's value is computed from them."""
     value = ImageCurve(record.metric, {}).value(per_image)
     changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
     store.save(replace(record, **changes), per_image)
@@ -77,9 +78,9 @@ def save_pictures(root: Path, *names: str) -> None:
 
 
 class Elements(HTMLParser):
-    """A parser that collects the elements of a page, their attributes and the text of the page.
+    """An HTML parser that collects the elements, attributes and text of a page.
 
-    The text in scripts is left out.
+    The text inside scripts is left out.
     """
 
     def __init__(self, text: str) -> None:
@@ -105,9 +106,9 @@ def plain(**changes) -> Record:
 
 
 def counts(*images):
-    """Return pixel counts of two classes, of shape [images, 3, 2].
+    """Return the pixel counts of images with two classes, as an array of shape [images, 3, 2].
 
-    The second axis holds the correct, the predicted and the true pixels.
+    The second axis has the numbers of correct, predicted and true pixels.
     """
     return np.array(images, np.int32)
 
@@ -122,7 +123,10 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 
 
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
-    """Compare the two checkpoints in these records, which must form a single comparable panel."""
+    """Compare the two checkpoints in these records, as the report does for a pair.
+
+    All records must have the same metric, images and settings, so that they form one panel.
+    """
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))
     first, second = (load_side(store, panel, checkpoint) for checkpoint in (one, other))

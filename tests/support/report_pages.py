@@ -1,4 +1,4 @@
-"""Create a report on two checkpoints for the browser tests, and open its pages."""
+"""Create a report on two checkpoints for the browser tests, and open its pages in a browser."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ SHEET_WIDTH = 900
 
 
 def browsed_report(root: Path) -> Path:
-    """Write a report about two checkpoints with three blocks each."""
+    """Write a report on two checkpoints with three blocks each. Return its folder."""
     store, random = ResultStore(root), np.random.default_rng(0)
     for layer, num_hits in enumerate((9, 0, 10)):
         for record, hits in (

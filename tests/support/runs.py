@@ -23,13 +23,19 @@ TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a run's log. Measured times are left out unless `timed` is true."""
+    """Return the rows of a run's log.
+
+    Measured times and speeds are left out unless `timed` is true.
+    """
     rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
     return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Check that states, logs and encoders are bitwise identical, except for `num_workers`."""
+    """Check that two runs have identical training states, logs and encoders.
+
+    The option `num_workers` and the measured times in the logs may differ.
+    """
     states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
@@ -44,7 +50,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def end_after_parts(
     monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
 ) -> None:
-    """Let a run send a signal to itself when its `number`-th micro-batch reaches the device."""
+    """Make a run send itself a signal when its `number`-th micro-batch reaches the device."""
     finish, calls = crops.finish, []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
@@ -66,16 +72,16 @@ def assert_goes_on_to_the_bit(
     error: type[BaseException] = Preempted,
     workers: int | None = None,
 ) -> Path:
-    """Check that a resumed run is bitwise identical to an uninterrupted run.
+    """Check that a run that is stopped by a signal and resumed equals an uninterrupted run exactly.
 
     Args:
-        plan: Plan of a run with more steps than `steps`.
-        folder: Folder of both runs, "whole" and "stopped".
-        parts: Number of the micro-batch at which the signal is sent.
-        steps: Number of steps that the stopped run completes.
+        plan: Plan of a run with more than `steps` steps.
+        folder: Folder in which both runs are created, as "whole" and "stopped".
+        parts: The signal is sent at the micro-batch with this number, counted from 1.
+        steps: Number of steps that the stopped run must complete.
         sent: Signal that is sent.
-        error: Exception that the stopped run raises.
-        workers: Number of data workers of the resumed run, if it differs.
+        error: Exception that the stopped run must raise.
+        workers: Number of data workers of the resumed run, or None to keep the plan's.
 
     Returns:
         The path of the encoder of the uninterrupted run.
@@ -103,9 +109,9 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pretrain_two(root: Path) -> Path:
-    """Train a DINO run (3 steps per epoch) and a supervised run (2 steps per epoch).
+    """Run DINO pretraining (3 steps per epoch) and supervised pretraining (2 steps per epoch).
 
-    Return the folder of both.
+    Return the folder that contains both runs.
     """
     images, runs = class_folders(root / "images"), root / "runs"
     neighbours = ["monitor.knn_epochs=1", "monitor.neighbours=2", f"monitor.root={images}"]
@@ -117,7 +123,7 @@ def pretrain_two(root: Path) -> Path:
 
 
 def write_log(folder: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write the log of a run. Rows that are strings are written unchanged."""
+    """Write the log of a run. Rows that are strings are written as they are, others as JSON."""
     folder.mkdir(parents=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / LOG).write_text("".join(f"{line}\n" for line in lines))

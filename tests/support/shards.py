@@ -18,9 +18,9 @@ def write_tar(path: Path, members: Mapping[str, bytes] | Iterable[tuple[str, byt
 
 
 def tars_of(images: Path, folder: Path, *, per_tar: int = 4, labels: bool = True) -> Path:
-    """Write the images in class folders to the tar files `000.tar`, `001.tar` and so on.
+    """Pack the images of class folders into the tar files `000.tar`, `001.tar` and so on.
 
-    By default, their labels are written, too.
+    If `labels` is true, the index of each image's class is stored as well.
     """
     paths = sorted(path for path in images.rglob("*") if path.is_file())
     names = [path.relative_to(images).as_posix() for path in paths]

@@ -1,7 +1,8 @@
-"""A simulated MPS device: tensors stay on the host, and float64 is refused as on a Mac.
+"""A simulated MPS device: tensors stay on the host, but float64 is refused as on a Mac.
 
 The modes of `tests.support.simulated_cuda` record the simulated device of each tensor and refuse
-mixed devices. In addition, no operator or copy may create a float64 tensor on the device.
+operators that mix devices. In addition, no operator or copy may create a float64 tensor on the
+device.
 
 Not simulated: operators without a Metal kernel, rounding, autocast, speed and memory.
 """

@@ -1,4 +1,4 @@
-"""A small dataset in the layout of SPair-71k. Each target is its source at another size."""
+"""A small dataset in the layout of SPair-71k. Each target image is its source image resized."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SOURCE_SIZE, TARGET_SIZE = (48, 32), (40, 60)
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """A pair of images to write. `points` are keypoints (x, y) in pixels of the source image."""
+    """A pair of images for SPair-71k, with keypoints (x, y) in pixels of the source image."""
 
     number: int
     source: str
@@ -27,7 +27,7 @@ class WrittenPair:
         return f"{self.number:06d}-{self.source}-{self.target}:{self.category}"
 
     def annotation(self, **changed: Any) -> dict[str, Any]:
-        """Return the annotation of the pair, with all fields that SPair-71k publishes."""
+        """Return the annotation of the pair, with all fields that SPair-71k files contain."""
         scale = np.divide(TARGET_SIZE, SOURCE_SIZE)
         target = np.rint(np.array(self.points) * scale).astype(int).tolist()
         return {
@@ -60,7 +60,10 @@ PAIRS = (
 
 
 def spair(root: Path, pairs: tuple[WrittenPair, ...] = PAIRS) -> Path:
-    """Write images, annotations and the list of pairs of the split `test`. Return the folder."""
+    """Write images, annotations and the list of pairs of the split `test`.
+
+    Return the dataset's folder.
+    """
     base = root / "SPair-71k"
     (base / "PairAnnotation/test").mkdir(parents=True)
     (base / "Layout/large").mkdir(parents=True)
@@ -81,6 +84,6 @@ def write_annotation(base: Path, pair: WrittenPair, **changed: Any) -> Path:
 
 
 def _scene(category: str) -> Image.Image:
-    """Return an image of a category. Each source and target image is a resized version of it."""
+    """Return the image that is resized to create all source and target images of a category."""
     noise = np.random.default_rng(len(category)).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(noise)

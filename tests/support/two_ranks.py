@@ -1,8 +1,10 @@
-"""Run pretraining in two processes, one of which has a fault. Print how both end, as JSON.
+"""Run pretraining in two processes, one of which has a fault.
+
+Print how both processes end, as JSON.
 
 `python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
-for each fault: first all faults that sleep, then the others, three at a time. It runs in a separate
-process, because a process that has computed gradients must not be forked.
+for each fault. Faults that sleep start first. The others follow, three at a time. The program runs
+in its own process, because a process that has computed gradients must not be forked.
 """
 
 import contextlib
@@ -52,7 +54,7 @@ def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callabl
 
 
 def at_step(fault: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that installs a fault. It occurs when chunk `AT` of the data is read."""
+    """Return a function that installs a fault, which occurs when chunk `AT` of the data is read."""
 
     def make(usual: Any) -> Any:
         def getitem(self: BatchChunks, piece: int) -> Any:
@@ -90,9 +92,9 @@ def full_log(usual: Any) -> Any:
 
 
 def at_state(fault: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that installs a fault.
+    """Return a function that installs a fault, which can occur when a training state is written.
 
-    Before each state is written, the fault is called with the number of the step.
+    Before each state is written, `fault` is called with the number of the step.
     """
 
     def make(usual: Any) -> Any:
@@ -127,7 +129,7 @@ def broken_monitor(usual: Any) -> Any:
 
 
 def lost_image(usual: Any) -> Any:
-    """Return a version of the method `__getitem__` that cannot read one of the image files."""
+    """Return a version of the method `__getitem__` that fails to read one of the image files."""
 
     def getitem(self: FileImageSet, index: int) -> Any:
         if self.ids[index] == "3.jpg":
@@ -176,7 +178,7 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
-    """Run one process of a training run to its end, and write its stderr to a file."""
+    """Run one process of a distributed training run to its end. Write its stderr to a file."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Under nohup, this process inherits an ignored SIGHUP, and the command would keep ignoring it.
@@ -196,12 +198,12 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
 
 
 def run_arguments(photos: Path, out: Path) -> list[str]:
-    """Return the arguments of a pretraining run without a fault."""
+    """Return the command-line arguments of a small pretraining run without a fault."""
     return ["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS]
 
 
 def start(fault: str, photos: Path, out: Path) -> list[int]:
-    """Fork both processes of a run. Return their process ids."""
+    """Fork the two processes of a run. Return their process ids."""
     if fault.startswith("taken"):
         out.mkdir()
         (out / "config.yaml").write_text("{}")
@@ -217,16 +219,19 @@ def start(fault: str, photos: Path, out: Path) -> list[int]:
 
 
 def wait_for(pids: list[int], out: Path) -> dict[str, Any]:
-    """Wait for both processes. Return their exit codes and what they wrote to stderr."""
+    """Wait for the two processes of a run.
+
+    Return their exit codes and what they wrote to stderr.
+    """
     end = time.monotonic() + SECONDS
     codes = [exit_code(pid, end) for pid in pids]
     return {"codes": codes, "stderr": [Path(f"{out}.{n}").read_text() for n in range(2)]}
 
 
 def exit_code(pid: int, end: float) -> int | None:
-    """Wait for a child process.
+    """Wait until a child process ends, or kill it at the time `end`.
 
-    Return its exit code, or None if it had to be killed at time `end`.
+    Return its exit code, or None if it was killed.
     """
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -239,7 +244,7 @@ def exit_code(pid: int, end: float) -> int | None:
 
 
 def prepare() -> None:
-    """Set up what all processes share, before any of them is forked."""
+    """Set up what all processes share, before the first of them is forked."""
     torch.set_num_threads(1)
     compose_config("pretraining", [])
     # Counting FLOPs would take as long as the run, and no fault depends on the count.

@@ -11,17 +11,17 @@ from ssl_bench.network import PublishedFile
 
 
 class WebServer(ThreadingHTTPServer):
-    """A web server that serves the same file at every address.
+    """A local web server that serves the same file at every address, and can be made to misbehave.
 
     Attributes:
-        ranges: The Range header of each request so far, or "" if it has none.
-        cut_after: Number of bytes after which the next response breaks off.
-        delay: Seconds that pass before each response.
+        ranges: The Range header of each request so far, or "" if the request has none.
+        cut_after: Number of bytes after which the next response breaks off, or None.
+        delay: Seconds to wait before each response.
         knows_ranges: Whether Range headers are respected.
         gone: Whether every request is answered with status 404.
-        headers: Headers that replace or extend the correct ones. None removes a header.
+        headers: Headers that are added to the correct ones or replace them. None removes a header.
         chunked: Whether responses are chunked, without a Content-Length.
-        pause: Seconds that pass before each thousand bytes.
+        pause: Seconds to wait before each block of 1000 bytes.
     """
 
     daemon_threads = True

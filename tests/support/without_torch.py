@@ -1,4 +1,4 @@
-"""Run commands in a separate process that must not import torch."""
+"""Run `ssl-bench` commands in a separate process that must not import torch."""
 
 import os
 import subprocess
@@ -12,14 +12,12 @@ REPOSITORY = Path(__file__).parents[2]
 def stdout_without_torch(
     folder: Path, commands: Sequence[Sequence[str]], *, nor: Sequence[str] = ()
 ) -> str:
-    """Run commands in a folder, check that they do not import torch, and return their stdout.
-
-    The commands run one after the other.
+    """Run commands in one process, check that they do not import torch, and return their stdout.
 
     Args:
         folder: Working folder of the commands.
         commands: The arguments of `ssl-bench` for each command.
-        nor: Other packages that must not be imported.
+        nor: Other packages that must not be imported either.
     """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"

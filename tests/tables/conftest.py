@@ -1,4 +1,4 @@
-"""A results folder and functions that run commands on it."""
+"""Fixtures that create a results folder and run commands on it."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def store(tmp_path) -> ResultStore:
 
 @pytest.fixture
 def cli(store, capsys) -> Callable[..., Any]:
-    """Return a function that runs a command on the results and returns its stdout and stderr."""
+    """Return a function that runs a command on the results folder and returns what it prints."""
 
     def run(*words: str, code: int = 0) -> Any:
         capsys.readouterr()
@@ -29,5 +29,5 @@ def cli(store, capsys) -> Callable[..., Any]:
 
 @pytest.fixture
 def cli_json(cli) -> Callable[..., list[dict[str, Any]]]:
-    """Return a function that runs a command on the results and parses its JSON output."""
+    """Return a function that runs a command on the results folder and parses its JSON output."""
     return lambda *words: json.loads(cli(*words, "--format", "json").out)

@@ -1,4 +1,4 @@
-"""Test that paired differences between encoders equal hand counts or an independent loop."""
+"""Test that paired differences between encoders equal values computed by hand or with a loop."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,14 @@ SINGLE = ("compare", "skip")
 
 
 def save(store, sha, layers, **changes):
-    """Save a record for each block. `layers` maps each block to its per-image values or None."""
+    """Save a record of an encoder for each block.
+
+    Args:
+        store: Store to which the records are added.
+        sha: Letter of which the SHA-256 of the encoder consists.
+        layers: Per-image values of each block, or None for a record without them.
+        changes: Other fields of the records.
+    """
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
@@ -44,7 +51,7 @@ def compare(store, shas="ad"):
 
 
 def difference(first, second, metric="corloc"):
-    """Return the table row that compares two encoders. Both are given by per-image values."""
+    """Return the table row that compares two encoders, given the per-image values of each."""
     curve = ImageCurve(metric, {})
     return subtract("0", *(PairedScore(curve.estimate(v), (0,)) for v in (first, second)))
 

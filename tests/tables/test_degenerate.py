@@ -1,4 +1,4 @@
-"""Test that a block that is degenerate on most images is marked and never called the best."""
+"""Test that a block that is degenerate on most images is marked and is never called the best."""
 
 import csv
 import io
@@ -23,7 +23,10 @@ NUM_IMAGES = 40
 
 
 def make_records(sha: str, name: str, blocks: dict[int, tuple[int, float]]) -> list[Record]:
-    """Return a record for each block, given its hits and the percentage of degenerate images."""
+    """Return a record of an encoder for each block.
+
+    `blocks` maps each block to its number of hits and its percentage of degenerate images.
+    """
     record = replace(RECORD, checkpoint_sha256=sha * 64, model=name)
     return [
         replace(record, layer=layer, details={"degenerate_percent": percent}, **around(

@@ -1,4 +1,4 @@
-"""Test that comparing two runs epoch by epoch equals comparing their encoders."""
+"""Test that comparing two runs epoch by epoch equals comparing their encoders of each epoch."""
 
 import csv
 import io
@@ -27,9 +27,9 @@ OVER_EPOCHS = ("compare", "--over-epochs")
 
 
 def make_record(run: str, epoch: int, **changes):
-    """Return a record about the encoder of a run after some epoch.
+    """Return a record about the encoder of a training run after a given epoch.
 
-    Epoch 300 is the last one. Only then does the name of the encoder not end in "@EPOCH".
+    The encoder's name is `RUN@EPOCH`, except after the last epoch (300), when it is `RUN`.
     """
     digit = f"{list(HITS).index((run, epoch)):x}"
     model = run if epoch == 300 else f"{run}@{epoch}"
@@ -59,7 +59,10 @@ def test_an_epoch_is_compared_like_its_two_encoders(store):
 
 
 def test_holm_counts_only_the_printed_blocks(tmp_path):
-    """The table of epochs compares only block 0. `compare` would also compare the last blocks."""
+    """Test that Holm's correction counts only block 0, the only block that both runs have.
+
+    The command `compare` would also compare the last block of each run.
+    """
     store = ResultStore(tmp_path)
     for run, hits in {"skip": {0: 3, 5: 4}, "skipless": {0: 8, 11: 9}}.items():
         for layer, number in hits.items():

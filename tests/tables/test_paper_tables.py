@@ -1,6 +1,6 @@
 """Test that tables show our scores next to published values.
 
-Notes must state the differences in protocol.
+Notes below a table must state differences from the paper's protocol.
 """
 
 import csv
@@ -21,7 +21,7 @@ ROWS = {"a": "skip, soap", "d": "skipless, soap"}
 def build_table(store, name="figure3", choice="holdout", shas="", rows=ROWS):
     """Return a published table to which our scores are added.
 
-    `shas` are the encoders to show, and `rows` maps each encoder to its row.
+    Each letter of `shas` stands for an encoder, and `rows` maps it to the encoder's row.
     """
     encoders = {rows[sha]: known_as(sha) for sha in shas}
     published = load_published_table(name)

@@ -37,7 +37,7 @@ def choose(records, store, choice) -> Entry:
 
 
 def save(store, sha, layer, values, *, has_hits: bool = True, **changes: Any):
-    """Save a record whose value is the percentage of hits.
+    """Save a record whose value is the percentage of hits in `values`.
 
     Unless `has_hits` is false, the hits are saved as per-image values, too.
     """

@@ -1,6 +1,6 @@
-"""Test that tables show the scores at each severity of a corruption.
+"""Test that tables show the scores at each severity of an image corruption.
 
-They must also show the drop from the clean score.
+They must also show how far a score drops below the clean score.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ OVER_SEVERITY = ("table", "--over-severity")
 
 
 def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
-    """Return the record for corrupted images that corresponds to a record for clean images."""
+    """Return the record on corrupted images that corresponds to a record on clean images."""
     corruption = {"name": name, "severity": severity, "dataset": record.dataset}
     corruption["fingerprint"] = record.dataset_fingerprint
     return replace(
@@ -32,10 +32,10 @@ def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Recor
 
 
 def corrupted_blocks(*values: tuple[float, ...]) -> list[Record]:
-    """Return records of blocks.
+    """Return records of one block for each tuple, on clean and on corrupted images.
 
-    Each tuple holds the clean score of a block, and then its scores on images with snow of severity
-    1, 2 and so on.
+    A tuple has the score on clean images, followed by the scores on images with snow of severity 1,
+    2 and so on.
     """
     records = []
     for layer, (clean, *others) in enumerate(values):

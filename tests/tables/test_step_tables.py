@@ -1,6 +1,6 @@
-"""Test that tables over training steps show the values of a log.
+"""Test that tables of values over training steps agree with the log.
 
-The logs come from real runs, or are artificial and have known means.
+Some logs come from real runs. Others are made up, so that their means are known.
 """
 
 import csv
@@ -33,16 +33,19 @@ def print_table(capsys):
 
 
 def parse_markdown(text: str) -> dict[str, list[str]]:
-    """Return a dictionary that maps the first cell of each row in a Markdown table to its cells."""
+    """Parse a Markdown table.
+
+    Return a dictionary from the first cell of each row to the other cells.
+    """
     lines = [line for line in text.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows if row[0] != "---"}
 
 
 def make_rows(count: int, **measures) -> list[dict]:
-    """Return the rows of a log, given a function of the step for each measure.
+    """Return the rows of a made-up log.
 
-    If the function returns "absent", the row has no value for this measure.
+    Each measure is a function of the step. If it returns "absent", the row lacks this measure.
     """
     return [
         {"step": step, "epoch": (step - 1) // 100}

@@ -1,4 +1,7 @@
-"""Test that tables of blocks by encoders have the right cells, footnotes and figures."""
+"""Test that tables with a row per block and a column per encoder have the right content.
+
+Their footnotes and figures are tested, too.
+"""
 
 import csv
 import io
@@ -170,7 +173,7 @@ def test_epochs_of_a_run_are_sorted_by_their_numbers():
 
 
 def draw_axis(records):
-    """Draw a figure of records, and return its only axis."""
+    """Draw the scores of records as curves. Return the only axis of the figure."""
     figure = curves_figure(depth_tables(records))
     figure.draw_without_rendering()
     return figure.axes[0]

@@ -1,4 +1,4 @@
-"""Image sets that consist of files. The names of image, mask and box files contain the image id."""
+"""Image sets stored in files. The names of image, mask and box files contain the image id."""
 
 import hashlib
 import os
@@ -33,12 +33,12 @@ _UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 @dataclass(frozen=True)
 class Files:
-    """Files in a folder whose names consist of an image id and a suffix.
+    """Files in a folder. Each file name consists of an image id and a suffix.
 
     Attributes:
-        folder: Folder of the files. An id may contain subfolders.
+        folder: Folder of the files. An id such as "cat/07" belongs to a file in a subfolder.
         suffix: End of each file name, such as ".jpg" or "_mask.png".
-        excluded_suffix: Files with this end of their names are left out, even if their names also
+        excluded_suffix: Files whose names end in this text are left out, even if their names also
             end in `suffix`.
     """
 
@@ -50,7 +50,7 @@ class Files:
         return self.folder / f"{image_id}{self.suffix}"
 
     def ids(self) -> list[str]:
-        """Return the sorted ids of the files directly in the folder, without hidden files."""
+        """Return the sorted ids of all files directly in the folder, except hidden files."""
         return sorted(
             path.name.removesuffix(self.suffix)
             for path in self.folder.iterdir()
@@ -58,14 +58,18 @@ class Files:
         )
 
     def matches(self, name: str) -> bool:
-        """Return whether a file name has the right suffix. Hidden files never match."""
+        """Return whether a file name ends in `suffix` and not in `excluded_suffix`.
+
+        Hidden files never match.
+        """
         is_excluded = self.excluded_suffix is not None and name.endswith(self.excluded_suffix)
         return name.endswith(self.suffix) and not is_excluded and not name.startswith(".")
 
     def list_missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of the files that are missing for these ids.
+        """Return the names of the files that are missing for the given ids.
 
-        Folders are listed, because looking up 100,000 files on a network drive takes minutes.
+        Whole folders are listed, because looking up 100,000 single files on a network drive takes
+        minutes.
         """
         file_names: dict[str, frozenset[str]] = {}
         missing = []
@@ -83,11 +87,11 @@ class Files:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Mapping from the numbers that a mask may store to classes. Other numbers raise an error.
+    """Mapping from the numbers that a mask stores to classes. Other numbers raise an error.
 
     Attributes:
         classes: Class of each allowed number from 0 to 255. The class may be `IGNORED`.
-        hint: Advice for a mask with a number that is not in `classes`.
+        hint: Advice in the error about a number that is not in `classes`.
     """
 
     classes: Mapping[int, int]
@@ -96,7 +100,7 @@ class LabelMap:
     def apply(
         self, stored: Integer[np.ndarray, "height width"], path: str | Path
     ) -> UInt8[np.ndarray, "height width"]:
-        """Return the class of each stored number of a mask.
+        """Replace each number that a mask stores by its class.
 
         Raises:
             DataError: A number has no class. The message contains the number and the file.
@@ -124,12 +128,12 @@ class LabelMap:
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask files and the meaning of their numbers.
+    """Files with segmentation masks, and the class of each number that they store.
 
     Attributes:
         files: The mask files.
         labels: Class of each stored number.
-        has_voc_palette: Whether every mask must have VOC's palette.
+        has_voc_palette: Whether colour palettes must have the order of PASCAL VOC's palette.
     """
 
     files: Files
@@ -137,24 +141,26 @@ class Masks:
     has_voc_palette: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the class of each pixel.
+        """Read the mask of an image, and return the class of each pixel.
 
         Raises:
-            DataError: See `read_indices` and `LabelMap.apply`.
+            DataError: The file is not a valid mask, or stores a number without a class. See
+                `read_indices` and `LabelMap.apply`.
         """
         path = self.files.path(image_id)
         return self.labels.apply(read_indices(path, has_voc_palette=self.has_voc_palette), path)
 
     def meaning(self) -> str:
-        """Return a text that states the class of every allowed number, for fingerprints."""
+        """Return the class of every allowed mask number as a text for the fingerprint."""
         return repr(sorted(self.labels.classes.items()))
 
 
 class Boxes:
-    """Ground-truth boxes by image id.
+    """Base class of ground-truth boxes, which are read by image id.
 
     Attributes:
-        files: One file for each image, or None if one file stores the boxes of all images.
+        files: One annotation file for each image, or None if one file stores the boxes of all
+            images.
     """
 
     files: Files | None
@@ -162,7 +168,7 @@ class Boxes:
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image, validated by `validate_boxes`.
+        """Return the boxes of an image. `validate_boxes` checks them.
 
         Args:
             image_id: Id of the image.
@@ -171,16 +177,24 @@ class Boxes:
         raise NotImplementedError
 
     def list_missing(self, ids: Sequence[str]) -> list[str]:
-        """Return the names of the missing annotation files of these images."""
+        """Return the names of the annotation files that are missing for the given image ids."""
         return self.files.list_missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
-        """Return a text for fingerprints that changes if the boxes change but the files do not."""
+        """Return a text that is hashed into the fingerprint, in addition to the annotation files.
+
+        It must change if the boxes of the image change, but the files do not. For example, a
+        setting may leave out difficult objects.
+        """
         raise NotImplementedError
 
 
 def parse_numbers(value: object, count: int) -> list[float]:
-    """Return a list of `count` finite JSON numbers as floats, or raise ValueError."""
+    """Check that a JSON value is a list of `count` numbers, and return them as floats.
+
+    Raises:
+        ValueError: The value is not such a list, or the magnitude of a number is not below 2^31.
+    """
     if not (
         isinstance(value, (list, tuple))
         and len(value) == count
@@ -199,16 +213,16 @@ def validate_boxes(
     stated_size: tuple[float, float] | None = None,
     allow_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
-    """Return valid boxes as (x0, y0, x1, y1) in pixels, with exclusive far edges.
+    """Check boxes, and return them as (x0, y0, x1, y1) in pixels, with exclusive far edges.
 
     If `size` is given, each box must overlap its image. It may extend beyond the image by at most
-    one image width to the left and right, and by one image height above and below. As in the code
-    of the published methods, boxes are not clipped to the image.
+    one image width to the left and right, and by one image height above and below. Boxes are not
+    clipped to the image, as in the published code of the evaluated methods.
 
     Args:
-        corners: Four numbers per box.
+        corners: Coordinates (x0, y0, x1, y1) of each box.
         file: File that contains the boxes.
-        names: Name of each object, for messages.
+        names: Name of each object, for error messages.
         size: Height and width of the decoded image, or None to skip the comparison with the image.
         stated_size: Height and width of the image according to the file, or None.
         allow_flat: Accept boxes without height or width. COCO has a few, rounding creates more, and
@@ -251,13 +265,13 @@ def validate_boxes(
 
 @dataclass(frozen=True)
 class FileSet:
-    """Images of one split, stored in files.
+    """Base class of the samples of one split, stored in files.
 
     Attributes:
         name: Name of the dataset.
         split: Name of the split.
-        source: List or folder that contains the ids, for messages.
-        ids: Ids of the images.
+        source: File or folder from which the ids were read, for error messages.
+        ids: Ids of the samples, which are images, pairs of images, or videos.
         images: The image files.
         class_names: Names of the classes, in the order of their numbers.
         options: Options for reading and identifying the files.
@@ -283,13 +297,22 @@ class FileSet:
         return replace(self, options=options)
 
     def select(self, name: str, indices: Sequence[int]) -> "FileSet":
-        """Return the images at these indices as a set with another name."""
+        """Return the samples at the given indices as a set with the given name."""
         return replace(self, name=name, ids=tuple(self.ids[index] for index in indices))
 
     def identify_parts(
         self, parts: Iterable[FilePart], total: int
     ) -> closing[Generator[str, None, None]]:
-        """Call `fingerprints.identify_parts` for this set. Use the result in a `with` statement."""
+        """Identify files of this set with the function `fingerprints.identify_parts`.
+
+        Args:
+            parts: The files, or separately hashed parts of them.
+            total: Number of parts.
+
+        Returns:
+            Context manager for the generator that `fingerprints.identify_parts` returns. It closes
+            the generator on exit.
+        """
         return closing(
             identify_parts(
                 parts,
@@ -303,7 +326,8 @@ class FileSet:
     def require_ids(self, kind: str) -> None:
         """Raise DataError if there are no ids or if an id occurs twice.
 
-        `kind` is the word for the items in messages, such as "image".
+        Args:
+            kind: What an id stands for, such as "image". It is used in error messages.
         """
         if not self.ids:
             raise DataError(f"{self.source} lists no {kind} for the split {self.split}")
@@ -311,7 +335,7 @@ class FileSet:
             raise DataError(f"{self.source} lists the same {kind} twice. Remove repeated lines")
 
     def require_files(self, files: "Files | Boxes", ids: Sequence[str], kind: str) -> None:
-        """Raise DataError if any file of these ids is missing. No file is opened."""
+        """Raise DataError if a file is missing for any of the given ids. No file is opened."""
         if missing := files.list_missing(ids):
             folder = files.folder if isinstance(files, Files) else self.source
             raise DataError(
@@ -321,7 +345,7 @@ class FileSet:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Return the first five names for a message, followed by "..." if there are more."""
+    """Return up to five names, separated by commas. Further names are replaced by "..."."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
@@ -330,8 +354,8 @@ class FileImageSet(FileSet, IdentifiedImages):
     """An `ImageSet` that decodes the files of an image when the image is accessed.
 
     Attributes:
-        masks: The masks, or None.
-        boxes: The boxes, or None.
+        masks: The segmentation masks, or None.
+        boxes: The ground-truth boxes, or None.
         upright: Whether to apply the EXIF orientation. It must be False if masks or boxes refer to
             the pixels as they are stored.
     """
@@ -400,7 +424,7 @@ class FileImageSet(FileSet, IdentifiedImages):
         return hashes
 
     def validate(self) -> "FileImageSet":
-        """Return this set if all of its files exist. Nothing is decoded.
+        """Check that all files of this set exist, without decoding them, and return the set.
 
         Raises:
             DataError: The set is empty, an id occurs twice, or files are missing.

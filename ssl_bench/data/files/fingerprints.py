@@ -52,7 +52,11 @@ RACY_NS = 2 * 10**9
 
 
 def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind = "content") -> str:
-    """Return the SHA-256 of rows of JSON values, with a prefix for the kind "stat"."""
+    """Return the fingerprint of an image set: the SHA-256 of rows of JSON values that describe it.
+
+    If `kind` is "stat", files were identified by their sizes and times instead of their content.
+    The fingerprint then begins with "stat-".
+    """
     digest = hashlib.sha256()
     for row in rows:
         # Rows are hashed as JSON, because a name may contain any separator.
@@ -61,7 +65,10 @@ def compute_fingerprint(rows: Iterable[Sequence[object]], kind: FingerprintKind 
 
 
 def extend_fingerprint(fingerprint: str, *rows: Sequence[object]) -> str:
-    """Combine a fingerprint and rows of JSON values into a fingerprint of the same kind."""
+    """Return a fingerprint that depends on another fingerprint and on rows of JSON values.
+
+    A prefix "stat-" of the other fingerprint is kept.
+    """
     return compute_fingerprint([[fingerprint], *rows], fingerprint_kind(fingerprint))
 
 
@@ -70,7 +77,7 @@ def fingerprint_kind(fingerprint: str) -> FingerprintKind:
 
 
 def abbreviate_fingerprint(fingerprint: str) -> str:
-    """Return the first six digits of a fingerprint, with its prefix."""
+    """Return the first six digits of a fingerprint. A prefix "stat-" is kept."""
     prefix = _STAT if fingerprint_kind(fingerprint) == "stat" else ""
     return fingerprint[: len(prefix) + 6]
 
@@ -80,7 +87,8 @@ class ReadOptions:
     """Values of the config keys `data.fingerprint` and `data.bits`.
 
     Attributes:
-        fingerprint: Identify files by their content, or by their sizes and times.
+        fingerprint: How files are identified: by their "content", or by "stat", which is their size
+            and modification time.
         bits: Number of bits that 16-bit images use if their headers do not state it, or None.
     """
 
@@ -88,7 +96,11 @@ class ReadOptions:
     bits: int | None = None
 
     def compute_fingerprint(self, rows: Iterable[Sequence[object]]) -> str:
-        """Return the fingerprint of an image set from rows of JSON values and from `bits`."""
+        """Return the fingerprint of an image set from rows of JSON values that describe it.
+
+        The fingerprint also depends on `bits`, because this option changes the pixels of some
+        images.
+        """
         fingerprint = compute_fingerprint(rows, self.fingerprint)
         # `bits=16` changes no pixel of an image that is readable without this key.
         if self.bits in (None, 16):
@@ -99,8 +111,9 @@ class ReadOptions:
         """Compute the fingerprint of an image set and the hashes of its images.
 
         Args:
-            first: Description of the set, such as the meaning of its labels.
+            first: Description of the whole set, such as the class of each mask number.
             rows: One row for each image: its id, and the identities of its file, mask and boxes.
+                For example, the identity of a file is its SHA-256.
         """
         files: list[int] = []
         samples: list[int] = []
@@ -118,7 +131,7 @@ class ReadOptions:
 
 
 class Identities(NamedTuple):
-    """Identities of an image set and of its images.
+    """Hashes that identify an image set and each of its images.
 
     Attributes:
         fingerprint: Fingerprint of the whole set.
@@ -141,15 +154,19 @@ class IdentifiedImages:
         raise NotImplementedError
 
     def path(self, index: int) -> Path:
-        """Return the path of an image. In a tar file, the path ends in the name of the member."""
+        """Return the path of an image.
+
+        For an image in a tar file, it is the path of the tar file followed by the name in the tar
+        file.
+        """
         raise NotImplementedError
 
     def files(self, index: int) -> tuple[Path, ...]:
-        """Return the paths of all files of an image, including its mask and boxes."""
+        """Return the paths of all files of an image, including those of its mask and boxes."""
         raise NotImplementedError
 
     def content_sha256(self, index: int) -> str:
-        """Return the SHA-256 of the file of an image, even with data.fingerprint=stat."""
+        """Return the SHA-256 of an image file's content. The key data.fingerprint has no effect."""
         raise NotImplementedError
 
     @cached_property
@@ -160,9 +177,9 @@ class IdentifiedImages:
         """Return a SHA-256 that identifies the images and annotations of the set.
 
         It covers the ids in their order, the identity of each file, the meaning of the labels,
-        `data.bits`, and whether the EXIF orientation is applied. The identity of a file is its
-        content, or its size and mtime with data.fingerprint=stat. The fingerprint does not depend
-        on the name and the folder of the set.
+        `data.bits`, and whether the EXIF orientation is applied. A file is identified by its
+        content. With data.fingerprint=stat, it is identified by its size and modification time. The
+        fingerprint does not depend on the name or the folder of the set.
 
         Raises:
             DataError: A file cannot be read, or has changed since the set was opened.
@@ -179,13 +196,16 @@ class IdentifiedImages:
 
 
 def with_read_options(images: ImageSet, options: ReadOptions) -> ImageSet:
-    """Return a copy of an image set with other options, or the set itself if it has no options."""
+    """Return a copy of an image set with other options for reading its files.
+
+    If the set has no such options, the set itself is returned.
+    """
     method = getattr(images, "with_read_options", None)
     return method(options) if method else images
 
 
 def dataset_with_read_options(dataset: Dataset, options: ReadOptions) -> DatasetView:
-    """Return a dataset whose image sets read their files with these options."""
+    """Return a dataset whose image sets read their files with the given options."""
     return DatasetView(dataset, lambda _, images: with_read_options(images, options))
 
 
@@ -201,8 +221,8 @@ def file_hashes(images: ImageSet) -> UInt64[np.ndarray, " images"]:
 def sample_hashes(images: ImageSet) -> list[str]:
     """Return a text for each image that depends on the image's file, mask and boxes.
 
-    The text is the fingerprint of the set followed by the image id if files are identified by sizes
-    and times, or if the set has no hashes of its images.
+    If files are identified by sizes and times, the text consists of the fingerprint of the set and
+    the image id. The same holds for a set without hashes of its images.
     """
     fingerprint = images.fingerprint()
     method = getattr(images, "sample_hashes", None)
@@ -216,7 +236,7 @@ def _to_number(identity: str) -> int:
 
 
 class FilePart(NamedTuple):
-    """A file, or a part of it that is hashed separately, such as a member of a tar file.
+    """A file, or a part of it that is hashed separately, such as an image in a tar file.
 
     Attributes:
         file: Path of the file.
@@ -232,13 +252,15 @@ class FilePart(NamedTuple):
 def identify_parts(
     parts: Iterable[FilePart], kind: FingerprintKind, *, title: str, folder: Path, total: int
 ) -> Generator[str, None, None]:
-    """Yield the SHA-256 of each part, or the size and time of its file for the kind "stat".
+    """Yield the SHA-256 of each file or part of a file.
 
-    If the generator is closed or interrupted, the digests computed so far are stored.
+    If `kind` is "stat", the size and modification time of the file are yielded instead. If the
+    generator is closed or interrupted, the digests computed so far are stored in the cache.
 
     Args:
-        parts: Parts of files, most of them in `folder`.
-        kind: Identify parts by their content, or by the size and time of their files.
+        parts: Files or parts of files. Most of them are in `folder`.
+        kind: Whether files are identified by their "content", or by "stat", which is their size and
+            modification time.
         title: Name of the image set, for messages.
         folder: Folder whose digests are stored in one cache file.
         total: Number of parts.
@@ -280,7 +302,11 @@ def identify_parts(
 
 
 def cached_sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file. Raise the errors of `identify_parts`."""
+    """Return the SHA-256 of a file in hexadecimal digits. An unchanged file is not read again.
+
+    Raises:
+        DataError: The file cannot be read, or changes while it is read.
+    """
     return next(identify_parts([FilePart(path)], "content", title=path.name, folder=path, total=1))
 
 
@@ -321,13 +347,13 @@ def _file_error(path: Path, error: OSError) -> DataError:
 
 
 class DigestCache:
-    """Cache of digests in a file. A digest is valid while `file_state` of its files is unchanged.
+    """Cache of file digests on disk. A digest is valid until `file_state` of its files changes.
 
     A damaged cache file is ignored. Threads may share an instance. If several processes write the
     same cache file, some digests may be lost. They are then computed again.
 
     Args:
-        subject: Folder or file whose digests are stored in one cache file.
+        subject: Folder or file to which the digests belong. Each subject has its own cache file.
     """
 
     def __init__(self, subject: Path) -> None:
@@ -344,7 +370,12 @@ class DigestCache:
     def get_or_compute(
         self, name: str, files: Sequence[Path], compute: Callable[[], bytes]
     ) -> bytes:
-        """Return the digest of `name`. Call `compute` if no valid digest is stored.
+        """Return a digest from the cache. If no valid digest is stored, compute it.
+
+        Args:
+            name: Name of the digest in the cache.
+            files: Files on which the digest depends. It is invalid once one of them changes.
+            compute: Function that computes the digest.
 
         Raises:
             DataError: A file is not a regular file, or changes during `compute`.
@@ -390,7 +421,10 @@ def _load_entries(path: Path) -> dict[bytes, bytes]:
 
 
 def read_cache_file(path: Path, header: bytes) -> bytes | None:
-    """Return the body of a cache file, or None if the file is missing or damaged."""
+    """Return the content of a cache file, without its header and checksum.
+
+    Return None if the file is missing or damaged.
+    """
     with suppress(OSError), open_trusted(path) as file:
         content = file.read()
         body = content[len(header) + _DIGEST_BYTES :]
@@ -400,7 +434,7 @@ def read_cache_file(path: Path, header: bytes) -> bytes | None:
 
 
 def write_cache_file(path: Path, header: bytes, body: bytes) -> None:
-    """Write a header, a checksum and a body to a cache file, with `write_atomically`."""
+    """Write a header, a checksum and a body to a cache file, which is replaced atomically."""
     content = header + hashlib.sha256(body).digest() + body
     write_atomically(path, lambda file: file.write(content))
 
@@ -419,7 +453,7 @@ def _report_unsaved(reason: str) -> None:
 def map_in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], *, chunk_size: int = 1
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item with the result of `function`, in the order of the items.
+    """Call a function for each item in threads. Yield pairs of an item and the result, in order.
 
     If the generator is closed, it waits for the calls that are running and starts no more.
 

@@ -63,7 +63,7 @@ def read_image(
     Raises:
         DataError: The file is missing.
         UnreadableImage: The file is empty, truncated or too large, does not contain exactly one
-            image, or does not state the range of its values.
+            image, or contains 16-bit values in an unknown range.
     """
     data = read_data_file(path)
     return decode_upright(data, path, bits) if upright else decode_image(data, path, bits)
@@ -72,7 +72,10 @@ def read_image(
 def decode_upright(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode an image like `decode_image`, and apply its EXIF orientation."""
+    """Decode the bytes of an image file to 8-bit RGB, and apply the EXIF orientation.
+
+    Errors contain `name`. See `read_image` for `bits`.
+    """
     pixels = decode_image(data, name, bits)
     orientation = _read_orientation(data)
     if orientation in (5, 6, 7, 8):
@@ -104,7 +107,10 @@ def _read_orientation(data: bytes) -> int:
 def decode_image(
     data: bytes, name: str | Path, bits: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Decode the bytes of an image file as `read_image` does. Errors contain `name`."""
+    """Decode the bytes of an image file to 8-bit RGB, without applying the EXIF orientation.
+
+    Errors contain `name`. See `read_image` for `bits`.
+    """
     with _add_name_to_errors(name):
         pixels = _decode_jpeg(data)
         return _to_rgb(_open(data, name), data, name, bits) if pixels is None else pixels
@@ -124,14 +130,14 @@ def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
 def read_indices(
     path: Path, *, has_voc_palette: bool = False, content: str = "one class number per pixel"
 ) -> Integer[np.ndarray, "height width"]:
-    """Read the numbers that a mask file stores. The palette of the file is not applied.
+    """Read the numbers that a mask file stores. The colour palette of the file is not applied.
 
     Args:
         path: The mask file.
-        has_voc_palette: Whether the palette must be in VOC's order. If False, only a palette with
-            the colour of VOC's object borders must be in this order, because no other dataset uses
-            this colour.
-        content: Expected content for error messages.
+        has_voc_palette: Whether a palette must have the order of PASCAL VOC's palette. If False,
+            this is only required of palettes with the colour of VOC's object borders, because no
+            other dataset uses this colour.
+        content: Expected content of the file, for error messages.
 
     Raises:
         DataError: The file cannot be read, was saved with a lossy compression, stores colours
@@ -148,7 +154,10 @@ def decode_indices(
     has_voc_palette: bool = False,
     content: str = "one class number per pixel",
 ) -> Integer[np.ndarray, "height width"]:
-    """Decode the bytes of a mask file as `read_indices` does. Errors contain `name`."""
+    """Decode the bytes of a mask file to the numbers that it stores. Errors contain `name`.
+
+    See `read_indices` for the other arguments.
+    """
     with _add_name_to_errors(name):
         image = _open_mask(data, name)
         if image.mode not in _MASK_MODES:
@@ -173,7 +182,7 @@ def read_data_file(path: Path) -> bytes:
 
 @contextmanager
 def _add_name_to_errors(name: str | Path) -> Generator[None]:
-    """Turn every exception of a decoder into an `UnreadableImage` that names the file.
+    """Replace a decoder's exceptions in a `with` block by an `UnreadableImage` that names the file.
 
     Damaged files make decoders raise OSError, ValueError, SyntaxError, struct.error and others.
     """
@@ -189,10 +198,12 @@ def _add_name_to_errors(name: str | Path) -> Generator[None]:
 
 
 def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
-    """Decode a grey or colour JPEG with the same pixels as Pillow, or return None for other files.
+    """Decode a grey or RGB JPEG to the same pixels as Pillow, but faster.
+
+    Return None for a file that Pillow must decode, such as a PNG or a JPEG with CMYK colours.
 
     Raises:
-        ValueError: Pixels are missing. Pillow and OpenCV would fill them in.
+        ValueError: The file lacks some of its pixels. Pillow and OpenCV would fill them in.
     """
     try:
         height, width, colour_space, _ = simplejpeg.decode_jpeg_header(data)
@@ -216,7 +227,12 @@ def _decode_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
 
 
 def _open(data: bytes, name: str | Path) -> Image.Image:
-    """Decode a file with Pillow."""
+    """Decode an image file with Pillow.
+
+    Raises:
+        UnreadableImage: The file has too many pixels, an unsupported format, or more than one
+            image.
+    """
     if _is_tiff(data) and (kind := _describe_unsupported_tiff(data)):
         raise _not_one_image_error(name, kind)
     try:
@@ -257,7 +273,7 @@ def _not_one_image_error(name: str | Path, kind: str) -> UnreadableImage:
 
 
 def _possible_formats(data: bytes) -> tuple[str, ...]:
-    """Return the formats that Pillow may try. HEIC and AVIF are recognised by their brand."""
+    """Return the formats that Pillow may try. HEIC and AVIF are recognised by their header."""
     brand = _read_brand(data)
     if brand in _HEIC and _register_heif():
         return ("HEIF",)
@@ -265,7 +281,10 @@ def _possible_formats(data: bytes) -> tuple[str, ...]:
 
 
 def _read_brand(data: bytes) -> bytes:
-    """Return the brand in the first box of a HEIC or AVIF file, or b"" for other files."""
+    """Return the format code in the header of a HEIC or AVIF file, or b"" for other files.
+
+    The file format calls this code a brand. An example is b"avif".
+    """
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
     # The brands mif1 and msf1 are general. A list of more specific brands follows them.
     is_avif = brand in (b"mif1", b"msf1") and b"avif" in data[16:64]
@@ -273,7 +292,7 @@ def _read_brand(data: bytes) -> bytes:
 
 
 def _register_heif() -> bool:
-    """Add HEIC to Pillow. Return False if pillow-heif is not installed."""
+    """Add support for HEIC to Pillow. Return False if pillow-heif is not installed."""
     with suppress(ImportError):
         import pillow_heif
 
@@ -299,10 +318,13 @@ def _to_rgb(
 def _scale_to_8_bits(
     image: Image.Image, data: bytes, name: str | Path, bits: int | None
 ) -> Image.Image:
-    """Scale samples of 9 to 16 bits so that white becomes 255.
+    """Scale pixel values of 9 to 16 bits so that white becomes 255.
 
-    White is the largest sample that the header allows. If the header allows 16 bits, it does not
-    say whether the samples use all of them. White is then 2**bits - 1.
+    White is the largest value that the header allows. A header that allows 16 bits usually does not
+    say whether the image uses all of them. In this case, white is 2**bits - 1.
+
+    Raises:
+        UnreadableImage: The value of white is unknown, or a pixel has a larger value.
     """
     allowed, is_colour = _largest_sample(image, data), len(image.getbands()) > 1
     if image.format == "PPM" and allowed < _16_BITS:
@@ -351,7 +373,7 @@ def _divide(samples: Integer[np.ndarray, "..."], white: int) -> Image.Image:
 
 
 def _largest_sample(image: Image.Image, data: bytes) -> int:
-    """Return the largest sample that the header of a file allows, at most 65,535."""
+    """Return the largest pixel value that the header of an image file allows, at most 65,535."""
     if image.format == "PNG":
         return 2 ** data[24] - 1
     if isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -389,7 +411,7 @@ def _is_lossless_webp(data: bytes) -> bool:
 def _stored_numbers(
     image: Image.Image, data: bytes, name: str | Path
 ) -> Integer[np.ndarray, "height width"]:
-    """Return the numbers that a file stores, without Pillow's scaling to 8 or 16 bits."""
+    """Return the numbers that a mask file stores, and undo Pillow's scaling to 8 or 16 bits."""
     # Only some programs invert the numbers of a TIFF in which zero is white.
     if _is_inverted(image):
         raise DataError(f"{name} is a TIFF in which zero is white. Save the mask as PNG")
@@ -402,9 +424,9 @@ def _stored_numbers(
 
 
 def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
-    """Return the number of each colour that occurs exactly once in the palette of a file.
+    """Return the index of each colour in the palette of a mask file. Repeated colours are left out.
 
-    A file without a palette, or with a damaged header, has no such colours. Only the header is
+    The result is empty for a file without a palette or with a damaged header. Only the header is
     decoded.
     """
     try:
@@ -422,7 +444,7 @@ def read_palette(path: Path) -> dict[tuple[int, int, int], int]:
 
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
-    """Return the RGB colours of VOC's palette for the numbers 0 to 255."""
+    """Return PASCAL VOC's colour palette: the RGB colour for each number from 0 to 255."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     # Bit k of a number is bit 7 - k // 3 of channel k % 3. Each row of this array holds one bit of
     # each channel.
@@ -433,7 +455,9 @@ def voc_colours() -> UInt8[np.ndarray, "256 3"]:
 def _check_voc_palette(image: Image.Image, name: str | Path, *, has_voc_palette: bool) -> None:
     """Raise DataError if a mask stores a colour of VOC's palette under a different number.
 
-    Image editors sort or compress palettes. The colours stay equal, but the numbers change.
+    Image editors sort or compress palettes. The colours stay equal, but the stored class numbers
+    change. If `has_voc_palette` is False, a palette is only checked if it contains VOC's border
+    colour.
     """
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
     voc = voc_colours()
@@ -476,7 +500,8 @@ def _is_tiff(data: bytes) -> bool:
 def _describe_unsupported_tiff(data: bytes) -> str | None:
     """Return a description of a TIFF that cannot be read as one image, or None for other TIFFs.
 
-    A TIFF may have one more band than colours. This band is transparency, which is dropped.
+    A TIFF may have one band in addition to its colours. This band is transparency, which is
+    dropped.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return "a big-endian BigTIFF"
@@ -503,7 +528,7 @@ def _describe_unsupported_tiff(data: bytes) -> str | None:
 
 
 def _largest_tiff_sample(page: Mapping[int, Any]) -> int:
-    """Return the largest sample that the tags of a TIFF allow."""
+    """Return the largest pixel value that the tags of a TIFF allow."""
     tags = (Tag.MaxSampleValue, Tag.SMaxSampleValue)
     values = [int(np.max(page[tag])) for tag in tags if tag in page]
     # A value that is not 2^n - 1 is the largest sample of this image, not the largest allowed one.
@@ -512,7 +537,7 @@ def _largest_tiff_sample(page: Mapping[int, Any]) -> int:
 
 
 def _is_inverted(image: Image.Image) -> bool:
-    """Return whether zero is white in a file. Only a TIFF can state this."""
+    """Return whether an image file stores white as 0. Only a TIFF can state this."""
     return isinstance(image, TiffImagePlugin.TiffImageFile) and (
         image.tag_v2.get(Tag.PhotometricInterpretation, _WHITE_IS_ZERO) == _WHITE_IS_ZERO
     )
@@ -523,7 +548,7 @@ def _bits_per_sample(page: Mapping[int, Any]) -> int:
 
 
 def _tiff_pages(data: bytes) -> list[Directory]:
-    """Return the tags of each page, including pages that Pillow cannot decode."""
+    """Return the tags of each page of a TIFF, including pages that Pillow cannot decode."""
     # The header of a BigTIFF has 16 bytes.
     file, header = io.BytesIO(data), data[: 16 if data[2] == 43 else 8]
     pages, offsets = [Directory(header)], set[int]()

@@ -64,18 +64,18 @@ class ImageSubset(ImageView):
 
 
 def select_images(images: ImageSet, name: str, indices: Sequence[int]) -> ImageSet:
-    """Return the images with these indices as a set with another name."""
+    """Return a subset with the images at the given indices. Its name is `name`."""
     method = getattr(images, "select", None)
     return method(name, indices) if method else ImageSubset(images, tuple(indices), name)
 
 
 @dataclass
 class ReadabilityCache:
-    """Results of decoding images, shared by all tasks of a command.
+    """Results of trying to decode images, shared by all tasks of a command.
 
     Attributes:
-        errors: Error of each decoded image, or None if the image is readable. The key identifies
-            the files of the image and how they were read.
+        errors: Error of each decoded image, or None if the image is readable. A key identifies the
+            files of the image and the options with which they were read.
         messages: Messages that have already been printed.
     """
 
@@ -84,7 +84,7 @@ class ReadabilityCache:
 
 
 class ReadableDataset(DatasetView):
-    """A dataset without the images that cannot be read.
+    """A dataset that leaves out images that cannot be read.
 
     When an image set is opened, all of its images are decoded. Later commands only decode files
     whose size or times have changed. One message says how many images are used and which ones are
@@ -92,7 +92,7 @@ class ReadableDataset(DatasetView):
 
     Args:
         dataset: The complete dataset.
-        cache: Results of images that have already been decoded.
+        cache: Known results of decoding images.
         must_be_complete: Whether to raise UnreadableImage instead of leaving images out.
     """
 
@@ -104,7 +104,7 @@ class ReadableDataset(DatasetView):
         self._left_out: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
 
     def unreadable_ids(self) -> dict[str, list[str]]:
-        """Return the ids of the images that were left out, by the name of their split."""
+        """Return the ids of the images that were left out of each split. Keys are split names."""
         by_split: dict[str, list[str]] = {}
         for (_, split, _), ids in self._left_out.items():
             if ids:
@@ -132,10 +132,18 @@ class ReadableDataset(DatasetView):
 def leave_out_unreadable(
     view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, cache: ReadabilityCache
 ) -> Dataset:
-    """Return `view`, without its unreadable images if the user or the dataset leaves them out.
+    """Return a dataset that leaves out unreadable images, if the user or the dataset wants this.
 
-    The user's choice has priority. If the user chose "fail" for a dataset with
-    `leaves_out_unreadable`, an unreadable image is an error when its image set is opened.
+    Otherwise, `view` is returned. The choice of the user has priority.
+
+    Args:
+        view: The dataset with all settings of the user, such as a limit on the number of images.
+        dataset: The original dataset. If its attribute `leaves_out_unreadable` is true, unreadable
+            images are left out by default.
+        on_bad_image: Choice of the user, or None. "skip" leaves unreadable images out. With "fail",
+            they raise an error. If the dataset would leave them out by default, the error is raised
+            when an image set is opened.
+        cache: Known results of decoding images.
     """
     if on_bad_image == "skip" or getattr(dataset, "leaves_out_unreadable", False):
         return ReadableDataset(view, cache, must_be_complete=on_bad_image == "fail")
@@ -143,9 +151,13 @@ def leave_out_unreadable(
 
 
 def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> None:
-    """Raise UnreadableImage if any image has an error.
+    """Raise UnreadableImage if any image could not be decoded.
 
     The message contains the number of errors and the first error.
+
+    Args:
+        images: The images.
+        errors: Error of each image, or None if the image is readable.
     """
     unreadable = [error for error in errors if error is not None]
     if unreadable:
@@ -155,7 +167,13 @@ def require_readable(images: ImageSet, errors: Sequence[UnreadableImage | None])
 
 
 def left_out_label(left_out: dict[str, list[str]]) -> str:
-    """Return a text that identifies the omitted images: `2 of train, 1 of val (3f9a01)`."""
+    """Return a text that identifies the omitted images, such as "2 of train, 1 of val (3f9a01)".
+
+    The digits in parentheses are a hash of the image ids.
+
+    Args:
+        left_out: Ids of the omitted images of each split.
+    """
     lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
     counts = ", ".join(f"{len(ids)} of {split}" for split, ids in sorted(left_out.items()))
@@ -163,12 +181,15 @@ def left_out_label(left_out: dict[str, list[str]]) -> str:
 
 
 def summarize_left_out(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
-    """Return the number of omitted images and their first ids, by split, for a record."""
+    """Return the number of omitted images of each split, and the first five of their ids.
+
+    The summary is stored with the result of an evaluation.
+    """
     return {s: {"count": len(ids), "first": ids[:_MAX_NAMES]} for s, ids in left_out.items()}
 
 
 def suggest_skipping(error: UnreadableImage) -> UnreadableImage:
-    """Return a copy of an error with an additional hint to leave out unreadable images."""
+    """Return a copy of an error whose hint also suggests leaving out unreadable images."""
     hint = join_alternatives(error.hint, ("--on-bad-image", "skip"))
     extended = UnreadableImage(f"{error}, or leave such images out", hint=hint)
     extended.is_raised_on_all_ranks = error.is_raised_on_all_ranks
@@ -182,7 +203,8 @@ def find_read_errors(
 
     Args:
         images: The images. If they come from files, the files are decoded without corruptions.
-        known: Results of images that have already been decoded. New results are added to it.
+        known: Errors of images that have already been decoded, or None for readable images. New
+            results are added.
     """
     files, indices = underlying_files(images) or (None, np.arange(len(images)))
     source = images if files is None else files
@@ -221,7 +243,10 @@ def find_read_errors(
 
 
 def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | None]) -> list[str]:
-    """Return one phrase for all images with the same remedy, such as "2 cannot be read: a, b"."""
+    """Describe the images that cannot be read. Images with the same remedy share a phrase.
+
+    Examples of phrases are "2 cannot be read: a, b" and "1 needs pip install 'ssl-bench[heic]': c".
+    """
     by_remedy: dict[str, list[str]] = {}
     for image_id, error in zip(images.ids, errors, strict=True):
         if error is not None:
@@ -238,7 +263,7 @@ def describe_unreadable(images: ImageSet, errors: Sequence[UnreadableImage | Non
 def underlying_files(
     images: ImageSet,
 ) -> tuple[IdentifiedImages, Int64[np.ndarray, " images"]] | None:
-    """Return the image set of the original files and, for each image, the index into that set.
+    """Return the image set that reads the original files, and the index of each image in that set.
 
     Return None if the images do not come from files.
     """
@@ -254,9 +279,14 @@ def underlying_files(
 def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     """Count the scored images whose file, or an identical copy of it, is also a training image.
 
-    With data.fingerprint=stat, only files with equal sizes and times are read and compared. Sets
-    without files are compared by the digests of their images. If a set has neither files nor
+    With data.fingerprint=stat, only files with equal sizes and modification times are compared.
+    Sets without files are compared by the digests of their images. If a set has neither files nor
     digests, the count is 0.
+
+    Args:
+        training: The training images.
+        scored: The images on which scores are computed.
+        allowed: Whether the sets may share images.
 
     Raises:
         DataError: The count is not 0, and `allowed` is False.
@@ -275,7 +305,10 @@ def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -
 def _find_shared_images(
     training: ImageSet, scored: ImageSet
 ) -> Sequence[tuple[Path | str, Path | str]]:
-    """Return pairs of a training image and an identical scored image, as paths or ids."""
+    """Return the paths or ids of each scored image and an identical training image, as pairs.
+
+    The training image is the first element of each pair.
+    """
     training_files, scored_files = underlying_files(training), underlying_files(scored)
     if training_files is None or scored_files is None:
         training_digests, scored_digests = image_digests(training), image_digests(scored)
@@ -307,7 +340,7 @@ def _find_shared_images(
 
 
 def image_digests(images: ImageSet) -> list[str] | None:
-    """Return a digest of each image before corruption, or None if the set has no such digests."""
+    """Return a digest of each image before corruption, or None if the set has none."""
     if own := getattr(images, "image_digests", None):
         return own()
     inner = getattr(images, "images", None)

@@ -2,7 +2,7 @@
 
 All members of a tar file with the same key form a sample. The key is the path up to the first dot
 of the file name. For example, `cat/07.jpg` and `cat/07.cls` are the image and the class number of
-the sample `cat/07`. An index lists the offset of every image.
+the sample `cat/07`. An index of each tar file lists the positions of its images.
 
 Source of the format: https://github.com/webdataset/webdataset
 """
@@ -132,12 +132,13 @@ def _expand_braces(text: str) -> Iterator[str]:
 
 
 class ShardIndex(NamedTuple):
-    """The images in a tar file.
+    """Index of the images in a tar file.
 
     Attributes:
         names: Paths of the images in the tar file, sorted.
         places: Offset in bytes, size in bytes and class number of each image. The class number is
-            `NO_LABEL` if there is no `.cls` member, and `INVALID_LABEL` if it has no number.
+            `NO_LABEL` if there is no `.cls` member. It is `INVALID_LABEL` if this member does not
+            contain a number.
         state: Size in bytes and modification time in nanoseconds of the tar file.
     """
 
@@ -171,7 +172,10 @@ def _cache_file(shard: Path) -> Path:
 
 
 def _load_index(shard: Path, state: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
-    """Return the cached names and places, or None if the cache file is missing or outdated."""
+    """Load the names and places of the images in a tar file from the cache. See `ShardIndex`.
+
+    Return None if the cache file is missing or outdated.
+    """
     with suppress(MachineError):
         body = read_cache_file(_cache_file(shard), _CACHE_HEADER)
         stored = json.loads(body) if body is not None else {}
@@ -198,7 +202,7 @@ def _to_array(places: Sequence[Sequence[int]]) -> Int64[np.ndarray, "images 3"]:
 
 
 def _scan(shard: Path) -> tuple[list[str], Int64[np.ndarray, "images 3"]]:
-    """Return the names and places of the images in a tar file."""
+    """Find the images in a tar file. Return their names and places, see `ShardIndex`."""
     try:
         with open_regular(shard) as file:
             return _list_images(file, shard)
@@ -294,7 +298,7 @@ class TarImages(IdentifiedImages):
 
     @classmethod
     def open(cls, shards: Sequence[Path], *, name: str, split: str) -> "TarImages":
-        """Return all images of some tar files as an image set.
+        """Create an image set with all images of the given tar files.
 
         Raises:
             DataError: A tar file cannot be indexed by `index_shard`, or there is no image.
@@ -331,7 +335,7 @@ class TarImages(IdentifiedImages):
         return replace(self, options=options)
 
     def select(self, name: str, indices: Sequence[int]) -> "TarImages":
-        """Return the images with these indices as a set with another name."""
+        """Return a subset with the images at the given indices. Its name is `name`."""
         ids = tuple(self.ids[index] for index in indices)
         return replace(self, name=name, ids=ids, places=self.places[list(indices)])
 

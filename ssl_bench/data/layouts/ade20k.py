@@ -22,11 +22,12 @@ LABELS = LabelMap(
 
 @dataclass(frozen=True)
 class Ade20k(PairedFolders):
-    """ADE20K, http://sceneparsing.csail.mit.edu.
+    """ADE20K for semantic segmentation, http://sceneparsing.csail.mit.edu.
 
     Attributes:
-        root: ADEChallengeData2016, or the folder that contains it.
-        train_split: Name of the training folders in images/ and annotations/, or a share of them.
+        root: The folder ADEChallengeData2016, or its parent folder.
+        train_split: Name of the training folders in images/ and annotations/, or a share such as
+            `training:0-75%`.
         val_split: Name of the scored folders in images/ and annotations/, or a share of them.
     """
 

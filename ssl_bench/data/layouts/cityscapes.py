@@ -1,4 +1,4 @@
-"""Cityscapes: street scenes, with masks of published ids or of the 19 training ids."""
+"""Cityscapes: street scenes. Masks store the published class ids, or the 19 training ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ _IGNORED_IDS = (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30, IGNORED)
 
 @dataclass(frozen=True)
 class PublishedIds(IndexMasks):
-    """Masks that store the published ids, 0 to 33."""
+    """Masks of Cityscapes that store the published class ids, 0 to 33."""
 
     checks_first_mask = True
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` for a mask with 255, because such a mask stores training ids."""
+        """Raise `DataError` if a mask contains 255, which occurs only in masks of training ids."""
         if (numbers == IGNORED).any():
             raise DataError(
                 f"{path} holds 255, which occurs only in masks of training ids. Such masks are "

@@ -58,11 +58,11 @@ class LabelledImages(ImageView):
         return replace(self, images=with_read_options(self.images, options))
 
     def file_hashes(self) -> UInt64[np.ndarray, " images"]:
-        """Return a hash of the file and the class of each image."""
+        """Return one hash for each image, which depends on its file and its class."""
         return file_hashes(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
     def select(self, name: str, indices: Sequence[int]) -> "LabelledImages":
-        """Return the images with these indices as a set with another name."""
+        """Return a subset with the images at the given indices. Its name is `name`."""
         labels = tuple(self.labels[index] for index in indices)
         return replace(self, images=select_images(self.images, name, indices), labels=labels)
 
@@ -72,8 +72,8 @@ class ClassificationSplits(Layout):
     """Base class of datasets with a class label for each image.
 
     Attributes:
-        known_only: Leave out scored images of classes without training images. Otherwise such
-            images are an error.
+        known_only: Leave out scored images whose class has no training image. Otherwise, such an
+            image is an error.
         name: Name in records and tables.
     """
 
@@ -96,7 +96,7 @@ class ClassFolders(ClassificationSplits):
 
     A class folder may contain subfolders. The folders below the root are classes if they contain
     images directly and none of them is called `val` or `test`. All images then form the split
-    `all`, whose shares are cut from each class in the order of file names.
+    `all`. A share of a split contains the same share of each class, in the order of file names.
 
     Attributes:
         root: The folder that contains the folders of the splits, or those of the classes.
@@ -112,7 +112,8 @@ class ClassFolders(ClassificationSplits):
         """Return the training images.
 
         Raises:
-            DataError: An image is in no class folder, or a class has no image in the share.
+            DataError: An image is in no class folder, or the selected share lacks images of a
+                class.
         """
         images = self._label_images(self._splits[0], self._train_classes)
         missing = sorted(set(range(len(images.class_names))).difference(images.labels))
@@ -144,7 +145,10 @@ class ClassFolders(ClassificationSplits):
         return self.train()
 
     def pretraining_images(self) -> LabelledImages:
-        """Return the split `train`, or all images of ROOT/CLASS/, for supervised pretraining."""
+        """Return the images for supervised pretraining, with class labels.
+
+        They are the training split, or all images if the class folders are directly below the root.
+        """
         if self._is_flat:
             return self._label_images(_ALL, self._train_classes)
         if not (self._root / _TRAIN).is_dir():
@@ -190,7 +194,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _splits(self) -> tuple[str, str]:
-        """Return the names or shares of the training split and the validation split."""
+        """Return the training split and the validation split, each as a name or a share."""
         train, val = self.train_split, self.val_split
         if train is None and val is None and self._is_flat:
             say_once(
@@ -224,7 +228,7 @@ class ClassFolders(ClassificationSplits):
 
     @cached_property
     def _train_classes(self) -> dict[str, str]:
-        """Return the class name of each image in the folder of the training split."""
+        """Return the class name of each image in the folder of the training split, by image id."""
         ids = ImageFolder(self._folder(self._splits[0])).images().ids
         return {image_id: _parse_class(image_id) for image_id in ids}
 
@@ -272,7 +276,11 @@ def _parse_class(image_id: str) -> str:
 
 
 def _read_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
-    """Return the class of each image by id, from Tiny-ImageNet's list or else from its folder."""
+    """Return the class name of each image, by image id.
+
+    The names come from Tiny-ImageNet's file val_annotations.txt. If there is no such file, the name
+    of an image's folder is its class name.
+    """
     path = folder / _TINY_IMAGENET_LABELS
     if not path.is_file():
         return {image_id: _parse_class(image_id) for image_id in ids}

@@ -34,7 +34,7 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 @dataclass(frozen=True, eq=False)
 class CocoBoxes(Boxes):
-    """Boxes from COCO's instances file.
+    """Boxes from COCO's JSON file of object instances.
 
     Boxes without height or width are kept, as in LOST. The file has a few, and rounding creates
     more.
@@ -43,7 +43,7 @@ class CocoBoxes(Boxes):
         file: The JSON file.
         known: Sorted ids of all images in the file, including images without boxes.
         sizes: Height and width of each image in `known`, or zeros if the file does not state them.
-        owners: Image id of each box, sorted.
+        owners: Id of the image that contains each box, sorted.
         objects: Annotation id of each box.
         corners: Boxes as (x0, y0, x1, y1).
     """
@@ -63,7 +63,7 @@ class CocoBoxes(Boxes):
         """Return the boxes of an image.
 
         Raises:
-            DataError: A box is invalid, or the image has another size than the file states.
+            DataError: A box is invalid, or the image has another size than the JSON file states.
         """
         owner = _parse_image_number(image_id)
         own = slice(*np.searchsorted(self.owners, [owner, owner + 1]))
@@ -82,18 +82,21 @@ class CocoBoxes(Boxes):
         return [image_id for image_id in ids if _parse_image_number(image_id) not in known]
 
     def meaning(self, image_id: str) -> str:
-        """Return the boxes of the image as text. Other boxes in the file do not affect it."""
+        """Return the boxes of an image as a text for the fingerprint.
+
+        Boxes of other images in the same file do not affect the text.
+        """
         return str(self.read(image_id).tolist())
 
 
 @dataclass(frozen=True)
 class Coco20k(Layout):
-    """COCO20k, https://github.com/valeoai/LOST, with all boxes except crowds.
+    """COCO20k for object discovery, https://github.com/valeoai/LOST, with all boxes except crowds.
 
     Attributes:
         root: The folder that contains annotations/instances_train2014.json and images/train2014.
-        list_file: The list of images. By default, a published list in `root` or in its parent
-            folder. If there is none, the list is downloaded.
+        list_file: File with the names of the images. By default, it is a published list in `root`
+            or in its parent folder. If there is none, the list is downloaded.
         discovery_split: `train2014`, or a share of the listed images.
         cache: Folder for the downloaded list and the parsed boxes.
     """
@@ -115,7 +118,7 @@ class Coco20k(Layout):
         return self._image_set(read_boxes(annotations, cache_folder(self.cache))).validate()
 
     def images(self) -> FileImageSet:
-        """Return the listed images without boxes."""
+        """Return all listed images, without their boxes."""
         return self._image_set(None).validate()
 
     def _image_set(self, boxes: CocoBoxes | None) -> FileImageSet:
@@ -169,7 +172,7 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     """Read the boxes from COCO's instances file, or from the cache of an earlier call.
 
     Raises:
-        DataError: The annotations are missing or damaged.
+        DataError: The instances file is missing or damaged.
     """
     if not annotations.is_file():
         raise DataError(f"{annotations} does not exist. docs/data.md explains where to get it")
@@ -230,7 +233,11 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
 
 
 def _require_integer(value: object, name: str) -> int:
-    """Return a JSON integer. Values such as `1.0`, `true` and `"1"` raise `ValueError`."""
+    """Check that a JSON value is an integer. Values such as `1.0`, `true` and `"1"` are errors.
+
+    Raises:
+        ValueError: The value is no integer, or its magnitude is not below 2^63.
+    """
     if type(value) is not int or abs(value) >= 2**63:
         raise ValueError(f"expected an integer as {name}, got {value!r}")
     return value
@@ -239,7 +246,10 @@ def _require_integer(value: object, name: str) -> int:
 def _parse_object(
     name: object, annotation: Mapping[str, Any]
 ) -> tuple[int, int, list[float]] | None:
-    """Return the ids of an annotation and its image, and its corners, or None for a crowd."""
+    """Parse an annotation. Return its id, the id of its image, and the corners of its box.
+
+    Return None if the annotation marks a crowd instead of one object.
+    """
     number = _require_integer(name, "the id of an annotation")
     try:
         is_crowd = annotation["iscrowd"]

@@ -33,9 +33,10 @@ class CocoStuff(PairedFolders):
     Attributes:
         root: The folder that contains the images in images/train2017/ or train2017/, and the masks
             in stuffthingmaps/ or annotations/.
-        train_split: Name of the folders of training images and masks, or a share of them.
+        train_split: Name of the folders of training images and masks, or a share such as
+            `train2017:0-75%`.
         val_split: Name of the folders of scored images and masks, or a share of them.
-        classes: 171 classes, or the 27 groups of COCO's hierarchy.
+        classes: Number of classes: 171, or 27 for the groups of COCO's hierarchy.
     """
 
     name = "coco_stuff"
@@ -88,7 +89,7 @@ class CocoStuff(PairedFolders):
 
 
 def read_classes() -> dict[int, tuple[str, str]]:
-    """Return the name and the group of each class, by the id that published masks store.
+    """Return the name and the group of each class. The keys are the ids in published masks.
 
     Source: the groups are COCO's supercategories. The ids are those of labels.txt in
     https://github.com/nightrome/cocostuff minus 1, because that file begins with "unlabeled".

@@ -26,8 +26,8 @@ class DepthMaps:
 
     Attributes:
         files: The depth files.
-        metres_per_unit: Depth in metres of the number 1.
-        max_metres: Larger depths count as unknown. None for no limit.
+        metres_per_unit: Depth in metres for the stored number 1.
+        max_metres: Largest valid depth in metres, or None. Larger depths count as unknown.
     """
 
     files: Files
@@ -35,7 +35,7 @@ class DepthMaps:
     max_metres: float | None = None
 
     def read(self, image_id: str) -> Float32[np.ndarray, "height width"]:
-        """Return the depth of each pixel in metres, or 0 if it is unknown.
+        """Return the depth of each pixel of an image in metres, or 0 if it is unknown.
 
         Raises:
             DataError: The file cannot be read, was saved with a lossy compression, or stores
@@ -48,7 +48,7 @@ class DepthMaps:
         return metres.astype(np.float32)
 
     def meaning(self) -> Sequence[object]:
-        """Return JSON values that determine the depth of every number, for fingerprints."""
+        """Return the settings that convert stored numbers to depths, for fingerprints."""
         return ["depth", self.metres_per_unit, self.max_metres]
 
 
@@ -88,7 +88,11 @@ class DepthImageSet(FileImageSet):
         return identities._replace(fingerprint=fingerprint)
 
     def validate(self) -> "DepthImageSet":
-        """Return this set if all of its files exist. Otherwise, raise `DataError`."""
+        """Check that all files of this set exist, without decoding them, and return the set.
+
+        Raises:
+            DataError: The set is empty, an id occurs twice, or files are missing.
+        """
         super().validate()
         self.require_files(self.depths.files, self.ids, "depth maps")
         return self
@@ -106,11 +110,12 @@ class DepthFolders(Layout):
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and depth maps may be in subfolders with the same names.
         depth_folder: Folder of the depth maps below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images, after the name shared with the maps.
+        image_suffix: End of the file names of the images. The part before it is the same as in the
+            name of the depth map.
         depth_suffix: End of the file names of the depth maps.
-        metres_per_unit: Depth in metres of the number 1 in a depth map. By default, numbers are
+        metres_per_unit: Depth in metres for the number 1 in a depth map. By default, numbers are
             millimetres. The number 0 means that the depth is unknown.
-        max_metres: Larger depths count as unknown. None for no limit.
+        max_metres: Largest valid depth in metres, or None. Larger depths count as unknown.
     """
 
     supports = frozenset({"depth", "images"})
@@ -140,7 +145,7 @@ class DepthFolders(Layout):
         return self._open_depth(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the training images without depth maps."""
+        """Return the training images, without their depth maps."""
         files = self._files(self.image_folder, self.image_suffix, self.train_split)
         return FileImageSet(
             name=self.name,

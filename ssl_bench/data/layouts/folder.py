@@ -20,7 +20,7 @@ _MAX_NAMED_SUFFIXES = 5
 class ImageFolder(Layout):
     """All images in a folder and its subfolders, in the order of their paths.
 
-    Images are rotated by their EXIF orientation. Probes leave out unreadable images, with a
+    Images are rotated by their EXIF orientation. Probes leave out unreadable images and print a
     message.
 
     Attributes:
@@ -39,7 +39,7 @@ class ImageFolder(Layout):
         require_own_name(self.name)
 
     def discovery(self) -> FileImageSet:
-        """Return all images, without boxes. Figures show the discovered objects without scores."""
+        """Return all images. Discovered objects are not scored, because there are no boxes."""
         return self.images()
 
     def images(self) -> FileImageSet:
@@ -70,7 +70,10 @@ class ImageFolder(Layout):
 
 
 def find_image_paths(root: Path) -> Iterator[str]:
-    """Yield the relative paths of the images below a folder, in the order of `list_files`."""
+    """Yield the relative paths of the images below a folder.
+
+    Images directly in a folder come before those in its subfolders.
+    """
     return filter(_has_image_suffix, list_files(root))
 
 

@@ -1,7 +1,7 @@
 """Datasets of Hugging Face, from the hub, its cache on disk, or a folder of parquet files.
 
-They are read with the library `datasets`, an optional dependency (`ssl-bench[hf]`). Images and
-masks are decoded like image files, so equal bytes give equal pixels.
+They are read with the library `datasets`, an optional dependency (`ssl-bench[hf]`). Their images
+and masks are decoded in the same way as image files on disk.
 """
 
 import os
@@ -53,7 +53,10 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns to read. "objects.bbox" is the column `bbox` in the column `objects`."""
+    """Names of the columns with images and annotations. Missing annotations are None.
+
+    The name "objects.bbox" stands for the column `bbox`, which is nested in the column `objects`.
+    """
 
     image: str
     label: str | None
@@ -62,12 +65,12 @@ class Columns:
 
 
 class TableItems(Items):
-    """The rows of a `datasets.Dataset` as items.
+    """Sequence of images and annotations from the rows of a `datasets.Dataset`.
 
     Args:
         table: The dataset.
         split: Name of the split, for messages.
-        options: The dataset of ssl-bench. Its fields name the columns and the format of the boxes.
+        options: Settings of the user, such as the names of the columns and the format of the boxes.
     """
 
     def __init__(self, table: Any, split: str, options: IndexedDataset) -> None:
@@ -132,7 +135,7 @@ class TableItems(Items):
 
     @cached_property
     def labels(self) -> list[int]:
-        """Return the label of each row."""
+        """Return the class label of each row."""
         return list(self._table[self.columns.label])
 
     def _get_label(self, row: Mapping[str, Any], place: str) -> int | None:
@@ -145,7 +148,12 @@ class TableItems(Items):
 
 
 def _read_bytes(value: Any, place: str) -> bytes:
-    """Return the bytes of an encoded image. `value` contains them, or the path of a file."""
+    """Return the bytes of an encoded image, or of the file that contains it.
+
+    Args:
+        value: Mapping with the key "bytes" or "path".
+        place: Description of the image, for error messages.
+    """
     if not isinstance(value, Mapping):
         raise DataError(f"{place} is missing")
     if value.get("bytes") is not None:
@@ -157,9 +165,10 @@ def _read_bytes(value: Any, place: str) -> bytes:
 
 
 def _get_boxes(row: Mapping[str, Any], column: str) -> Any:
-    """Return the boxes of a row.
+    """Return the boxes in a row of a table.
 
-    A nested column contains a dictionary of all objects, or one dictionary for each object.
+    For a nested column such as "objects.bbox", `objects` contains one dictionary for all objects,
+    or a list with one dictionary for each object.
     """
     first, *rest = column.split(".")
     value = row[first]
@@ -172,7 +181,8 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
     """Find the columns of images and annotations by their types and names.
 
     Raises:
-        ConfigurationError: A column that the user named does not exist, or several columns fit.
+        ConfigurationError: A column that the user named does not exist, or the user must choose
+            between several columns.
         DataError: There is no column with images.
     """
     import datasets
@@ -222,7 +232,11 @@ def find_columns(features: Mapping[str, Any], options: IndexedDataset, title: st
 
 
 def _choose_column(kind: str, names: Sequence[str], title: str) -> str | None:
-    """Return the only name, or None without names. Raise ConfigurationError for several names."""
+    """Return the only column of a kind, or None if there is no such column.
+
+    Raises:
+        ConfigurationError: There are several columns of this kind.
+    """
     if len(names) < 2:
         return next(iter(names), None)
     ways = [(f"dataset.{kind}_column={escape_braces(name)}",) for name in names]
@@ -249,7 +263,8 @@ class HuggingFace(IndexedDataset):
         root: ORG/NAME or ORG/NAME@REVISION on the hub, or a folder, such as one with parquet files.
         subset: Name of a subset, which the library calls a configuration (default: the only one).
         train_split: Training split, or a share such as `train:0-75%` (default: `train`).
-        val_split: Scored split, or a share of a split (default: `validation`, else `test`).
+        val_split: Scored split, or a share of a split (default: the first existing split of
+            `validation`, `val`, `valid`, `dev` and `test`).
     """
 
     name: str = "hf"
@@ -297,7 +312,10 @@ class HuggingFace(IndexedDataset):
 
     @cached_property
     def _splits(self) -> dict[str, str | None]:
-        """Return the split or share for "train" and for "val", or None if there is none."""
+        """Return the training split with the key "train" and the scored split with the key "val".
+
+        Each split is a name or a share such as `train:0-75%`, or None if there is no such split.
+        """
         existing = (name for name in _VALIDATION_NAMES if name in self._tables)
         train = self.train_split or ("train" if "train" in self._tables else None)
         val = self.val_split or next(existing, None)
@@ -324,7 +342,7 @@ class HuggingFace(IndexedDataset):
 
 @cache
 def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
-    """Return the splits of a dataset by name.
+    """Load a dataset with the library `datasets`. Return its splits by name.
 
     Args:
         address: A folder, or ORG/NAME or ORG/NAME@REVISION on the hub.
@@ -332,7 +350,7 @@ def load_tables(address: str, subset: str | None) -> Mapping[str, Any]:
 
     Raises:
         MachineError: The library `datasets` is missing, or the hub cannot be reached.
-        DataError: The dataset does not exist, or reading it requires its own code.
+        DataError: The dataset does not exist, or the library cannot read it.
     """
     folder = Path(address).expanduser()
     name, _, revision = address.partition("@")
@@ -393,7 +411,7 @@ def _load_from_hub(datasets: Any, name: str, subset: str | None, revision: str |
 
 @contextmanager
 def _enable_offline_mode(datasets: Any) -> Generator[None]:
-    """Switch the library to offline mode. Otherwise, it would retry requests for half a minute."""
+    """Use the library `datasets` offline. Otherwise, it retries requests for half a minute."""
     modules = (datasets.config, huggingface_hub.constants)
     before = [module.HF_HUB_OFFLINE for module in modules]
     try:
@@ -407,7 +425,7 @@ def _enable_offline_mode(datasets: Any) -> Generator[None]:
 
 @contextmanager
 def _hide_warnings(datasets: Any) -> Generator[None]:
-    """Hide the warnings of the library. Show its progress bars only if stderr is a terminal."""
+    """Hide warnings of the library `datasets`. Show progress bars only if stderr is a terminal."""
     level = datasets.logging.get_verbosity()
     had_bars = datasets.is_progress_bar_enabled()
     datasets.logging.set_verbosity_error()

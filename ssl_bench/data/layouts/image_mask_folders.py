@@ -43,8 +43,8 @@ class PairedFolders(Layout):
     Subclasses implement `_images` and `_masks`, which return the files of a split.
 
     Attributes:
-        published_splits: Names of splits on disk that differ from the names in `PUBLISHED_COUNTS`,
-            which are the keys.
+        published_splits: Mapping from split names in `PUBLISHED_COUNTS` to folder names. Splits
+            with equal names are omitted.
     """
 
     supports: Any
@@ -66,7 +66,7 @@ class PairedFolders(Layout):
         return self._segmentation(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the images of `train_split` without masks."""
+        """Return the images of `train_split`, without their masks."""
         return self._image_set(self.train_split, None, ()).validate()
 
     def _segmentation(self, split: str) -> FileImageSet:
@@ -93,7 +93,7 @@ class PairedFolders(Layout):
     def _list_ids(
         self, split: str, images: Files, masks: Masks | None
     ) -> tuple[Path, Collection[str]]:
-        """Return the folder or list of a split, and all ids in it."""
+        """Return the path of the folder or list of a split, and all image ids in it."""
         del split
         # Masks without an image are included, so that the missing image is reported.
         return images.folder, {*images.ids(), *(masks.files.ids() if masks else ())}
@@ -111,12 +111,16 @@ class PairedFolders(Layout):
         raise NotImplementedError
 
     def _masks(self, split: str) -> tuple[Masks, tuple[str, ...]]:
-        """Return the masks of a split and the class names."""
+        """Return the masks of a split, and the names of the classes."""
         raise NotImplementedError
 
 
 def split_folder(parent: Path, split: str) -> Path:
-    """Return the folder of a split, or raise `DataError` with the existing splits."""
+    """Return the folder of a split.
+
+    Raises:
+        DataError: The folder does not exist. The message lists the existing splits.
+    """
     name = Split.parse(split).name
     if not (parent / name).is_dir():
         existing = [folder.name for folder in parent.glob("*") if folder.is_dir()]
@@ -126,10 +130,10 @@ def split_folder(parent: Path, split: str) -> Path:
 
 @dataclass(frozen=True)
 class NestedFiles(Files):
-    """Files in a folder and its subfolders. An id contains the subfolders of its file."""
+    """Files in a folder and its subfolders. An id such as "cat/07" contains the subfolder."""
 
     def ids(self) -> list[str]:
-        """Return the sorted ids of the files that `list_files` finds."""
+        """Return the sorted ids of all visible files in the folder and its subfolders."""
         return sorted(
             name.removesuffix(self.suffix)
             for name in list_files(self.folder)
@@ -142,9 +146,10 @@ class IndexMasks(Masks):
     """Masks that store class numbers.
 
     Attributes:
-        checks_first_mask: Whether the first mask is read when a split is opened.
-        reference: Path of another mask of the split, or None. In every mask with a palette, each
-            colour must have the same number as in this mask.
+        checks_first_mask: Whether the first mask is read when a split is opened, to detect
+            unexpected class numbers early.
+        reference: Path of another mask of the split, or None. In every mask with a colour palette,
+            each colour must have the same number as in this mask.
     """
 
     checks_first_mask: ClassVar[bool] = False
@@ -152,11 +157,12 @@ class IndexMasks(Masks):
     reference: Path | None = None
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the classes of a mask.
+        """Read the mask of an image, and return the class of each pixel.
 
         Raises:
-            DataError: See `Masks.read`. Also, the mask follows another convention, or its palette
-                has another order than the reference.
+            DataError: The file is not a valid mask, stores a number without a class, or uses
+                another numbering of the classes. Or its palette has another order than that of
+                `reference`.
         """
         path = self.files.path(image_id)
         if palette := read_palette(path):
@@ -166,7 +172,10 @@ class IndexMasks(Masks):
         return self.labels.apply(numbers, path)
 
     def require_convention(self, numbers: Integer[np.ndarray, "height width"], path: Path) -> None:
-        """Raise `DataError` if the numbers show that a mask follows another convention."""
+        """Raise `DataError` if a mask does not use the expected numbering of classes.
+
+        By default, every numbering is accepted. Subclasses override this method.
+        """
 
     def _require_same_order(self, path: Path, palette: Mapping[Colour, int]) -> None:
         expected, source = self._reference_palette, str(self.reference)
@@ -215,13 +224,18 @@ class ColourMasks(Masks):
     """Masks with one colour for each class.
 
     Attributes:
-        colours: Colour of each number in `labels`.
+        colours: Red, green and blue of each colour. The index of a colour is its number in
+            `labels`.
     """
 
     colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
-        """Return the classes of a mask. Raise `DataError` for a colour without a class."""
+        """Return the class of each pixel of a mask.
+
+        Raises:
+            DataError: The file cannot be read, or contains a colour without a class.
+        """
         path = self.files.path(image_id)
         pixels = read_mask_colours(path)
         packed = _pack_colours(pixels)
@@ -243,7 +257,7 @@ class ColourMasks(Masks):
 
 
 def _pack_colours(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
-    """Return the colour of each pixel as one number."""
+    """Return the colour of each pixel as one 24-bit number."""
     return pixels.astype(np.int64) @ np.array([65536, 256, 1])
 
 
@@ -259,20 +273,23 @@ class ImageMaskFolders(PairedFolders):
         image_folder: Folder of the images below the root. `{split}` stands for the name of the
             split. Images and masks may be in subfolders with the same names.
         mask_folder: Folder of the masks below the root, with `{split}` as for `image_folder`.
-        image_suffix: End of the file names of the images, after the name shared with the masks.
+        image_suffix: End of the file names of the images. The part before it is the same as in the
+            name of the mask.
         mask_suffix: End of the file names of the masks.
-        lists: File with one image name per line, with `{split}` for the name of the split. By
-            default, a split consists of all files in its folder.
+        lists: File that lists the images of a split, one name per line. Its path is below the root,
+            and `{split}` stands for the name of the split. By default, a split consists of all
+            files in its folder.
         class_names: Names of the classes. By default they are read from classes.txt, one per line.
             With `one_object`, they default to background and object.
         numbers: Number that the masks store for each class. By default 0, 1, 2 and so on.
-        reduce_zero: Whether the numbers of the classes begin at 1, and 0 is ignored.
+        reduce_zero: Whether masks store 1 for the first class, and 0 for ignored pixels.
         ignored: Numbers of ignored pixels. By default 255. Any number that is neither in `numbers`
             nor in `ignored` is an error.
         colours: Red, green and blue of each class, if masks store colours.
-        ignored_colours: Colours that are ignored.
-        one_object: Whether class 0 is the background and class 1 is one object. Then, `train_split`
-            and `val_split` may be the same, but no heads can be trained.
+        ignored_colours: Colours of ignored pixels.
+        one_object: Whether masks show one object (class 1) on a background (class 0). Then,
+            `train_split` and `val_split` may be the same, but in this case, no heads can be
+            trained.
     """
 
     root: OptionalPath = None
@@ -294,7 +311,10 @@ class ImageMaskFolders(PairedFolders):
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the supported roles. Segmentation needs two different splits."""
+        """Return the evaluations that the dataset supports.
+
+        Segmentation needs different splits for training and scoring.
+        """
         saliency = {"saliency"} if self.one_object else set()
         has_two_splits = not self.one_object or self.train_split != self.val_split
         return frozenset({"images", *saliency, *(["segmentation"] if has_two_splits else [])})
@@ -317,7 +337,11 @@ class ImageMaskFolders(PairedFolders):
             )
 
     def train(self) -> FileImageSet:
-        """Return the training images with masks. Raise `DataError` if both splits are the same."""
+        """Return the training images with masks.
+
+        Raises:
+            DataError: An image has no mask, or the same split is used for training and scoring.
+        """
         if "segmentation" not in self.supports:
             raise unsupported_role_error(self.name, "segmentation")
         return super().train()

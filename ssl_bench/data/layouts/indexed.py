@@ -1,6 +1,7 @@
 """Datasets that consist of sequences of items, such as Python datasets or the rows of a table.
 
-`Items` is a sequence of items. `IndexedDataset` is a dataset of one or more such sequences.
+An `Item` is an image with its annotations, and `Items` is a sequence of them. `IndexedDataset` is a
+dataset of one or more such sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,12 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class Item:
-    """An image with annotations that have not been checked.
+    """An image with annotations that have not been validated.
 
     Attributes:
-        image: RGB, 0 to 255.
+        image: RGB image with values from 0 to 255.
         label: Class of the whole image.
-        mask: Numbers that the mask stores.
+        mask: Number that the mask stores for each pixel.
         boxes: Corners (x0, y0, x1, y1) in pixels. The far edges are exclusive.
         allows_flat_boxes: Whether boxes without height or width are valid, as in COCO.
     """
@@ -53,12 +54,12 @@ class Item:
 
 
 class ItemIdentity(NamedTuple):
-    """Identity of an item.
+    """Hashes that identify an image and its annotations, together with the class label.
 
     Attributes:
-        digest: SHA-256 of image and annotations, in hexadecimal digits.
+        digest: SHA-256 of the image and its annotations, in hexadecimal digits.
         image_digest: SHA-256 of the image.
-        label: Class of the whole image.
+        label: Class of the whole image, or None.
     """
 
     digest: str
@@ -71,7 +72,7 @@ class Items:
 
     Attributes:
         title: Name of the sequence in messages.
-        annotations: Kinds of annotations of each image.
+        annotations: Kinds of annotations that each image has, such as "label".
         class_names: Names of the classes, or an empty tuple if they are unknown.
     """
 
@@ -86,30 +87,37 @@ class Items:
         raise NotImplementedError
 
     def read(self, index: int, bits: int | None = None) -> Item:
-        """Return an item. `bits` is the number of bits that 16-bit images use.
+        """Return an image with its annotations.
+
+        Args:
+            index: Index of the image in the sequence.
+            bits: Number of bits that 16-bit images use, or None.
 
         Raises:
-            DataError: The item has no image or an annotation of another kind.
+            DataError: The image is missing, or it has another kind of annotation than expected.
             UnreadableImage: The image cannot be read.
         """
         raise NotImplementedError
 
     def read_identity(self, index: int) -> ItemIdentity:
-        """Read an item and return its identity."""
+        """Read an image with its annotations, and return the hashes that identify them."""
         raise NotImplementedError
 
     def read_mask(self, index: int) -> Integer[np.ndarray, "rows cols"]:
-        """Return the numbers that the mask of an item stores. Each item must have a mask."""
+        """Return the numbers that the mask of an image stores. Each image must have a mask."""
         mask = self.read(index).mask
         assert mask is not None
         return mask
 
     def describe_item(self, index: int) -> str:
-        """Return the name of an item for error messages."""
+        """Return a text for error messages that identifies an image, such as "image 3 of train"."""
         return f"image {index} of {self.title}"
 
     def identities(self, indices: Sequence[int]) -> list[ItemIdentity]:
-        """Return the identities of items. Items are read in threads, unless they are cached."""
+        """Return the hashes that identify images with the given indices, and their labels.
+
+        If the hashes of an image are not cached, the image is read in a thread.
+        """
 
         def read(index: int) -> ItemIdentity:
             try:
@@ -135,15 +143,15 @@ def digest_of_parts(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class IndexedImages:
-    """An `ImageSet` of selected items of a sequence.
+    """An `ImageSet` with selected images of a sequence.
 
     Attributes:
         items: The sequence.
         indices: Indices into `items`.
         class_names: Names of the classes. Without names, images have no labels and no masks.
         numbers: Class of each number that masks store, or None for images without masks.
-        is_255_unclear: Whether 255 in a mask may be a class or may mark ignored pixels, because the
-            user has not stated it.
+        is_255_unclear: Whether 255 in a mask may be a class or an ignored pixel, because the user
+            has not stated its meaning.
         options: Options for reading the images. Only `bits` has an effect.
     """
 
@@ -219,9 +227,9 @@ class IndexedImages:
         )
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the class names, the classes of mask numbers, and all items.
+        """Return a SHA-256 of all images, their ids and annotations, and the class names.
 
-        An item contributes its id, its image and its annotation.
+        It also depends on the class of each mask number.
         """
         return self._fingerprint
 
@@ -232,7 +240,7 @@ class IndexedImages:
         return self.options.compute_fingerprint([["items", self.class_names, meaning], *rows])
 
     def sample_hashes(self) -> list[str]:
-        """Return the digest of each item."""
+        """Return a digest of each image with its annotations."""
         return [identity.digest for identity in self.items.identities(self.indices)]
 
     def image_digests(self) -> list[str]:
@@ -240,18 +248,21 @@ class IndexedImages:
         return [identity.image_digest for identity in self.items.identities(self.indices)]
 
     def with_read_options(self, options: ReadOptions) -> "IndexedImages":
-        """Return the same images with other options. Items are always identified by content."""
+        """Return the same images with other options for reading them.
+
+        They are identified by their content, even with data.fingerprint=stat.
+        """
         return replace(self, options=replace(options, fingerprint="content"))
 
     def select(self, name: str, positions: Sequence[int]) -> "IndexedImages":
-        """Return the images at these positions as a set with another name."""
+        """Return a subset with the images at the given positions. Its name is `name`."""
         return replace(
             self, name=name, indices=tuple(self.indices[position] for position in positions)
         )
 
 
 class SelectedItems(NamedTuple):
-    """A sequence of items, the indices of the selected items, and the name of their split."""
+    """Selected images of a sequence: the sequence, the name of the split, and the indices."""
 
     items: Items
     split: str
@@ -260,7 +271,7 @@ class SelectedItems(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedDataset(Layout):
-    """Base class of datasets whose images are `Items`.
+    """Base class of datasets that consist of sequences of images, such as the rows of a table.
 
     Attributes:
         name: Name in records and tables (default: derived from the data and its number of images).
@@ -268,7 +279,7 @@ class IndexedDataset(Layout):
         numbers: Numbers that masks store, one for each class (default: 0, 1, 2 and so on).
         ignored: Numbers of mask pixels that are not scored (default: 255, unless it is in
             `numbers`).
-        one_object: Whether masks show a background as class 0 and one object as class 1.
+        one_object: Whether masks show one object (class 1) on a background (class 0).
         box_format: Meaning of the four numbers of a box in pixels. With xyxy they are the corners
             (x0, y0, x1, y1), and with xywh a corner, the width and the height as in COCO. The
             default for Python datasets is xyxy. Tables of Hugging Face have no default.
@@ -300,28 +311,37 @@ class IndexedDataset(Layout):
             )
 
     def select_items(self, role: str) -> SelectedItems | None:
-        """Return the items of the role "train", "val" or "images", or None if there are none.
+        """Return the images for training ("train"), scoring ("val") or other uses ("images").
+
+        Args:
+            role: One of these three uses.
+
+        Returns:
+            The images, or None if the dataset has no images for this role.
 
         Raises:
-            DataError: The items cannot be used for this role.
+            DataError: The dataset cannot be used for this role.
         """
         raise NotImplementedError
 
     def list_sequences(self) -> Mapping[str, Items]:
-        """Return all sequences of the dataset. The keys are roles or splits."""
+        """Return all image sequences of the dataset, by role or split, such as "train"."""
         raise NotImplementedError
 
     def missing_role_error(self, role: str) -> DataError:
-        """Return the error for a task that needs images of `role` if the dataset has none."""
+        """Return the error for a dataset without images for a role, such as "train"."""
         raise NotImplementedError
 
     def images_name(self) -> str:
-        """Return the name of the image sets in records."""
+        """Return the name under which the results of the dataset are recorded."""
         raise NotImplementedError
 
     @property
     def supports(self) -> frozenset[str]:
-        """Return the roles that the annotations support. Discovery also accepts plain images."""
+        """Return the evaluations that the annotations allow.
+
+        Object discovery is also possible, but not scored, for images without annotations.
+        """
         roles = set[str]()
         for role, items in self.list_sequences().items():
             roles.add("images")
@@ -336,15 +356,15 @@ class IndexedDataset(Layout):
         return frozenset(roles)
 
     def train(self) -> ImageSet:
-        """Return the training images with labels or masks."""
+        """Return the training images, with labels or masks."""
         return self._open_annotated("train")
 
     def val(self) -> ImageSet:
-        """Return the images to score with labels or masks."""
+        """Return the images on which scores are computed, with labels or masks."""
         return self._open_annotated("val")
 
     def discovery(self) -> ImageSet:
-        """Return images with boxes. If there are none, return other images."""
+        """Return images with boxes for object discovery. If there are none, return other images."""
         parts = [part for role in ("images", "val", "train") if (part := self.select_items(role))]
         with_boxes = [part for part in parts if "boxes" in part.items.annotations]
         without = [part for part in parts if not {"label", "mask"} & part.items.annotations]
@@ -404,7 +424,7 @@ class IndexedDataset(Layout):
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
-        """The class names, which are equal for all sequences."""
+        """Return the class names, which must be the same for all image sequences of the dataset."""
         if self.class_names:
             return tuple(self.class_names)
         if self.one_object:
@@ -446,7 +466,7 @@ class IndexedDataset(Layout):
 
 
 def to_corners(boxes: Any, box_format: BoxFormat) -> Float64[np.ndarray, "boxes 4"]:
-    """Return boxes as corners (x0, y0, x1, y1).
+    """Convert boxes to corners (x0, y0, x1, y1).
 
     Raises:
         ValueError: The boxes are not an array of n x 4 numbers.

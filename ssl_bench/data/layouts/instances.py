@@ -1,6 +1,6 @@
-"""Datasets of queries and the images that show the same object or place.
+"""Datasets for instance retrieval: queries, and the images that show the same object or place.
 
-Holidays, the revisited Oxford and Paris buildings, and Copydays.
+The datasets are Holidays, the revisited Oxford and Paris buildings, and Copydays.
 """
 
 import io
@@ -86,7 +86,7 @@ class SearchImages(ImageView):
         return file_hashes(self.images)
 
     def select(self, name: str, indices: Sequence[int]) -> "SearchImages":
-        """Return the images with these indices as a set with another name."""
+        """Return a subset with the images at the given indices. Its name is `name`."""
         return replace(self, images=select_images(self.images, name, indices))
 
 
@@ -98,7 +98,7 @@ class Holidays(Layout):
     whose last two digits are 00, is the query.
 
     Attributes:
-        root: The folder that contains jpg, or its parent folder.
+        root: The folder that contains the folder jpg, or its parent folder.
     """
 
     name = "holidays"
@@ -119,7 +119,7 @@ class Holidays(Layout):
         return SearchImages(images, searches)
 
     def images(self) -> FileImageSet:
-        """Return all images.
+        """Return all images, including the queries.
 
         Raises:
             DataError: A file name does not consist of six digits, or there are no files.
@@ -158,7 +158,7 @@ class Landmarks(Layout):
     name: Literal["roxford5k", "rparis6k"] = "roxford5k"
 
     def val(self) -> SearchImages:
-        """Return the queries, then the database.
+        """Return an image set of the queries, followed by the database that is searched.
 
         Raises:
             DataError: An image is missing, or the file of the ground truth is invalid.
@@ -210,7 +210,7 @@ class Copydays(Layout):
     copies: Literal["strong", "jpegqual", "crops", "all"] = "strong"
 
     def val(self) -> SearchImages:
-        """Return the copies, then the originals.
+        """Return an image set of the copies, which are queries, followed by the original images.
 
         Raises:
             DataError: A folder or an original is missing.
@@ -243,7 +243,7 @@ class Copydays(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """Return the originals."""
+        """Return the original images, without the copies."""
         root = self._root()
         ids = [f"original/{name}" for name in Files(root / "original", ".jpg").ids()]
         return _make_image_set(benchmark_name(self.name, {"images": ids}), "original", root, ids)
@@ -262,12 +262,13 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
     """Read the ground truth of revisited Oxford or Paris from a pickle, without running its code.
 
     Returns:
-        `imlist` and `qimlist`, the ids of the database and of the queries, and `gnd`, which has the
-        indices of easy, hard and junk images for each query.
+        Dictionary with the ids of the database images (`imlist`), the ids of the queries
+        (`qimlist`), and the relevance of images for each query (`gnd`). For a query, `gnd` has the
+        indices of easy, hard and junk images in the database.
 
     Raises:
-        DataError: The file is missing, is not such a pickle, or contains anything but lists, texts,
-            numbers and arrays.
+        DataError: The file is missing, contains anything but plain Python values and arrays of
+            numbers, or is not such a ground truth.
     """
     data = read_data_file(file)
     try:
@@ -290,7 +291,7 @@ def read_ground_truth(file: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of lists, texts, numbers and arrays of numbers."""
+    """Unpickler that runs no code. It accepts only plain Python values and arrays of numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PICKLED:

@@ -35,7 +35,7 @@ _SPLIT = "{split}"
 
 @dataclass(frozen=True)
 class SceneFiles(Files):
-    """Files in one folder for each scene. The image `kitchen/00045` is kitchen/rgb_00045.jpg.
+    """Files in one folder for each scene. The id `kitchen/00045` stands for kitchen/rgb_00045.jpg.
 
     Attributes:
         prefix: Beginning of each file name, such as "rgb_".
@@ -48,12 +48,16 @@ class SceneFiles(Files):
         return self.folder / scene / f"{self.prefix}{number}{self.suffix}"
 
     def ids(self) -> list[str]:
-        """Return the sorted ids of the files in the folders of the scenes."""
+        """Return the sorted ids of the files in the folders of all scenes."""
         found = self.folder.glob(f"*/{self.prefix}*{self.suffix}")
         return sorted(self.parse(f"{path.parent.name}/{path.name}") for path in found)
 
     def parse(self, name: str) -> str:
-        """Return the image id in a path below the folder. Raise ValueError for other paths."""
+        """Return the image id for a path relative to the folder, such as "kitchen/rgb_00045.jpg".
+
+        Raises:
+            ValueError: The path does not have this form.
+        """
         scene, _, file = name.strip("/").rpartition("/")
         number = file.removeprefix(self.prefix).removesuffix(self.suffix)
         if not scene or file != f"{self.prefix}{number}{self.suffix}":
@@ -67,7 +71,9 @@ class SceneFiles(Files):
 
 @dataclass(frozen=True)
 class EigenCrop(DepthMaps):
-    """Depth maps of 640 x 480 pixels. Depth outside of rows 45:471, columns 41:601 is unknown.
+    """Depth maps of 640 x 480 pixels, with unknown depth outside of the Eigen crop.
+
+    The crop consists of rows 45:471 and columns 41:601.
 
     Source: Eigen et al., "Depth Map Prediction from a Single Image using a Multi-Scale Deep
     Network", https://arxiv.org/abs/1406.2283.
@@ -106,9 +112,9 @@ class Nyu(Layout):
             pixels, as published. If not, they store 0 to 39, and 255 is ignored.
         eigen_crop: Whether depth outside of rows 45:471 and columns 41:601 counts as unknown. The
             crop leaves out the white frame of the images.
-        lists: File of each split below the root, with `{split}` for the name of the split. Each
-            line begins with the path of an image below the folder of the split. By default, a split
-            consists of all files in its folder.
+        lists: File that lists the images of a split. Its path is below the root, and `{split}`
+            stands for the name of the split. Each line begins with the path of an image below the
+            folder of the split. By default, a split consists of all files in its folder.
     """
 
     root: OptionalPath = None
@@ -144,7 +150,7 @@ class Nyu(Layout):
         return self._open_annotated(self.val_split)
 
     def images(self) -> FileImageSet:
-        """Return the training images without annotations."""
+        """Return the training images, without their annotations."""
         return FileImageSet(**self._shared_fields(self.train_split)).validate()
 
     def _open_annotated(self, split: str) -> FileImageSet:
@@ -162,7 +168,7 @@ class Nyu(Layout):
         return DepthImageSet(**shared, depths=depths).validate()
 
     def _shared_fields(self, split: str) -> dict[str, Any]:
-        """Return the fields of a split's image set that do not depend on the annotation."""
+        """Return the constructor arguments of a split's image set, except those for annotations."""
         source, ids = self._list_ids(Split.parse(split).name)
         return {
             "name": self._full_name,
@@ -182,7 +188,7 @@ class Nyu(Layout):
         return benchmark_name(self.name, ids)
 
     def _list_ids(self, split: str) -> tuple[Path, Sequence[str]]:
-        """Return the folder or list of a split, and all ids in it."""
+        """Return the path of the folder or list of a split, and all image ids in it."""
         images = self._images(split)
         if self.lists is None:
             return images.folder, images.ids()

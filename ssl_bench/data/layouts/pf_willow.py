@@ -26,11 +26,14 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class WillowPairs(FileSet):
-    """Ordered pairs of images. A sample has the source image. Its `pair` has the target image.
+    """Pairs of a source image and a target image, with corresponding points.
+
+    A sample contains the source image. Its attribute `pair` contains the target image and all
+    points.
 
     Attributes:
         ids: Ids of the pairs, in the form NUMBER-SOURCE-TARGET:CATEGORY.
-        points: MATLAB file with the points of each image.
+        points: One MATLAB file with points for each image.
     """
 
     class_names: tuple[str, ...] = CATEGORIES
@@ -83,7 +86,8 @@ class PfWillow(Layout):
     """PF-WILLOW, https://www.di.ens.fr/willow/research/proposalflow, with its ten subclasses.
 
     Attributes:
-        root: The folder that contains the folders of the subclasses, or its parent folder.
+        root: The folder that contains the folders of the subclasses, or its parent folder. A
+            subclass is a part of an object category, such as `car(G)`.
     """
 
     name = "pf_willow"
@@ -93,7 +97,7 @@ class PfWillow(Layout):
     root: OptionalPath = None
 
     def val(self) -> WillowPairs:
-        """Return all ordered pairs of images of each subclass.
+        """Return all ordered pairs of two images of the same subclass.
 
         Raises:
             DataError: A file is missing, or a name contains a dash, which separates names in ids.
@@ -185,7 +189,7 @@ def read_points(file: Path, size: tuple[int, ...]) -> Float64[np.ndarray, "point
 
 
 def _parse_pair_id(pair_id: str) -> tuple[str, str]:
-    """Return the ids of both images of a pair."""
+    """Return the ids of the two images that form the pair with a given id."""
     names, _, category = pair_id.rpartition(":")
     _, source, target = names.split("-")
     return f"{category}/{source}", f"{category}/{target}"

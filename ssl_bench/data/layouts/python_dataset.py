@@ -41,9 +41,13 @@ _COCO_BOXES = "COCO's x, y, width, height"
 
 
 class Target(NamedTuple):
-    """Kind of a target, and its value as a label, a mask or corners of boxes.
+    """Parsed target of an image.
 
-    `format` describes the original format of boxes. It is "" for other kinds and for an empty list.
+    Attributes:
+        kind: "label", "mask" or "boxes". None if the image has no target.
+        value: The class label, the class number of each pixel, or the corners of boxes.
+        format: Original format of boxes, for messages. It is "" for other kinds and for an empty
+            list.
     """
 
     kind: Annotation | None
@@ -52,9 +56,9 @@ class Target(NamedTuple):
 
 
 class PythonItems(Items):
-    """Items of a sequence such as `torchvision.datasets.CIFAR10`.
+    """Images and annotations from a sequence such as `torchvision.datasets.CIFAR10`.
 
-    Only one thread at a time reads items, because many datasets do not support several threads.
+    Only one thread at a time reads images, because many datasets do not support several threads.
 
     Args:
         dataset: The sequence.
@@ -90,7 +94,13 @@ class PythonItems(Items):
         return self._length
 
     def read(self, index: int, bits: int | None = None) -> Item:
-        """Read an item. Raise DataError if its content has changed since it was first read."""
+        """Read an image with its annotations.
+
+        Raises:
+            DataError: The content has changed since the image was first read, or the target is not
+                supported.
+            UnreadableImage: The dataset raises an exception for this image.
+        """
         del bits
         item, identity = self._read_item(index)
         if self._identities.setdefault(index, identity).digest != identity.digest:
@@ -148,7 +158,7 @@ class _UnsupportedContent(Exception):
 def base_dataset(dataset: Any) -> Any:
     """Return the dataset inside wrappers such as `torch.utils.data.Subset`.
 
-    This is the outermost dataset with an attribute `classes`, or else the innermost dataset.
+    Wrappers are removed until a dataset has an attribute `classes`, or until none is left.
     """
     while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
@@ -210,9 +220,12 @@ def _tensor_to_pixels(image: Tensor) -> UInt8[np.ndarray, "height width 3"]:
 
 
 def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> Target:
-    """Parse the target of an image of `size` (height, width).
+    """Determine whether the target of an image is a class label, a mask or boxes, and convert it.
 
-    `box_format` is the format of boxes in arrays and lists.
+    Args:
+        target: The target that a Python dataset returns with an image, or None.
+        size: Height and width of the image.
+        box_format: Format of boxes in arrays and lists.
     """
     if target is None:
         return Target(None)
@@ -253,7 +266,7 @@ def parse_target(target: Any, size: tuple[int, ...], box_format: BoxFormat) -> T
 
 
 def _parse_mapping(target: Mapping[str, Any]) -> Target:
-    """Parse a target of torchvision's VOCDetection or of torchvision's detection models."""
+    """Parse the boxes in a target of torchvision's VOCDetection or its detection models."""
     if "annotation" in target:
         corners = []
         for one in target["annotation"].get("object", []):
@@ -270,16 +283,20 @@ def _parse_mapping(target: Mapping[str, Any]) -> Target:
 
 @dataclass(frozen=True)
 class PythonDataset(IndexedDataset):
-    """The Python objects that `ssl_bench.probe` receives as `train`, `val` and `images`."""
+    """Dataset of the Python objects that `ssl_bench.probe` gets as `train`, `val` and `images`."""
 
     name: str = "python"
 
     def with_sets(self, sets: Mapping[str, Any]) -> "PythonDataset":
-        """Return a copy that contains the user's datasets. `sets` maps roles to datasets.
+        """Return a copy of this dataset that contains the user's Python objects.
+
+        Args:
+            sets: The user's objects. The keys are "train", "val" or "images".
 
         Raises:
-            DataError: A dataset has no images, or its first item is not supported.
-            ConfigurationError: A dataset is not a sequence.
+            DataError: An object has no images, its first target is not supported, or the targets
+                for "train" and "val" are of different kinds.
+            ConfigurationError: An object is not a sequence.
         """
         items = {role: self._make_items(role, one) for role, one in sets.items()}
         kinds = {items[role].annotations for role in ("train", "val") if role in sets}
@@ -328,6 +345,6 @@ class PythonDataset(IndexedDataset):
 
 
 def dataset_title(dataset: Any) -> str:
-    """Return the name of a dataset of Hugging Face, or the name of its class."""
+    """Return the name of a Hugging Face dataset, or the class name of another Python dataset."""
     base = base_dataset(dataset)
     return getattr(getattr(base, "info", None), "dataset_name", None) or type(base).__name__

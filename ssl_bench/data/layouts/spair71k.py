@@ -34,7 +34,10 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class SpairPairs(FileSet):
-    """The pairs of a split. A sample has the source image. Its `pair` has the target image.
+    """Pairs of a source image and a target image, with corresponding points.
+
+    A sample contains the source image. Its attribute `pair` contains the target image and all
+    points.
 
     Attributes:
         ids: Ids of the pairs, which are the lines of the published list.
@@ -45,7 +48,7 @@ class SpairPairs(FileSet):
     annotations: Files = field(kw_only=True)
 
     def __getitem__(self, index: int) -> Sample:
-        """Decode both images of a pair and read its points.
+        """Decode both images of a pair and read their corresponding points.
 
         Raises:
             DataError: A file is unreadable, or is not an annotation of SPair-71k.
@@ -79,7 +82,7 @@ class SpairPairs(FileSet):
         return Sample(pair_id, images[0], pair=pair)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the list of pairs, and of their annotations and images."""
+        """Return the SHA-256 of the ids of all pairs, their annotations and their images."""
         return self._fingerprint
 
     @cached_property
@@ -96,7 +99,11 @@ class SpairPairs(FileSet):
         return tuple(sorted({image_id for *pair, _ in lines for image_id in pair}))
 
     def validate(self) -> "SpairPairs":
-        """Return this set, or raise `DataError` for missing files, repeated pairs or no pairs."""
+        """Check that all files of this set exist, and return the set.
+
+        Raises:
+            DataError: There are no pairs, a pair occurs twice, or files are missing.
+        """
         self.require_ids("pair")
         self.require_files(self.images, self._image_ids, "images")
         self.require_files(self.annotations, self.ids, "pairs")
@@ -105,7 +112,7 @@ class SpairPairs(FileSet):
 
 @dataclass(frozen=True)
 class Spair71k(Layout):
-    """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, in its large layout.
+    """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, with the lists in Layout/large.
 
     Attributes:
         root: The folder that contains JPEGImages, PairAnnotation and Layout, or its parent folder.
@@ -125,7 +132,11 @@ class Spair71k(Layout):
         Split.parse(self.val_split)
 
     def val(self) -> SpairPairs:
-        """Return the pairs. Raise `DataError` for a missing file or an invalid line."""
+        """Return the pairs of images of `val_split`.
+
+        Raises:
+            DataError: A file is missing, or a line of the list is invalid.
+        """
         root, split = self._root(), Split.parse(self.val_split)
         source = root / "Layout/large" / f"{split.name}.txt"
         lines = read_list(source)
@@ -179,7 +190,10 @@ def _parse_line(line: str, file: Path) -> tuple[str, str, str]:
 def _parse_points(
     annotation: dict[str, Any], key: str, sides: Sequence[int], file: Path
 ) -> Float64[np.ndarray, "points 2"]:
-    """Return the points of an image, shifted from pixel indices to the centres of pixels."""
+    """Return the annotated points of an image, in pixels.
+
+    The annotations store pixel indices, so 0.5 is added to get the centres of the pixels.
+    """
     points = annotation.get(key)
     try:
         if not isinstance(points, list) or not points:

@@ -44,7 +44,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Photograph:
-    """An image in an installed package.
+    """A photograph in an installed Python package.
 
     Attributes:
         package: Name of the package.
@@ -93,7 +93,7 @@ _SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
 
 @dataclass(frozen=True)
 class Scene:
-    """A generated scene.
+    """A generated scene with textured objects.
 
     Attributes:
         image: RGB image with values from 0 to 255.
@@ -110,7 +110,7 @@ class Scene:
 
 
 class Painter:
-    """Painter of the scenes of a split. The split, the seed and the index determine a scene.
+    """Painter of generated scenes. A scene depends only on the split, the seed and its index.
 
     Args:
         split: "train" or "val".
@@ -155,7 +155,8 @@ class Painter:
     ) -> Iterator[tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"]]]:
         """Yield each frame of a video with its mask, which stores the number of the visible object.
 
-        Each object moves along a line, by at most 2.5 pixels per frame in each direction.
+        Each object moves along a line, by at most 2.5 pixels per frame in each direction. The mask
+        is 0 for the background.
         """
         from scipy.ndimage import shift
 
@@ -200,9 +201,9 @@ def _load_photograph(photograph: Photograph, split: str) -> Float32[np.ndarray, 
 def _draw_outlines(
     rng: np.random.Generator, height: int, width: int
 ) -> list[Float64[np.ndarray, "height width"]]:
-    """Draw one to three objects, farthest first, so that at least half of each is visible.
+    """Return the random shapes of one to three objects, from the farthest to the nearest.
 
-    See `_draw_outline` for the format.
+    At least half of each object is visible. See `_draw_outline` for the format of a shape.
     """
     number = int(rng.integers(1, 4))
     while True:
@@ -215,7 +216,10 @@ def _draw_outlines(
 def _draw_outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """Return a smooth random shape: 0 at the centre, 1 on the outline, larger values outside."""
+    """Return a random smooth shape, as a map of the distance from its centre.
+
+    The distance is 0 at the centre, 1 on the outline, and larger outside.
+    """
     y, x = np.mgrid[:height, :width] - np.array(
         [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
     ).reshape(2, 1, 1)
@@ -230,7 +234,7 @@ def _draw_outline(
 def _visible_objects(
     depths: list[Float64[np.ndarray, "height width"]],
 ) -> Int64[np.ndarray, "height width"]:
-    """Return the index of the visible object at each pixel, or -1 for the background."""
+    """Return the index of the nearest object at each pixel, or -1 for the background."""
     visible = np.full(depths[0].shape, -1, np.int64)
     for number, depth in enumerate(depths):
         visible[depth < 1] = number
@@ -240,7 +244,7 @@ def _visible_objects(
 def _crop_background(
     rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return a random crop of a photograph, resized to the given size."""
+    """Return a random crop of a photograph, resized to the given size and flipped at random."""
     rows, cols = photograph.shape[:2]
     zoom = rng.uniform(0.6, 1.0) * min(rows / height, cols / width)
     top = rng.uniform(0, rows - zoom * height)
@@ -255,7 +259,10 @@ def _crop_background(
 def _warp_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return a slightly rotated, scaled and tinted texture, extended by reflection."""
+    """Fill an image with a texture, which is slightly rotated, scaled and tinted at random.
+
+    Where the texture is too small, it is continued by reflection.
+    """
     # Imported only here, because the import takes a second and stored scenes do not need it.
     from scipy.ndimage import map_coordinates
 
@@ -275,7 +282,7 @@ def _paste_object(
     texture: Float64[np.ndarray, "height width 3"],
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return the image with an added object, which has a darker rim and a soft shadow."""
+    """Paste a textured object with a darker rim and a soft shadow into an image."""
     from scipy.ndimage import gaussian_filter
 
     inside = depth < 1
@@ -301,9 +308,12 @@ class GeneratedDataset(Layout):
     cache: OptionalPath = None
 
     def generate_once(self, kind: str, write: Callable[[Path], None]) -> Path:
-        """Return a folder of the cache. If the folder is missing or damaged, `write` creates it.
+        """Return the cached folder of a generated dataset. Generate it if it is missing or damaged.
 
-        First, `write` fills a temporary folder, which is renamed when it is complete.
+        Args:
+            kind: Beginning of the folder's name, such as "toy".
+            write: Function that writes the files of the dataset to a folder. It receives a
+                temporary folder, which is renamed when it is complete.
 
         Raises:
             MachineError: The cache cannot be written.
@@ -338,7 +348,7 @@ class GeneratedDataset(Layout):
         return path
 
     def _paint_scenes(self) -> Iterator[tuple[str, int, Scene]]:
-        """Yield the split and the index of each scene, and the scene."""
+        """Yield each scene of the dataset, preceded by its split and its index."""
         for split, count in (("train", self.num_train), ("val", self.num_val)):
             painter = Painter(split, self.seed)
             for index in range(count):
@@ -346,7 +356,7 @@ class GeneratedDataset(Layout):
 
 
 def _write_manifest(folder: Path) -> None:
-    """Store the SHA-256, the size and the modification time of each file, to detect damage."""
+    """Store the SHA-256, size and modification time of each file, to detect damage later."""
     rows = {}
     for name in sorted(list_files(folder)):
         path = folder / name
@@ -355,7 +365,10 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether the files match the manifest. A folder without manifest is accepted."""
+    """Return whether the files in a folder have not changed since their manifest was written.
+
+    A folder without a manifest is accepted.
+    """
     manifest = folder / _MANIFEST
     # Older versions wrote no manifest.
     if not manifest.is_file():
@@ -386,11 +399,11 @@ class Toy(GeneratedDataset):
         return self._folder().segmentation("val")
 
     def discovery(self) -> FileImageSet:
-        """Return all scenes, like VOC's trainval."""
+        """Return the training and validation scenes with boxes, like VOC's split trainval."""
         return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
-        """Return the training scenes."""
+        """Return the training scenes, without annotations."""
         return self._folder().images("train")
 
     def _folder(self) -> VocFolder:
@@ -471,10 +484,10 @@ class ToyObjects(GeneratedDataset):
 
 @dataclass(frozen=True)
 class ToyInstances(GeneratedDataset):
-    """Views of the scored toy scenes. A search with a scene should find its other views.
+    """Toy scenes for instance retrieval. A search with a scene should find its other views.
 
-    Each scene has four images: the scene itself, which is the query, two parts of it that are
-    easy to find, and a smaller part in grey that is difficult to find.
+    Each scene has four images. The scene itself is the query. Two parts of it are easy to find, and
+    a smaller part in grey is difficult to find.
     """
 
     name = "toy_instances"
@@ -488,7 +501,7 @@ class ToyInstances(GeneratedDataset):
         return SearchImages(self.images(), searches)
 
     def images(self) -> FileImageSet:
-        """Return the views of all scored scenes."""
+        """Return all images: each scored scene and its other views."""
         folder = self.generate_once("toy_instances", self._write)
         files = Files(folder, ".jpg")
         return FileImageSet(
@@ -510,7 +523,7 @@ def _view_id(scene: int, view: int) -> str:
 
 
 def _draw_view(rng: np.random.Generator, scene: Image.Image, view: int) -> Image.Image:
-    """Return a view of a scene. View 0 is the scene itself, and the last view is the hardest."""
+    """Return a view of a scene. View 0 is the scene itself. The last view is hardest to match."""
     if view == 0:
         return scene
     is_hard = view == _NUM_VIEWS - 1

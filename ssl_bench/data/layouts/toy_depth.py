@@ -20,7 +20,7 @@ Map = Float64[np.ndarray, "height width"]
 
 
 class RoomPainter(Painter):
-    """Painter of rooms with the textures and photographs of the toy scenes.
+    """Painter of generated rooms, which uses the textures and photographs of the toy scenes.
 
     The camera is one to two metres above a horizontal floor and looks at a wall. One to three
     objects are upright boards that face the camera. Surfaces are darker if they are far away.
@@ -64,7 +64,7 @@ class RoomPainter(Painter):
 def _take_texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], rows: Map, cols: Map
 ) -> Float64[np.ndarray, "height width 3"]:
-    """Return the colours of a texture at positions in metres, with a random offset and tint."""
+    """Sample the colours of a texture at positions in metres, with a random offset and tint."""
     # Imported only here, because the import takes a second and stored scenes do not need it.
     from scipy.ndimage import map_coordinates
 
@@ -79,7 +79,7 @@ def _take_texture(
 
 @dataclass(frozen=True)
 class ToyDepth(GeneratedDataset):
-    """Rooms with textured objects, and the depth of each pixel."""
+    """Generated images of rooms with textured objects, and the exact depth of each pixel."""
 
     name = "toy_depth"
     supports = frozenset({"depth", "images"})
@@ -91,7 +91,7 @@ class ToyDepth(GeneratedDataset):
         return self._folders().val()
 
     def images(self) -> FileImageSet:
-        """Return the training images."""
+        """Return the training images, without their depth maps."""
         return self._folders().images()
 
     def _folders(self) -> DepthFolders:
@@ -105,7 +105,7 @@ class ToyDepth(GeneratedDataset):
                 Image.fromarray(content).save(path, quality=92)
 
     def _paint_rooms(self) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield the split and the number of each room, its image and its depth."""
+        """Yield a name such as "train/00003", the image and the depth map of each room."""
         for split, count in zip(_SPLITS, (self.num_train, self.num_val), strict=True):
             painter = RoomPainter(split, self.seed)
             for index in range(count):

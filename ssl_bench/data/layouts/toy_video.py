@@ -14,7 +14,7 @@ NUM_FRAMES = 12
 
 @dataclass(frozen=True)
 class ToyVideo(GeneratedDataset):
-    """Generated videos of 12 frames. There are `num_val` videos, and none for training."""
+    """Generated videos of 12 frames. All `num_val` videos are for scoring, none for training."""
 
     name = "toy_video"
     supports = frozenset({"tracking"})

@@ -1,4 +1,4 @@
-"""Videos as folders of frames: DAVIS, and your own frames with a mask of each first frame."""
+"""Videos stored as folders of frames: DAVIS, and your own videos with a mask of the first frame."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,15 +33,18 @@ MaxFrames = Annotated[int, Bounds(2, 10**9)] | None
 
 @dataclass(frozen=True)
 class VideoSet(FileSet):
-    """A set of videos. A sample is the first frame of a video with its mask, and all `frames`.
+    """A set of videos.
+
+    A sample contains the first frame of a video and its mask. Its attribute `frames` contains all
+    frames.
 
     Attributes:
         ids: Folder of each video, relative to the folder of `images` and of `masks`.
         frame_names: Names of the frames of each video, without suffix, in their order.
         masks: The mask files. The first frame of a video needs one. Masks of other frames may be
             missing.
-        labels: Number of the object for each number that a mask stores.
-        advice: Hint of the error for a first mask that shows no object.
+        labels: Object number for each number that a mask stores.
+        advice: Command-line arguments that the error suggests if a first mask shows no object.
     """
 
     frame_names: Mapping[str, Sequence[str]] = field(kw_only=True)
@@ -90,7 +93,10 @@ class VideoSet(FileSet):
         )
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of all frames and masks, their names, and the meaning of numbers."""
+        """Return the SHA-256 of the names and contents of all frames and masks.
+
+        It also depends on the object number for each number that a mask stores.
+        """
         return self._fingerprint
 
     @cached_property
@@ -108,7 +114,12 @@ class VideoSet(FileSet):
         return [f"{video}/{frame}" for video in self.ids for frame in self.frame_names[video]]
 
     def validate(self) -> "VideoSet":
-        """Return this set, or raise `DataError` for short videos and missing first masks."""
+        """Check the files of this set, without decoding them, and return the set.
+
+        Raises:
+            DataError: There are no videos, a video occurs twice or has fewer than two frames, or
+                the mask of a first frame is missing.
+        """
         self.require_ids("video")
         for video in self.ids:
             if len(self.frame_names[video]) < 2:
@@ -133,8 +144,8 @@ class Davis(Layout):
         year: Year of the masks and of the list of videos.
         val_split: `val`, `train`, or a share of one of them. Unless the split has the published
             number of videos, the name in records ends in its number of videos.
-        max_frames: Number of frames at the beginning of each video that are used. If it is set,
-            the name in records states it.
+        max_frames: Number of frames to use from the beginning of each video (default: all). If it
+            is set, the name in records states it.
     """
 
     supports = frozenset({"tracking"})
@@ -153,7 +164,11 @@ class Davis(Layout):
         return f"davis{self.year}"
 
     def val(self) -> VideoSet:
-        """Return the videos. Raise `DataError` for a missing file."""
+        """Return the videos of `val_split`.
+
+        Raises:
+            DataError: A file is missing.
+        """
         root, split = self._root(), Split.parse(self.val_split)
         images = Files(root / "JPEGImages/480p", ".jpg")
         masks = Files(root / "Annotations/480p", ".png")
@@ -195,16 +210,17 @@ class FrameFolders(Layout):
     """Your own videos: a folder of frames for each video, with a mask of the first frame.
 
     The mask of VIDEO/0001.jpg is VIDEO/0001.png. It stores 0 for the background, 1, 2, ... for the
-    objects, and 255 for pixels that are neither. Frames are sorted by name, and 10 follows 9.
+    objects, and 255 for pixels that are neither. Frames are sorted by the numbers in their names,
+    so 10 follows 9.
 
     Attributes:
         root: The folder of the videos, or the folder of one video.
         name: Name in records and tables.
-        image_suffix: End of the names of frames.
-        mask_suffix: End of the names of masks. Files with this suffix are not frames.
+        image_suffix: End of the file names of frames.
+        mask_suffix: End of the file names of masks. Files with this suffix are not frames.
         white_is_object: Whether 255 in a mask is the only object, as in DAVIS 2016.
-        max_frames: Number of frames at the beginning of each video that are used. If it is set,
-            the name in records states it.
+        max_frames: Number of frames to use from the beginning of each video (default: all). If it
+            is set, the name in records states it.
     """
 
     supports = frozenset({"tracking"})
@@ -221,7 +237,11 @@ class FrameFolders(Layout):
         require_own_name(self.name)
 
     def val(self) -> VideoSet:
-        """Return the videos. Raise `DataError` if there are none, or if a first mask is missing."""
+        """Return all videos.
+
+        Raises:
+            DataError: There are no videos, or the mask of a first frame is missing.
+        """
         if self.root is None:
             raise DataError("expected a folder of videos", hint=("--data-root", "{folder}"))
         root = resolve_folder(self.root)

@@ -56,7 +56,7 @@ class VocBoxes(Boxes):
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
-        """Return the boxes of an image. VOC's 1-based, inclusive corners are converted.
+        """Return the boxes of an image, converted from VOC's 1-based and inclusive corners.
 
         Raises:
             DataError: The file is not a VOC annotation, or an object has no valid box in the image.
@@ -112,7 +112,7 @@ def _parse_corners(element: ElementTree.Element, number: int) -> list[float]:
 
 
 def _parse_number(text: str) -> float:
-    """Parse a decimal number. Unlike `float`, this refuses texts such as `nan` and `1_7`."""
+    """Parse a decimal number. Unlike `float`, reject texts such as `nan` and `1_7`."""
     if not _DECIMAL.fullmatch(text):
         raise ValueError(f"expected a number of pixels, got {text!r}")
     return float(text)
@@ -127,14 +127,17 @@ def _is_difficult(element: ElementTree.Element) -> bool:
 
 @dataclass(frozen=True)
 class VocFolder:
-    """A folder with VOC's JPEGImages, SegmentationClass, Annotations and ImageSets."""
+    """A folder in PASCAL VOC's layout: JPEGImages, SegmentationClass, Annotations and ImageSets."""
 
     path: Path
     name: str
     class_names: tuple[str, ...]
 
     def segmentation(self, split: str) -> FileImageSet:
-        """Return images with masks. The masks of `trainaug` are in SegmentationClassAug."""
+        """Return the images of a split with segmentation masks.
+
+        The masks of the split `trainaug` are read from the folder SegmentationClassAug.
+        """
         share = Split.parse(split)
         folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
         numbers = range(len(self.class_names))
@@ -146,9 +149,12 @@ class VocFolder:
         return self._image_set("Segmentation", split, masks=masks).validate()
 
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
-        """Return images with boxes.
+        """Return the images of a split with boxes, for object discovery.
 
-        With `exclude_difficult`, images that have only difficult objects are also left out.
+        Args:
+            split: Name of the split, or a share of it.
+            exclude_difficult: Leave out boxes that are marked as difficult or truncated, and images
+                that have no other boxes.
         """
         boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
         images = self._image_set("Main", split, boxes=boxes).validate()
@@ -158,7 +164,7 @@ class VocFolder:
         return replace(images, ids=easy).validate()
 
     def images(self, split: str) -> FileImageSet:
-        """Return images without annotations."""
+        """Return the images of a split, without annotations."""
         return self._image_set("Main", split).validate()
 
     def _image_set(
@@ -179,7 +185,11 @@ class VocFolder:
 
 
 def _read_ids(source: Path, folder: Path) -> list[str]:
-    """Read a list of images. In lists such as person_val.txt, -1 marks images to leave out."""
+    """Read the image ids in a list.
+
+    In the list of a class, such as person_val.txt, -1 marks images that do not show the class. They
+    are left out.
+    """
     lines = read_list(source)
     if all(_CLASS_FLAG.search(line) for line in lines):
         lines = [line for line in lines if not line.endswith("-1")]
@@ -191,12 +201,12 @@ class Voc(Layout):
     """PASCAL VOC 2007 or 2012, http://host.robots.ox.ac.uk/pascal/VOC.
 
     Attributes:
-        root: VOC2012, VOCdevkit, or the folder that contains VOCdevkit.
-        year: 2012 or 2007.
-        train_split: List in ImageSets/Segmentation, or a share of it. `trainaug` also contains
-            the images and masks of SBD.
-        val_split: List in ImageSets/Segmentation, or a share of it.
-        discovery_split: List in ImageSets/Main, or a share of it.
+        root: The folder VOC2012 or VOCdevkit, or the parent folder of VOCdevkit.
+        year: Year of the dataset, 2012 or 2007.
+        train_split: Name of a list of images in ImageSets/Segmentation, or a share such as
+            `train:0-75%`. `trainaug` also contains the images and masks of SBD.
+        val_split: Name of a list of images in ImageSets/Segmentation, or a share of it.
+        discovery_split: Name of a list of images in ImageSets/Main, or a share of it.
         exclude_difficult: Leave out boxes that are marked as difficult or truncated.
     """
 
@@ -229,7 +239,7 @@ class Voc(Layout):
         )
 
     def images(self) -> FileImageSet:
-        """Return the images of `discovery_split`."""
+        """Return the images of `discovery_split`, without annotations."""
         return self._folder().images(self.discovery_split)
 
     def _folder(self) -> VocFolder:

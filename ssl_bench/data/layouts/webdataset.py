@@ -41,7 +41,7 @@ class WebDataset(ClassificationSplits):
         train_split: Folder or pattern of the training images below `root`. By default, it is the
             folder `train`, or the files with `train` in their names.
         val_split: Folder or pattern of the scored images below `root`. By default, it is the folder
-            `val`, the files with `val` in their names, or the folder or files of `test`.
+            `val`, or the files with `val` in their names. If neither exists, `test` replaces `val`.
     """
 
     name: str = "webdataset"
@@ -62,8 +62,8 @@ class WebDataset(ClassificationSplits):
         """Return the scored images. Their labels are indices into the training classes.
 
         Raises:
-            DataError: The images cannot be read as in `train`, a tar file belongs to both splits,
-                or a class has no training image.
+            DataError: A tar file is missing, damaged or belongs to both splits, an image has no
+                class number, or a class has no training image.
         """
         shards = self._shards(self.val_split, _VAL_NAMES)
         if shared := sorted({*shards}.intersection(self._train_shards)):
@@ -87,7 +87,10 @@ class WebDataset(ClassificationSplits):
         return LabelledImages(images, self._train.class_names, labels)
 
     def pretraining_images(self) -> LabelledImages:
-        """Return the training images if `root` is a folder with this split, otherwise all images.
+        """Return the images for supervised pretraining, with class labels.
+
+        If `root` is a folder with a training split, they are the training images. Otherwise, they
+        are all images.
 
         Raises:
             DataError: A tar file is missing or damaged, or an image has no class number.
@@ -115,7 +118,7 @@ class WebDataset(ClassificationSplits):
     def _shards(self, split: str | None, names: Sequence[str]) -> list[Path]:
         """Return the tar files of a split.
 
-        If `split` is None, use the first of `names` for which there is a folder or a tar file.
+        If `split` is None, the first of `names` for which there is a folder or a tar file is used.
         """
         if not self._root.is_dir():
             raise DataError(
@@ -144,7 +147,10 @@ class WebDataset(ClassificationSplits):
 
 
 def _label_images(images: TarImages) -> LabelledImages:
-    """Return labelled images. Labels count from 0 in the order of the class numbers."""
+    """Return images with class labels.
+
+    The labels are the class numbers from the tar files, renumbered from 0 without gaps.
+    """
     numbers = _read_class_numbers(images)
     classes = sorted(set(numbers))
     if len(classes) < 2:

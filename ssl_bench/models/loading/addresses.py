@@ -1,4 +1,4 @@
-"""Resolve checkpoint addresses to weights files, and expand patterns to addresses."""
+"""Find the weights file of an encoder's address, and expand patterns such as `runs/*`."""
 
 import glob
 import re
@@ -22,21 +22,22 @@ _EPOCH_FILE = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
 def epoch_file_name(epoch: int) -> str:
-    """Return the name of the file that stores the encoder of an epoch in a run folder."""
+    """Return the name of the file in a run folder that stores the encoder of an epoch."""
     return f"epoch{epoch:04}.safetensors"
 
 
 def parse_epoch(path: Path) -> int | None:
-    """Return the epoch in the file name of an encoder, or None for any other file."""
+    """Return the epoch that the name of an encoder's file states, or None for other names."""
     match = _EPOCH_FILE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def resolve_file(uri: str) -> Path:
-    """Return the path of an address's weights file. The file may not exist.
+    """Return the path of the weights file to which an address refers. The file may not exist.
 
-    `RUN` means the last encoder in a run folder, and `RUN@200` means the encoder of epoch 200.
-    `demo:skip` is an encoder that comes with this suite.
+    If RUN is the folder of a training run, the address `RUN` means its last encoder, and `RUN@200`
+    means its encoder of epoch 200. `demo:skip` is an encoder that comes with this suite. Any other
+    address is a path.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -63,11 +64,11 @@ def resolve_file(uri: str) -> Path:
 
 
 def display_name(path: Path) -> str:
-    """Return the name of an encoder in tables.
+    """Return the name that tables show for the encoder in a weights file.
 
-    The last encoder of a run is named after the run folder. An encoder of an earlier epoch is
-    called RUN@EPOCH. Any other encoder is named after its file, without the suffix. If the file has
-    a common name, such as `checkpoint`, the name of its folder is put before it.
+    The last encoder of a training run is named after the run folder RUN, and the encoder of an
+    earlier epoch is called RUN@EPOCH. Any other encoder is named after its file, without the
+    suffix. If the file has a common name, such as `checkpoint`, the name of its folder precedes it.
     """
     epoch, folder = parse_epoch(path), resolve_links(path).parent.name
     if path.name == LAST:
@@ -78,7 +79,7 @@ def display_name(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Expand patterns and comma-separated lists to addresses, and drop duplicates."""
+    """Expand file patterns and comma-separated lists to encoder addresses, without duplicates."""
     uris: list[str] = []
     for pattern in (part for text in patterns for part in _split_list(text)):
         # A shell expands RUN/epoch* to weights files and to their .sha256 files.
@@ -104,7 +105,10 @@ def _split_list(text: str) -> list[str]:
 
 
 def _exists(text: str) -> bool:
-    """Return whether a path exists, with or without a final @EPOCH, or a pattern has matches."""
+    """Return whether a text is an existing path or a pattern with matches.
+
+    A final @EPOCH is ignored.
+    """
     names = (text, re.sub(r"@\d{1,9}$", "", text))
     paths = [str(expand_path(name)) for name in names if name]
     # Path.glob does not accept absolute patterns.
@@ -117,10 +121,11 @@ def is_baseline(uri: str) -> bool:
 
 
 def has_random_weights(uri: str) -> bool:
-    """Return whether `random:URI` exists for an address, judged by the address alone.
+    """Return whether the encoder at an address has a baseline with random weights, `random:URI`.
 
-    It does not exist for baselines. It also does not exist for user modules and for encoders from
-    other packages, because their initialisation is unknown.
+    Only the address is examined. Untrained baselines have no such baseline themselves. The same
+    holds for user modules and encoders from other packages, because their initialisation is
+    unknown.
     """
     is_external = uri.partition(":")[0] in entry_points("encoder")
     return not (is_baseline(uri) or FILE_AND_NAME.fullmatch(uri) or is_external)
@@ -130,7 +135,7 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
     """Return the addresses, followed by the addresses of untrained baselines.
 
     The baselines are each encoder with random weights, if its initialisation is known, and raw
-    colours for each patch size.
+    patch colours for each patch size.
     """
     drawn = [f"{RANDOM}:{uri}" for uri in uris if has_random_weights(uri)]
     colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
@@ -138,7 +143,11 @@ def add_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
 
 
 def layers_of_encoder(uri: str, layers: str | int | Sequence[int]) -> str | int | Sequence[int]:
-    """Return the requested layers, or "all" for raw colours, which have only one block."""
+    """Return the layers of an encoder to probe.
+
+    They are the requested layers, or "all" for the raw-colour baseline `colours:PATCH`, which has
+    only one block.
+    """
     return "all" if uri.partition(":")[0] == COLOURS else layers
 
 
@@ -176,7 +185,7 @@ def demo_folder() -> Path:
 
 
 def demo_file(uri: str) -> Path:
-    """Return the path of the weights file of `demo:NAME`."""
+    """Return the path of the weights file of the demo encoder `demo:NAME`."""
     name = uri.removeprefix(f"{DEMO}:")
     if name not in NAMES:
         ways = [("--checkpoint", f"{DEMO}:{known}") for known in NAMES]

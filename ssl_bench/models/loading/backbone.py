@@ -76,9 +76,9 @@ class Backbone:
 def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
     """Find the encoder in the content of a weights file.
 
-    If there are several encoders, the one whose prefix indicates a moving average, such as
-    "teacher" or "ema", is used. Exceptions are MoCo-v3, solo-learn and averages that were never
-    updated.
+    A file may contain several encoders, whose tensor names differ in a prefix. If so, the one whose
+    prefix indicates a moving average, such as "teacher" or "ema", is used. Exceptions are MoCo-v3,
+    solo-learn and averages that were never updated.
 
     Raises:
         CheckpointError: There is no encoder, or it is unclear which of several encoders to use, or
@@ -162,7 +162,10 @@ def find_backbone(content: Mapping[str, Any], path: Path) -> Backbone:
 
 
 def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of all leaves of nested containers. Slashes separate the keys."""
+    """Yield the name and value of each leaf of nested containers.
+
+    The name consists of the keys that lead to the leaf, separated by slashes.
+    """
     items: Iterable[tuple[str, object]]
     if isinstance(value, Mapping):
         items = (
@@ -179,7 +182,10 @@ def _iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _remove_wrapper(wrapper: str, name: str) -> str:
-    """Return the name of a tensor without those parts that match the pattern `wrapper`."""
+    """Remove those parts of a tensor's name that match the pattern `wrapper`.
+
+    For example, "module" is removed from "module.blocks.0.attn".
+    """
     return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
 
@@ -196,10 +202,10 @@ def _require_unique(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str
 
 
 def _find_encoders(names: Collection[str]) -> list[str]:
-    """Return the prefix of each encoder.
+    """Return the name prefix of each encoder among the tensors of a weights file.
 
-    An encoder has blocks and a patch kernel. If the kernel of one encoder has a bias, kernels of
-    the same name without a bias do not count.
+    An encoder is recognised by a patch embedding kernel and blocks. A kernel without a bias is
+    ignored if another kernel of the same name has a bias.
     """
     kernels = dict.fromkeys(match.groups() for name in names if (match := _KERNEL.fullmatch(name)))
     return [
@@ -214,7 +220,10 @@ def _find_encoders(names: Collection[str]) -> list[str]:
 
 
 def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes of the dictionaries with the most tensors, which may be encoders."""
+    """Return the prefixes of the dictionaries in a weights file that contain the most tensors.
+
+    They may be encoders whose tensors have unknown names.
+    """
     inside: dict[str, list[str]] = {}
     for name, value in tensors.items():
         container, _, key = name.rpartition("/")
@@ -229,7 +238,19 @@ def _largest_containers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
-    """Return the prefix of the encoder to use. Prefixes are compared part by part."""
+    """Choose one of several encoders in a weights file, and return its prefix.
+
+    Prefixes are compared part by part, from the left. At the first part in which they differ,
+    `_rank` decides.
+
+    Args:
+        roots: Prefix of each encoder.
+        unaveraged: Prefixes of moving averages that were never updated.
+        path: The weights file, for error messages.
+
+    Raises:
+        CheckpointError: Several encoders have the highest rank.
+    """
     if len(roots) == 1:
         return roots[0]
     above = _common_prefix(roots)
@@ -251,7 +272,16 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
 
 
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
-    """Return the preference for an encoder. The one with the highest value is used."""
+    """Return the rank of an encoder in a file with several encoders. The highest rank is used.
+
+    A moving average has a high rank, unless it was never updated. A student or a momentum encoder
+    has a low rank.
+
+    Args:
+        root: Prefix of the encoder.
+        above: Common prefix of all compared encoders.
+        unaveraged: Prefixes of moving averages that were never updated.
+    """
     below = root.removeprefix(above)
     if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
         return 0
@@ -269,10 +299,14 @@ def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
 def _find_reason_outside(
     name: str, value: Tensor, above: str, root: str, others: Sequence[str]
 ) -> str | None:
-    """Return the reason to ignore a tensor outside of the encoder, or None if there is no reason.
+    """Return why a tensor outside of the encoder can be ignored, or None if that is unknown.
 
-    `root` is the prefix of the encoder. `above` is the common prefix of `root` and the tensor's
-    name. `others` contains the prefixes of all other encoders.
+    Args:
+        name: Name of the tensor.
+        value: The tensor.
+        above: Common prefix of `root` and `name`.
+        root: Prefix of the encoder.
+        others: Prefixes of all other encoders in the file.
     """
     rest = name.removeprefix(above)
     part = _SEPARATOR.split(rest)[0]

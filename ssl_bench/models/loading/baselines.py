@@ -76,10 +76,10 @@ def load_random(uri: str) -> Encoder:
 
 
 class ColourPatches(nn.Module):
-    """Encoder with one block, in which a patch token contains the colours of the patch's pixels.
+    """Baseline encoder whose patch tokens contain the colours of the patch's pixels.
 
-    The [CLS] token is the mean of all patch tokens. Queries, keys and values equal the tokens, so
-    that probes can use all facets.
+    It has a single block. The [CLS] token is the mean of all patch tokens. Queries, keys and values
+    equal the tokens, so that probes can use any of them.
     """
 
     def __init__(self, patch_size: int) -> None:
@@ -111,7 +111,7 @@ class _RepeatThrice(nn.Module):
 
 
 def load_colours(uri: str) -> Encoder:
-    """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels."""
+    """Load the raw-colour baseline `colours:PATCH`, where PATCH is the patch size in pixels."""
     size = uri.removeprefix("colours:")
     if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:
         raise CheckpointError(

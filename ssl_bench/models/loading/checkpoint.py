@@ -81,7 +81,7 @@ _ALLOWED_TYPES: list[Any] = [
 
 
 def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
-    """Write a checkpoint with weights, configuration and `metadata`, and its .sha256 file.
+    """Write a checkpoint with weights, configuration and `metadata`, and a .sha256 file next to it.
 
     Equal arguments give bitwise identical files. If the process is killed, either the old or the
     new checkpoint can still be loaded: while the weights are replaced, the .sha256 file contains
@@ -145,7 +145,10 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 
 def normalization_metadata(colours: Normalization) -> dict[str, str]:
-    """Return the checkpoint metadata for a normalisation, which are empty for ImageNet's."""
+    """Return checkpoint metadata that state the mean and standard deviation of the training images.
+
+    The result is empty for ImageNet's values, which are the default.
+    """
     if colours == IMAGENET_NORMALIZATION:
         return {}
     return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
@@ -165,9 +168,11 @@ def _serialize(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 
 
 def read_identity(uri: str, path: Path) -> EncoderIdentity:
-    """Return the identity of a checkpoint of this suite, without reading its weights.
+    """Return the identity of the encoder in a checkpoint of this suite without loading weights.
 
-    The digest is read from the .sha256 file. Only `load_checkpoint` compares it with the weights.
+    The digest is read from the .sha256 file, and only `load_checkpoint` compares it with the
+    weights. If that file does not contain exactly one digest, the digest is computed from the
+    checkpoint.
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
@@ -254,12 +259,15 @@ MODEL_FOLDER = ("--checkpoint", "local-dir:{folder}")
 
 
 def timm_hint(path: Path, name: str = "{timm_name}") -> tuple[str, str]:
-    """Return the hint to load a file into a timm model."""
+    """Return command-line arguments that load a weights file into the timm model `name`.
+
+    Error messages suggest them as a hint.
+    """
     return "--checkpoint", f"timm:{name}@{escape_braces(str(path))}"
 
 
 def reject_parts(path: Path) -> None:
-    """Raise an error for a checkpoint in several files, or for a single file of it."""
+    """Raise an error if a checkpoint consists of several files, or if `path` is one of them."""
     folder = path if path.is_dir() else path.parent
     is_given = path.suffix == ".distcp" or path.name == ".metadata"
     if is_given or (not path.is_file() and next(folder.glob("*.distcp"), None)):
@@ -279,7 +287,10 @@ def reject_parts(path: Path) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise an error if a file cannot be read, is empty, or is a placeholder such as a web page."""
+    """Raise an error if a file cannot be read, is empty, or is only a placeholder.
+
+    Examples of placeholders are a web page and a Git LFS pointer.
+    """
     reject_parts(path)
     try:
         with open_regular(path) as file:
@@ -294,7 +305,7 @@ def _check_readable(path: Path) -> None:
 
 @contextmanager
 def require_unchanged(path: Path) -> Generator[None]:
-    """Raise an error if a file is replaced inside the `with` block, such as by a training run.
+    """Raise an error if a file is replaced inside the `with` block, for example by a training run.
 
     Otherwise, results of the new weights could be stored with the SHA-256 of the old weights.
     """
@@ -344,7 +355,7 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_rgb(content: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """Return the mean or standard deviation that `content[key]` states as one or three numbers.
+    """Read the mean or standard deviation of RGB in `content[key]`: one number or three.
 
     If the key ends with "std", the numbers must be positive.
     """
@@ -402,7 +413,10 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def check_tensors(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Check that the weights are dense floating-point tensors on the CPU, and return them."""
+    """Check that the weights are dense floating-point tensors on the CPU, and return them.
+
+    Known integer buffers, such as `num_batches_tracked`, are also accepted.
+    """
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
         is_numeric = value.dtype in _FLOATS or is_index
@@ -456,10 +470,14 @@ def _describe_damage(path: Path, reason: str) -> str:
 
 
 def advise_model_folder(path: Path, different: str, name: str = "NAME") -> str:
-    """Return the advice to describe a file as a timm model in a config.json next to the file.
+    """Return advice for an error message: load a weights file from a folder with a config.json.
 
-    `different` contains the arguments that differ from timm's model `name`, as items of a JSON
-    object.
+    In the config.json, the user names a timm model and its arguments that differ.
+
+    Args:
+        path: The weights file.
+        different: Arguments that differ from those of the timm model, as items of a JSON object.
+        name: timm's name of the model.
     """
     file = "model.safetensors" if path.suffix == ".safetensors" else "pytorch_model.bin"
     return (
@@ -474,6 +492,6 @@ def format_shape(tensor: Tensor) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Format the first three names and the number of further names for messages."""
+    """Format a list of names for a message: the first three names, and how many more there are."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -1,6 +1,7 @@
 """Load Vision Transformers from weights files of other projects.
 
-Each tensor of a file is either loaded or ignored. The encoder's `contents` state the reasons.
+Each tensor of a file is either loaded or ignored. `Encoder.contents` states why a tensor was
+ignored.
 """
 
 import math
@@ -63,14 +64,16 @@ def load_foreign(
     colours: Normalization = IMAGENET_NORMALIZATION,
     colours_from: str = ASSUMED,
 ) -> Encoder:
-    """Load a ViT with skip connections from a file in one of `LAYOUTS`, or from an ONNX file.
+    """Load a ViT from a weights file of another project.
+
+    The tensors must be named as in one of the `LAYOUTS`, unless the file is an ONNX file.
 
     Args:
         path: The weights file.
         uri: Address of the encoder.
         name: Name of the encoder in tables.
-        description: Values of config.json. Only files in the transformers library's layout need
-            them.
+        description: Properties of the encoder from its config.json. Only files in the transformers
+            library's layout need them.
         colours: Mean and standard deviation of the training images.
         colours_from: Text that names the source of `colours`.
     """
@@ -125,7 +128,11 @@ def load_foreign(
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
-    """Join the query, key and value layers of each block in place. Return a note for users."""
+    """Join the query, key and value weights of each block into `attn.qkv`, in place.
+
+    Returns:
+        A note for users. Empty if the weights are joined already.
+    """
     matches = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
     for prefix, kind in [(match[1], match[2]) for match in matches if match]:
         names = [f"{prefix}{third}.{kind}" for third in ("query", "key", "value")]
@@ -143,7 +150,11 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
 
 
 def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
-    """Rename the tensors of the transformers library's DINOv3 to the names of DINOv3's authors."""
+    """Convert DINOv3 weights of the transformers library to the names of DINOv3's authors.
+
+    Queries, keys and values are joined into one layer. If queries have biases but keys have none,
+    the biases of the keys are zeros.
+    """
     weights, dropped = rename_tensors(DINOV3_TRANSFORMERS, backbone.weights, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
@@ -161,7 +172,7 @@ def rename_dinov3(backbone: Backbone, path: Path) -> Backbone:
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
-    """Multiply each LayerScale into the preceding layer in place. Return a note for users.
+    """Multiply each LayerScale into the preceding linear layer in place. Return a note for users.
 
     If a LayerScale is missing or has an unexpected shape, nothing is changed. `load_weights` then
     raises an error that names the LayerScales that are left.
@@ -187,7 +198,12 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
 def _infer_config(
     weights: Mapping[str, Tensor], layout: Layout, description: Description | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
-    """Return the configuration, the grid (rows, cols) of positions, and a note on assumptions."""
+    """Infer the configuration of a ViT from its weights.
+
+    Returns:
+        The configuration, the rows and columns of the position embedding, and a note about
+        assumptions.
+    """
     _check_required(weights, layout, path, head_dim=_HEAD_DIM if description is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]

@@ -53,7 +53,10 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_torch_hub(uri: str) -> Encoder:
-    """Load `torchhub:REPOSITORY:NAME`. A branch in the address, as in torch.hub, is ignored."""
+    """Load published weights from an address `torchhub:REPOSITORY:NAME`.
+
+    A branch, as in `torchhub:REPOSITORY:BRANCH:NAME`, is ignored.
+    """
     match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
     repository, name = (match[1], match[2]) if match else ("", "")
     url = HUB_WEIGHTS.get(repository, {}).get(name)
@@ -64,7 +67,7 @@ def load_torch_hub(uri: str) -> Encoder:
 
 
 def download_file(url: str) -> Path:
-    """Return the path of the file in torch's hub cache. Download the file if it is missing."""
+    """Return the path of a URL's file in torch's hub cache. Download the file if it is missing."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(PublishedFile(url, None), target, _require_weights)
@@ -92,7 +95,7 @@ def hugging_face_file(
 
     Args:
         repository: `org/name`.
-        names: File names in order of preference.
+        names: File names in order of preference. The first one that exists is used.
         revision: Branch, tag or commit. None for the main branch.
     """
     try:

@@ -35,14 +35,16 @@ _COLOUR_CHANGES = re.compile("bgr|channel_order|offset|gr[ae]y")
 
 
 def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> Encoder:
-    """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
+    """Load an encoder from `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
     If config.json has the key `architecture`, timm loads the encoder. Otherwise, its `model_type`
     must be one of the transformers library: vit, vit_mae, dinov2, dinov2_with_registers or
     dinov3_vit.
 
-    With `allow_missing_preprocessor`, preprocessor_config.json may be missing, because the caller
-    provides the mean and standard deviation.
+    Args:
+        uri: The address.
+        allow_missing_preprocessor: Whether preprocessor_config.json may be missing, because the
+            caller provides the mean and standard deviation.
     """
     scheme, _, place = uri.partition(":")
     if scheme == "local-dir":
@@ -133,7 +135,7 @@ def load_hugging_face(uri: str, *, allow_missing_preprocessor: bool = False) -> 
 
 
 def _find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the first file in `names` that exists in a folder."""
+    """Return the path of the first file in `names` that exists in a folder."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -159,7 +161,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_description(config: Mapping[str, Any], path: Path) -> Description:
-    """Return those values of config.json that cannot be inferred from tensor shapes."""
+    """Return those properties of an encoder in config.json that tensor shapes do not reveal.
+
+    An example is the number of attention heads.
+    """
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
     size: Any = config.get("image_size")

@@ -1,4 +1,4 @@
-"""Published layouts of Vision Transformers, that is, how their weights files name the tensors.
+"""Layouts of published Vision Transformers, that is, how their weights files name the tensors.
 
 To add a layout, define a `Layout` and insert it into `LAYOUTS` before DINO. If its patch embedding
 or its blocks have new names, also extend the patterns in backbone.py.
@@ -29,16 +29,18 @@ _BLOCK = r"blocks\.(\d+)\."
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor names of a family of checkpoints. All patterns must match whole names.
+    """The tensor names of a family of checkpoints, as regular expressions for whole names.
 
     Attributes:
         name: Name of the layout in messages and records.
         source: URL of the code that defines the layout.
         marks: Patterns that identify the layout. A file has the layout if a pattern matches the
             name of a tensor, or a prefix that was removed from the names.
-        renames: Pairs of a pattern for tensor names and its replacement. The first match is used.
-        ignored: Reason why a tensor is ignored, for each pattern of tensor names.
-        heads: Number of heads for each width. Other widths have one head per 64 channels.
+        renames: Pairs of a pattern and its replacement, which rename tensors. For each name, the
+            first pattern that matches is used.
+        ignored: Patterns of tensors that are not loaded, each with the reason.
+        heads: Number of attention heads by width of the encoder. Encoders of other widths have one
+            head per 64 channels.
         is_read_by_timm: Whether timm can load weights with these names.
     """
 
@@ -53,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Description:
-    """The properties of an encoder that cannot be inferred from the shapes of its tensors.
+    """Properties of an encoder that cannot be inferred from the shapes of its tensors.
 
     Attributes:
         num_heads: Number of attention heads in each block.
@@ -278,7 +280,15 @@ _TIMM_BLOCK = r"(?:(?:layers|stages)\.\d+\.)?blocks\.\d+\..*"
 
 
 def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
-    """Return the first layout with a mark that matches a tensor name or a prefix, or DINO."""
+    """Return the layout of a weights file, that is, the naming scheme of its tensors.
+
+    It is the first layout in `LAYOUTS` with a mark that matches a name or a prefix. If there is no
+    such layout, it is DINO.
+
+    Args:
+        names: Names of the tensors.
+        prefixes: Prefixes that were removed from these names, such as "base_encoder.".
+    """
     present = (*names, *prefixes)
     marked = (
         layout
@@ -289,7 +299,7 @@ def find_layout(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an error that says how to load the file if the weights are not those of a plain ViT."""
+    """Raise an error that suggests another way to load the file if it is not a plain ViT."""
     for pattern, network, remedy in _NOT_VIT:
         if (name := first_match(weights, pattern)) is not None:
             raise CheckpointError(
@@ -318,16 +328,20 @@ def reject_unsupported(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def ways_to_load(weights: Iterable[str], path: Path) -> tuple[str, ...]:
-    """Return the hint for an unknown layout: Python, or also timm if the names look like timm's."""
+    """Return command-line arguments that an error message suggests for a file in an unknown layout.
+
+    They load the encoder from a Python file. If the tensor names look like timm's, arguments that
+    load a timm model are suggested as well.
+    """
     is_like_timm = first_match(weights, _TIMM_BLOCK) is not None
     return join_alternatives(timm_hint(path) if is_like_timm else (), PYTHON_FILE)
 
 
 def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
-    """Return timm's name of the architecture if the weights are a DINOv3, or None otherwise.
+    """Return timm's name of a DINOv3's architecture, or None for the weights of other models.
 
-    The tensors may have the names in timm or those of DINOv3's authors. The result ends with
-    `_qkvb` if the file has biases of queries and values, because they are non-zero in some files.
+    The tensors may be named as in timm or as by DINOv3's authors. The result ends with `_qkvb` if
+    the file has biases of queries and values, because they are non-zero in some files.
     """
     kernel = weights.get("patch_embed.proj.weight")
     has_timm_names = {"cls_token", "reg_token"} <= weights.keys() and "pos_embed" not in weights
@@ -350,7 +364,11 @@ def first_match(names: Iterable[str], pattern: str) -> str | None:
 def rename_tensors(
     layout: Layout, weights: Mapping[str, Tensor], path: object
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors under their new names, and the reason for each ignored tensor."""
+    """Rename the tensors of a weights file by the rules of a layout.
+
+    Returns:
+        The tensors by their new names, and the reason for each ignored tensor by its old name.
+    """
     ignored = find_reasons(weights, layout.ignored)
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
@@ -366,7 +384,12 @@ def rename_tensors(
 
 
 def find_reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the reason to ignore a tensor for each name that matches a pattern in `known`."""
+    """Return the names of tensors to ignore, each with the reason.
+
+    Args:
+        names: Names of all tensors.
+        known: Patterns of names to ignore, each with the reason.
+    """
     reasons: dict[str, str] = {}
     for name in names:
         for pattern, reason in known.items():

@@ -56,10 +56,10 @@ _NORMALIZED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Address:
-    """A form of address in the list that `ssl-bench models` prints.
+    """One way to write the address of an encoder, as listed by `ssl-bench models`.
 
     Attributes:
-        form: The address with placeholders.
+        form: The address with placeholders, such as `timm:NAME@FILE`.
         example: An example of such an address. Empty if the loader provides no example.
         meaning: What the address loads.
     """
@@ -109,10 +109,10 @@ scheme, and its function takes the whole address and returns an `Encoder`.
 
 
 def list_addresses() -> list[Address]:
-    """Return all forms of address, including the schemes of installed packages.
+    """Return all ways to write the address of an encoder, including those of installed packages.
 
-    For installed packages, the example is the attribute `example` of the loader. It is empty if the
-    loader has no such attribute or cannot be imported.
+    The example of such an address is the attribute `example` of the package's loader. It is empty
+    if the loader has no such attribute or cannot be imported.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():
@@ -152,7 +152,7 @@ def load_encoder(uri: str) -> Encoder:
 
 
 def _find_loader(uri: str) -> Callable[[str], Encoder]:
-    """Return the loader of an address.
+    """Return the function that loads the encoder at an address.
 
     Forms of address are tried in this order: `mean=...:URI`, the schemes in `LOADERS`,
     `FILE.py:NAME`, the schemes of installed packages, paths. Installed packages therefore cannot
@@ -174,7 +174,7 @@ def _find_loader(uri: str) -> Callable[[str], Encoder]:
 
 
 def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
-    """Load an encoder with the loader of an installed package, and check its result."""
+    """Load an encoder with the loader of an installed package, and check the type of the result."""
     source = f"the encoder loader {point.name} = {point.value}"
     try:
         encoder = load_entry_point(point)(uri)
@@ -191,7 +191,7 @@ def _load_by_entry_point(point: EntryPoint, uri: str) -> Encoder:
 
 
 def identify_encoder(uri: str) -> EncoderIdentity:
-    """Return the identity of the encoder at an address.
+    """Return the properties that identify the encoder at an address, such as its digest.
 
     For a checkpoint of this suite, only its header and its .sha256 file are read. This takes
     milliseconds, but damaged weights are not detected. Any other encoder is loaded.
@@ -208,7 +208,9 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 
 
 def read_header_identity(uri: str) -> EncoderIdentity | None:
-    """Return the identity in the header of a checkpoint of this suite, or None for other addresses.
+    """Return the encoder's identity in the header of a checkpoint of this suite, or None.
+
+    For all other addresses, the result is None.
 
     Raises:
         CheckpointError: The header of the checkpoint cannot be read.
@@ -219,7 +221,11 @@ def read_header_identity(uri: str) -> EncoderIdentity | None:
 
 
 def _load_normalized(uri: str) -> Encoder:
-    """Load `mean=NUMBERS,std=NUMBERS:URI`, where the file at URI states no normalisation."""
+    """Load the encoder at URI with the image normalisation in the address `mean=...,std=...:URI`.
+
+    Raises:
+        CheckpointError: The address is malformed, or the file at URI states its own normalisation.
+    """
     match = _NORMALIZED.fullmatch(uri)
     try:
         texts = match.groups()[:2] if match else ("", "")
@@ -295,8 +301,8 @@ def load_path(uri: str) -> Encoder:
 def _guess_address(name: str) -> str | None:
     """Guess the address that the user meant by a name that is not a path. Return None if unknown.
 
-    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. The
-    result is one word of an error's hint.
+    For example, `dino_vits16` is in torch hub, and `facebook/dinov2-small` is on Hugging Face. An
+    error message suggests the result, which may contain a placeholder such as {tag}.
     """
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
@@ -322,7 +328,8 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
 
     Args:
         checkpoints: Addresses and patterns. If empty, the newest checkpoint below `runs/` is used.
-        baselines: Whether to add each encoder with random weights, and raw colours.
+        baselines: Whether to add untrained baselines: each encoder with random weights, and raw
+            patch colours.
     """
     uris = expand(checkpoints or [newest_checkpoint(Path("runs"))])
     if not baselines:
@@ -334,9 +341,15 @@ def encoder_addresses(checkpoints: Sequence[str], *, baselines: bool) -> list[st
 
 
 def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]) -> None:
-    """Check the requested layers against the depths in the headers of this suite's checkpoints.
+    """Check that the encoders to probe have the requested layers, before any encoder is loaded.
 
-    Other encoders are not checked, because loading them takes long.
+    The depth is read from the header of checkpoints of this suite. Other encoders are not checked,
+    because loading them takes long.
+
+    Args:
+        layers: Requested layers.
+        checkpoints: Addresses of the encoders, and patterns. If empty, the newest checkpoint below
+            `runs/` is checked.
 
     Raises:
         ConfigurationError: The layers are not numbers, or a checkpoint does not have these layers.
@@ -352,7 +365,7 @@ def require_layers(layers: str | int | Sequence[int], checkpoints: Sequence[str]
 
 
 def load_and_log(uri: str) -> Encoder:
-    """Load an encoder, and print its depth, digest, normalisation and notes."""
+    """Load an encoder, and print its depth, digest, normalisation and notes from the loader."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     mean, std = (" ".join(f"{value:g}" for value in rgb) for rgb in (encoder.mean, encoder.std))
@@ -377,7 +390,9 @@ def load_and_log(uri: str) -> Encoder:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Return the newest checkpoint below a folder, and print its path.
+    """Return the path of the newest checkpoint below a folder, and print it.
+
+    Files that store an intermediate epoch of a training run are ignored.
 
     Raises:
         CheckpointError: There is no checkpoint.

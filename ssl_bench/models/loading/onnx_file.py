@@ -22,11 +22,11 @@ _POSITIONS = "embeddings.position_embeddings"
 def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
     """Return the tensors of an ONNX file under their PyTorch names, and a description of the ViT.
 
-    An export keeps the names of biases and norms, but not the names of the weight matrices of
-    linear layers. Each of these matrices gets the name of the module whose node multiplies by it,
-    and is transposed if necessary. If the position embeddings of [CLS] and of the patches are
-    stored separately, they are joined. The number of heads and the epsilon of the norms are read
-    from the graph.
+    An exported file keeps the names of biases and norms, but not those of the weight matrices of
+    linear layers. Each matrix is therefore named after the module that multiplies by it, and
+    transposed if necessary. If the position embeddings of [CLS] and of the patches are stored
+    separately, they are joined. The number of heads and the epsilon of the norms are read from the
+    graph.
 
     Raises:
         CheckpointError: The file is damaged, or is not an export of a supported model.
@@ -101,7 +101,7 @@ def _read_graph(
 
 
 def _scope(node: Any) -> str:
-    """Return the name of the module that created a node, or "" if unknown."""
+    """Return the name of the PyTorch module that an ONNX node belongs to, or "" if unknown."""
     if node.name.startswith("/"):
         return node.name[1:].rpartition("/")[0].replace("/", ".")
     text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "")
@@ -112,10 +112,9 @@ def _scope(node: Any) -> str:
 
 
 def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a dictionary from names to parameters.
+    """Return the parameters of an ONNX graph by their PyTorch names.
 
-    A matrix that the graph does not name as a parameter is named after the module that multiplies
-    by it.
+    A matrix without a name is named after the module that multiplies by it.
     """
     initial = {item.name for item in graph.initializer}
     for node in graph.node:
@@ -139,7 +138,10 @@ def _name_constants(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, n
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
-    """Read the number of heads from the shape of the queries: batch x tokens x heads x channels."""
+    """Read the number of attention heads from an ONNX graph.
+
+    Queries are reshaped to batch x tokens x heads x channels, so this shape states the number.
+    """
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
@@ -157,7 +159,10 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
 def _numbers(
     name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
 ) -> Sequence[int | None]:
-    """Return the shape that a constant or Concat node contains, with None for unknown sizes."""
+    """Return the shape that an ONNX constant or the output of a Concat node contains.
+
+    Unknown sizes are None.
+    """
     maker = makers.get(name)
     joined = [] if name in constants or maker is None or maker.op_type != "Concat" else maker.input
     return [
@@ -168,7 +173,10 @@ def _numbers(
 
 
 def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
-    """Read the epsilon of the norms from an attribute, or from a constant added to a variance."""
+    """Read the epsilon of all norms from an ONNX graph.
+
+    It is an attribute of a LayerNormalization node, or a constant that is added to the variance.
+    """
     values: set[float] = set()
     for node in graph.node:
         if node.op_type == "LayerNormalization":
@@ -190,7 +198,7 @@ def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> fl
 
 
 def _require_gelu(graph: Any, path: Path) -> None:
-    """Raise an error unless an MLP contains the exact GELU: a Gelu node or the error function."""
+    """Raise an error unless an MLP uses the exact GELU: a Gelu node, or the error function erf."""
     for node in graph.node:
         if re.search(r"mlp|intermediate", _scope(node)):
             is_tanh = any(a.name == "approximate" and a.s == b"tanh" for a in node.attribute)

@@ -41,10 +41,10 @@ _ROUNDING = 1e-3
 
 
 def load_python_object(uri: str) -> Encoder:
-    """Load `FILE.py:NAME`: a module, an `Encoder`, or a function that returns one of them.
+    """Load an encoder from an address `FILE.py:NAME`.
 
-    A function is called without arguments. The file can import other files in its folder, as with
-    `python FILE.py`.
+    NAME is a PyTorch module, an `Encoder`, or a function without arguments that returns one of
+    them. The file can import other files in its folder, as with `python FILE.py`.
     """
     address = FILE_AND_NAME.fullmatch(uri)
     assert address is not None
@@ -64,7 +64,11 @@ def load_python_object(uri: str) -> Encoder:
 
 
 def _run_file(path: Path, name: str) -> Any:
-    """Run a Python file, and return its object `name`, or the result of calling that object."""
+    """Run a Python file, and return its object `name`.
+
+    If the object is a function or a class, it is called without arguments, and the result is
+    returned.
+    """
     spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -196,7 +200,7 @@ def wrap_module(
 
 
 class OwnModule(nn.Module):
-    """A user's module with the attributes `blocks` and `norm` that extraction needs."""
+    """A user's module with the attributes `blocks` and `norm` that feature extraction needs."""
 
     def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
         super().__init__()
@@ -242,7 +246,11 @@ def _find_blocks(module: nn.Module, label: str) -> str:
 
 
 def _module_lists(module: nn.Module) -> dict[str, int]:
-    """Return the length of each list of modules of the same class that contain other modules."""
+    """Return the names and lengths of the lists that may be the blocks of an encoder.
+
+    Such a list is a `ModuleList` or `Sequential`. Its items have the same class and contain other
+    modules.
+    """
     return {
         name: len(children)
         for name, part in module.named_modules()
@@ -285,7 +293,10 @@ def _find_norm(
 def _likely_sizes(
     module: nn.Module, image_size: int | tuple[int, int] | None, patch: int
 ) -> list[tuple[int, int]]:
-    """Return `image_size`, or likely heights and widths in pixels, with the most likely first."""
+    """Return image sizes (height, width) in pixels to try, with the most likely first.
+
+    If `image_size` is given, it is the only one.
+    """
     if image_size is not None:
         return [(image_size, image_size) if isinstance(image_size, int) else image_size]
     attributes = [
@@ -307,7 +318,7 @@ def _likely_sizes(
 
 
 def _trace_blocks(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
-    """Return the outputs of all blocks for two zero images of the size (height, width)."""
+    """Return the outputs of all blocks for two all-zero images of the size (height, width)."""
     outputs: dict[int, Tensor] = {}
 
     def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -355,7 +366,7 @@ def _find_accepted_size(
 
 
 def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
-    """Return the stride of feature maps in pixels, or None if the blocks return other shapes."""
+    """Return the stride in pixels of the blocks' outputs, or None if these are not feature maps."""
     for axes in (slice(2, 4), slice(1, 3)):
         grids = {tuple(output.shape[axes]) for output in outputs if output.ndim == 4}
         (rows, cols), *others = grids or {(0, 0)}
@@ -368,7 +379,12 @@ def _map_stride(outputs: list[Tensor], size: tuple[int, int]) -> int | None:
 def _infer_layout(
     outputs: list[Tensor], grid: tuple[int, int], stride: int | None, label: str
 ) -> tuple[list[int], int, bool]:
-    """Return the width of each block, the number of prefix tokens, and if channels come last."""
+    """Infer the layout of the blocks' outputs from their shapes.
+
+    Returns:
+        The width of each block, the number of tokens before the patches, and whether the channels
+        are the last axis of feature maps.
+    """
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
     if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
@@ -411,9 +427,9 @@ def _require_row_order(
 ) -> None:
     """Raise an error if the tokens are not in the order [CLS], registers, patches row by row.
 
-    Two test images differ from a zero image in one patch each. The tokens that change in the input
-    of the first block show the index of that patch. Nothing is checked if the patch changes all
-    tokens, or if the input does not have the shape `shape` after its batch axis.
+    Each of two test images differs from a zero image in one patch. The token that changes in the
+    input of the first block must have the index of that patch. Nothing is checked if all tokens
+    change, or if the input does not have the shape `shape` after its batch axis.
     """
     (rows, cols), inputs = grid, list[Tensor]()
 

@@ -1,7 +1,7 @@
 """Load timm models as encoders.
 
-A model for RGB images can be loaded if its class is in `KNOWN`. All other models must have stages
-that return the features of `forward_intermediates`, with one feature vector per patch.
+Models must accept RGB images. A model whose class is not in `KNOWN` must also have stages whose
+outputs equal the features of timm's `forward_intermediates`, with one feature vector per patch.
 
 timm renames the tensors of many libraries. It also silently resizes position embeddings, patch
 kernels and tables of relative positions. The model is therefore built with the patch size and the
@@ -71,9 +71,11 @@ _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 
 
 def load_timm(uri: str) -> Encoder:
-    """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
+    """Load a timm model as an encoder.
 
-    For `timm:NAME`, the weights are drawn with seed 0, and tables show the name with "(random)".
+    The address is `timm:NAME`, `timm:NAME.TAG` for published weights, or `timm:NAME@FILE` for a
+    weights file. For `timm:NAME`, the weights are drawn with seed 0, and tables show the name with
+    "(random)".
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
@@ -121,7 +123,7 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Normalization) -> Encoder:
-    """Load a DINOv3 in the format of the transformers library into a timm model."""
+    """Load a DINOv3 weights file of the transformers library into a timm model."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
     return _from_file(uri, None, path, label=label, config=config)
 
@@ -188,7 +190,7 @@ def _check_name(name: str) -> None:
 def _load_weights(
     name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
 ) -> tuple[nn.Module, str]:
-    """Return a model with the weights of a file, and a note about the sizes that were inferred."""
+    """Return a timm model with the weights of a file, and a note about sizes that were inferred."""
     weights = _convert_dinov2_registers(backbone.weights)
     arguments, overlay = _read_arguments(config, path)
     plan, arguments, note = _infer_sizes(name, path, weights, arguments, overlay)
@@ -229,7 +231,12 @@ def _load_weights(
 
 
 def _read_arguments(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's arguments in config.json, and an overlay that contains its input size."""
+    """Read the model arguments and the input size from the content of a config.json.
+
+    Returns:
+        The model arguments, and a dictionary that overrides timm's `pretrained_cfg` with the input
+        size. It is empty if config.json does not state the input size.
+    """
     pretrained = _mapping(config, "pretrained_cfg", path)
     overlay: dict[str, Any] = {}
     if (stated := pretrained.get("input_size", ...)) is not ...:
@@ -250,7 +257,9 @@ def _infer_sizes(
     arguments: Mapping[str, Any],
     overlay: Mapping[str, Any],
 ) -> tuple[nn.Module, dict[str, Any], str]:
-    """Infer the patch and image size from the weights if config.json does not state them.
+    """Infer the patch size and image size of a timm model from the weights.
+
+    Sizes that config.json states are not inferred.
 
     Returns:
         The model on the device "meta", its arguments, and a note about the inferred sizes.
@@ -298,7 +307,7 @@ def _create(
     device: str | None = None,
     suggest_name: bool = True,
 ) -> Any:
-    """Create a timm model for RGB images, for dynamic image sizes if the model supports them.
+    """Create a timm model for RGB images. If possible, it accepts images of any size.
 
     Args:
         name: timm's name of the architecture.
@@ -353,8 +362,15 @@ def timm_encoder(
 ) -> Encoder:
     """Freeze a timm model, and return it as an encoder.
 
-    `keys` contains the `loaded_keys` and `total_keys` of the encoder. In each block, separate
-    layers for queries, keys and values are joined in place as `attn.qkv`.
+    In each block, separate layers for queries, keys and values are joined in place as `attn.qkv`.
+
+    Args:
+        model: The timm model.
+        uri: Address from which the model was loaded.
+        name: Name of the encoder in tables.
+        sha256: Digest of the weights.
+        keys: Number of loaded tensors, and number of all tensors in the weights file.
+        contents: Further information about the weights file.
 
     Raises:
         CheckpointError: The blocks do not return one feature per patch, or patches are not square.
@@ -426,11 +442,11 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Make `attn.qkv` compute the queries, keys and values of each block, including biases.
+    """Make `attn.qkv` of each block compute its queries, keys and values with their biases.
 
-    Some timm attention modules add the biases outside of `qkv`. Others have three separate layers
-    instead of `qkv`. Their outputs stay the same up to rounding. Blocks with other layers, or with
-    fewer keys than queries, are not changed.
+    Some attention modules of timm add the biases outside of `qkv`, and others have three separate
+    layers instead of `qkv`. Their outputs stay the same up to rounding. Blocks with other layers,
+    or with fewer keys than queries, are not changed.
     """
     for block in blocks:
         # The attributes and their types differ between models.
@@ -462,8 +478,8 @@ def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
 def _convert_dinov2_registers(weights: Weights) -> dict[str, Tensor]:
     """Convert the weights of a DINOv2 with registers to timm's form.
 
-    The position of [CLS] is added to the [CLS] token, and the registers are renamed. Other weights
-    are returned unchanged.
+    The position embedding of [CLS] is added to the [CLS] token, and the registers are renamed.
+    Other weights are returned unchanged.
     """
     converted = dict(weights)
     positions, cls_token = weights.get(_POSITIONS), weights.get("cls_token")
@@ -502,7 +518,7 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
 
 
 def _depths_and_width(weights: Weights) -> tuple[Sequence[int], int]:
-    """Return the number of blocks in each stage, and the output width of the first convolution.
+    """Return the number of blocks in each stage, and the output channels of the first convolution.
 
     Only blocks whose tensors have timm's names are counted.
     """
@@ -534,7 +550,7 @@ def _require_depth(name: str, plan: nn.Module, weights: Weights, path: Path) -> 
 
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> CheckpointError:
-    """Return an error that lists the first three tensors that do not fit."""
+    """Return an error that lists the first three tensors that do not fit the timm model."""
     differences = "; ".join(
         f"{tensor} is {format_shape(weights[tensor]) if tensor in weights else 'not in the file'}, "
         f"expected {format_shape(value)}"
@@ -550,7 +566,10 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> Checkp
 
 
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
-    """Return the bit patterns of all numbers in float32 as integers, so that NaN equals NaN."""
+    """Convert all numbers to float32, and return their bit patterns as integers.
+
+    Bit patterns of NaN are equal, although NaN itself does not equal NaN.
+    """
     return value.detach().float().contiguous().flatten().view(torch.int32)
 
 

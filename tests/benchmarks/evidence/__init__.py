@@ -1,4 +1,4 @@
-"""Compare claims of papers with our training runs on two CPU cores.
+"""Check claims made in papers against our own training runs on two CPU cores.
 
-Generate the pages that describe the claims and the runs.
+The modules judge the claims and generate the pages that report them.
 """

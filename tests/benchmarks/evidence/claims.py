@@ -1,4 +1,4 @@
-"""The claims that the experiments test, and the outcomes that would refute them.
+"""The claims that our experiments test, and the outcomes that would refute them.
 
 The claims were fixed before any run. Later commits changed only their wording.
 """

@@ -1,7 +1,8 @@
-"""Generate the pages and figures about the experiments from the records of the runs.
+"""Generate pages and figures about our experiments from the stored results of the training runs.
 
-results/tables/evidence.md has a line for each claim, and evidence_runs.md describes the runs.
-results/figures/evidence_ROW.svg shows the curves of a row that was measured after every epoch.
+results/tables/evidence.md has a line for each claim. results/tables/evidence_runs.md describes the
+runs. results/figures/evidence_ROW.svg shows the training curves of the experiment ROW, if it was
+measured after every epoch.
 """
 
 from pathlib import Path
@@ -50,7 +51,7 @@ _DIRECTION = {"supported": "yes", "refuted": "no"}
 
 
 def page(runs: Runs) -> str:
-    """Return the page about the claims and their verdicts as Markdown."""
+    """Return the Markdown page about the claims and the verdicts on them."""
     lines = [_line(claim, verdict(claim, runs)) for claim in CLAIMS]
     return _BEGINNING + "\n".join(lines) + "\n"
 
@@ -96,7 +97,7 @@ _CURVES = {
 
 
 def runs_page(runs: Runs) -> str:
-    """Return the page that describes the runs as Markdown."""
+    """Return the Markdown page that describes the runs."""
     text = _RUNS_BEGINNING + "\n## Over the epochs\n"
     for row in figures(runs):
         lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
@@ -122,7 +123,7 @@ a step of 128 images, and of 64 images in `dino`. `optimizer.lr` is for 256 imag
 
 
 def _rates(runs: Runs) -> str:
-    """Return table lines that show the held-out score for each variant and learning rate."""
+    """Return table lines with the held-out score of each variant at each learning rate."""
     lines = []
     for name, row in ROWS.items():
         for arm in row.arms if row.chosen_by and len(row.rates) > 1 else ():
@@ -150,7 +151,10 @@ shows a variant that was trained for that many epochs of all images. The others 
 
 
 def _patch_table(row: str, runs: Runs) -> str:
-    """Return a table of the percentage of patches that nearly equal another patch, by block."""
+    """Return a table of how many patches (%) nearly equal the mean patch of their image, by block.
+
+    For these patches, the cosine with the mean patch is above 0.99.
+    """
     lines, blocks = [], range(0)
     for arm, options in ROWS[row].starts.items():
         first = first_run(row, arm, runs)
@@ -174,12 +178,12 @@ def figure_name(row: str) -> str:
 
 
 def figures(runs: Runs) -> list[str]:
-    """Return the names of the rows whose scores can be drawn as curves over epochs."""
+    """Return the names of the experiments whose scores can be drawn as curves over epochs."""
     return [row for row in ROWS if curves(row, runs)]
 
 
 def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return the curves of a row as {metric: {(variant, seed): [value of each epoch]}}."""
+    """Return the curves of an experiment as {metric: {(variant, seed): [value of each epoch]}}."""
     reported = {
         (arm, seed): runs.get(seed_run(row, arm, seed), {})
         for arm in ROWS[row].arms
@@ -193,7 +197,10 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw one panel for each metric and one line for each seed. Equal runs give equal files."""
+    """Draw the curves of an experiment, with a panel per metric and a line per variant and seed.
+
+    The same runs always give the same file, byte for byte.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,6 +1,6 @@
-"""The rows of experiments and the names of their runs.
+"""The experiments ("rows") that compare variants of a training run, and the names of their runs.
 
-The options of the runs are in the repository at the commits that the runs name.
+Each run's record names a commit. The options of the run are in the repository at that commit.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """Variants ("arms") of a training run that are compared to answer one question.
+    """An experiment: variants ("arms") of a training run that are compared to answer one question.
 
     The variants differ in a few options.
 
     Attributes:
-        chosen_by: Metric on held-out images by which the learning rate is chosen. It is empty if
-            the learning rate is the paper's.
+        arms: Names of the variants.
+        chosen_by: Metric on held-out images by which the learning rate is chosen, or "" if the
+            learning rate is the paper's.
         seeds: Seeds of the reported runs. If there are none, the runs with different learning rates
             are reported instead.
-        rates: Grid of learning rates.
+        rates: Learning rates to choose from.
         probed: Whether the trained encoders were also probed and compared with random weights.
-        starts: For rows that compare the patches of an image with each other, the model options of
+        starts: For experiments about how similar the patches of an image are, the model options of
             each variant. Otherwise empty.
         whole: Variants that were trained with all `seeds`, or None if all variants were.
     """
@@ -84,12 +85,12 @@ ROWS = {
 
 
 def rate_run(row: str, arm: str, rate: float) -> str:
-    """Return the name of the run that tries one learning rate for a variant."""
+    """Return the name of the run that tries a learning rate for a variant of an experiment."""
     return f"{row}-{arm}-rate{rate:g}"
 
 
 def rate_runs(row: str, arm: str) -> list[str]:
-    """Return the names of the runs among which a variant's learning rate is chosen.
+    """Return the names of the runs from which the learning rate of a variant is chosen.
 
     The list is empty if the variant uses the paper's learning rate.
     """
@@ -97,27 +98,27 @@ def rate_runs(row: str, arm: str) -> list[str]:
 
 
 def seed_run(row: str, arm: str, seed: int) -> str:
-    """Return the name of the reported run of a variant with one seed."""
+    """Return the name of the run that is reported for a variant and a seed."""
     return f"{row}-{arm}-seed{seed}"
 
 
 def probes_of(run: str) -> str:
-    """Return the name of the record that holds the probe results of a run."""
+    """Return the name of the record that contains the probe results of a run's encoder."""
     return f"{run}-probes"
 
 
 def patches_of(run: str) -> str:
-    """Return the name of the record that holds the patch similarities of a run's encoder."""
+    """Return the name of the record that contains the patch similarities of a run's encoder."""
     return f"{run}-patches"
 
 
 def demo_of(name: str) -> str:
-    """Return the name of the record that holds the file size of the demo encoder `demo:NAME`."""
+    """Return the name of the record that contains the file size of the encoder `demo:NAME`."""
     return f"demo-{name}"
 
 
 def names_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of all records that belong to the given variants (`arms`) of a row."""
+    """Return the names of all records of the given variants ("arms") of an experiment."""
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
     patches = [patches_of(run) for run in reported] if ROWS[row].starts else []
@@ -126,7 +127,7 @@ def names_of(row: str, arms: Collection[str]) -> list[str]:
 
 
 def reported_of(row: str, arms: Collection[str]) -> list[str]:
-    """Return the names of the reported runs of some variants.
+    """Return the names of the reported runs of the given variants ("arms") of an experiment.
 
     Runs that only serve to choose a learning rate are left out.
     """

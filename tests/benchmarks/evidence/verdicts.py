@@ -1,4 +1,4 @@
-"""Rules that compute the verdict on a claim from the records of finished runs.
+"""Rules that judge claims by the results of finished training runs.
 
 The rules were fixed before any run. Later commits changed only their wording.
 """
@@ -24,10 +24,11 @@ Runs = Mapping[str, Run]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A mean or a difference that supports or refutes a claim.
+    """A mean or a difference of scores that supports or refutes a claim.
 
     Attributes:
-        value: Percentage of correct images or letters. If `text` says so, it is a loss instead.
+        text: What was measured, such as "skip - skipless".
+        value: Percentage of correct images or letters, or another quantity that `text` names.
         over_seeds: 95 % Student t interval over seeds, paired by seed, or None.
         over_images: Paired bootstrap interval over images for the mean over seeds, or None if the
             results of single images were not stored.
@@ -47,7 +48,9 @@ class Verdict:
     """The verdict on a claim, and the numbers on which it is based.
 
     Attributes:
-        ours: Mean score over seeds of each variant, by the name of the variant.
+        word: The verdict: "supported", "refuted" or "undecided".
+        ours: Mean score of each variant over its seeds, by the name of the variant.
+        seeds: Number of seeds.
         hours: Core hours that all runs of these variants took together.
     """
 
@@ -60,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of the mean scores of variants, such as a difference. The weights sum to 0."""
+    """A weighted sum of the variants' mean scores, such as a difference. The weights sum to 0."""
 
     text: str
     weights: Mapping[str, float]
@@ -76,7 +79,7 @@ class Contrast:
         return Measurement(self.text, fmean(values), over_seeds(values), over_images)
 
     def _over_images(self, row: str, runs: Runs) -> Interval | None:
-        """Return the bootstrap interval over images, or None if a run has no results of images."""
+        """Return the bootstrap interval over images, or None if a run lacks per-image results."""
         total, seeds = 0.0, ROWS[row].seeds
         for arm, weight in self.weights.items():
             for seed in seeds:
@@ -98,10 +101,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Above:
-    """The rule that all contrasts must be positive.
+    """A rule by which a claim is supported if all its contrasts are positive.
 
-    The claim is supported if the intervals of all contrasts are above 0. It is refuted if one
-    interval is below 0.
+    A contrast is a difference of scores with a confidence interval. All intervals must be above 0.
+    The claim is refuted if one interval is below 0.
 
     Attributes:
         over: Whether the intervals are over seeds, or over the images of the only seed.
@@ -122,10 +125,10 @@ class Above:
 
 @dataclass(frozen=True)
 class Outside:
-    """The rule that in each group the variant `last` must be worse than all others.
+    """A rule by which a claim is supported if the variant `last` is clearly worst in each group.
 
-    The claim is supported if its mean is the lowest and below the interval of the variant `near`.
-    It is refuted if its mean is not the lowest, or not below that interval over seeds.
+    The mean of `last` must be the lowest, and below the interval over seeds of the variant `near`.
+    Otherwise, the claim is refuted. It is undecided if `near` has no interval.
 
     Attributes:
         groups: (others, near, last) for each group. `near` is one of `others`.
@@ -155,12 +158,12 @@ class Outside:
 
 @dataclass(frozen=True)
 class SameBest:
-    """The rule that the same choice must have the highest score in every group.
+    """A rule by which a claim is supported if the same choice has the highest score in every group.
 
     If the best choices differ, the claim is undecided.
 
     Attributes:
-        groups: For each group, a mapping from the name of each choice to its variant.
+        groups: For each group, a mapping from the name of each choice to the variant that uses it.
     """
 
     groups: Sequence[Mapping[str, str]]
@@ -178,9 +181,9 @@ class SameBest:
 
 @dataclass(frozen=True)
 class AboveRandom:
-    """The rule that training must improve the k-NN accuracy of every block from `first` on.
+    """A rule by which a claim is supported if training improves every block from `first` on.
 
-    Each accuracy is compared with that of the same block with random weights.
+    The k-NN accuracy of each block is compared with that of the same block with random weights.
     """
 
     first: int
@@ -202,7 +205,10 @@ class AboveRandom:
 
 @dataclass(frozen=True)
 class Small:
-    """The rule that every demonstration encoder must have a file of fewer than `limit` bytes."""
+    """A rule by which a claim is supported if the file of every demo encoder is small enough.
+
+    Each file must have fewer than `limit` bytes.
+    """
 
     limit: int
 
@@ -215,14 +221,14 @@ class Small:
 
 @dataclass(frozen=True)
 class Apart:
-    """The rule that a variant must keep patches different at a loss of at most that of `plain`.
+    """A rule by which a claim is supported if some variant keeps the patches of an image different.
 
-    The longer run uses one of the variants whose loss is low enough: the one whose patches have the
-    lowest mean cosine with the mean patch of their image.
+    Only variants whose loss is at most that of the variant `plain` count.
 
     Attributes:
-        plain: Variant whose loss is the bound.
-        merged: Upper limit for the percentage of nearly equal patches in every block.
+        plain: Name of the variant whose loss is the bound.
+        merged: In every block, the percentage of patches that are nearly equal to the mean patch of
+            their image must be below this limit.
     """
 
     plain: str
@@ -246,19 +252,19 @@ Rule = Above | Outside | SameBest | AboveRandom | Small | Apart
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim about one row of runs, and its published values.
+    """A claim that one experiment ("row" of runs) tests, and the corresponding published values.
 
     Attributes:
-        name: Name of the claim. It ends in a letter if a row has several claims.
-        row: Name of the row of runs.
-        comparison: The comparison, as a phrase.
+        name: Name of the claim. It ends in a letter if an experiment tests several claims.
+        row: Name of the experiment.
+        comparison: What is compared, as a phrase.
         published: Table, row and column of each published value, if there are any.
         statement: The claim, as a clause.
-        refutation: The outcome that refutes the claim, as a sentence.
-        published_statement: The published statement, if it is not a value of a table.
-        limits: Differences from the paper and unresolved questions, as a phrase. Empty if there are
-            none.
-        also_shown: Variants that are shown on the page but are not compared.
+        refutation: The outcome that would refute the claim, as a sentence.
+        rule: The rule that computes the verdict.
+        published_statement: What was published, if it is not a value in a table.
+        limits: Differences from the paper and unresolved questions, as a phrase, or "".
+        also_shown: Variants that the page shows, although they are not compared.
     """
 
     name: str
@@ -273,7 +279,7 @@ class Claim:
     also_shown: Sequence[str] = ()
 
     def published_text(self) -> str:
-        """Describe the published values and their sources as text."""
+        """Return the published values and their sources as text."""
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(
@@ -284,7 +290,7 @@ class Claim:
         )
 
     def arms(self) -> list[str]:
-        """Return the variants that the claim shows, in the order of its row."""
+        """Return the variants that the page shows for this claim, in the experiment's order."""
         arms = list(ROWS[self.row].arms)
         if not isinstance(self.rule, Above):
             return arms
@@ -293,13 +299,13 @@ class Claim:
 
 
 def minus(one: str, other: str, metric: str = "top1") -> Contrast:
-    """Return the contrast that is the score of `one` minus the score of `other`."""
+    """Return the contrast that subtracts the score of `other` from the score of `one`."""
     text = f"{one} - {other}" + ("" if metric == "top1" else f", {metric}")
     return Contrast(text, {one: 1.0, other: -1.0}, metric)
 
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
-    """Return the verdict on a claim. All runs of its row must be finished."""
+    """Compute the verdict on a claim. All runs of its experiment must be finished."""
     row, arms, rule = claim.row, claim.arms(), claim.rule
     measurements, word = rule.judge(row, runs)
     if isinstance(rule, Small):
@@ -330,13 +336,13 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> list[float]:
-    """Return the final score of a variant for each seed."""
+    """Return the final score of a variant for each seed, leaving out runs without this metric."""
     reported = [runs[seed_run(row, arm, seed)] for seed in ROWS[row].seeds]
     return [run[metric][-1] for run in reported if metric in run]
 
 
 def over_seeds(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % Student t interval of the mean of one value per seed.
+    """Return the 95 % Student t interval for the mean of one score per seed.
 
     For a single seed, return None.
     """
@@ -353,20 +359,21 @@ def _judge_signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) ->
 
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float:
-    """Return the highest held-out score that a variant has with any learning rate."""
+    """Return the highest held-out score of a variant over all its learning rates."""
     return max(runs[name][ROWS[row].chosen_by][-1] for name in rate_runs(row, arm))
 
 
 def first_run(row: str, arm: str, runs: Runs) -> Run:
-    """Return the run with the learning rate of a variant for which only one rate was tried."""
+    """Return the run of a variant with the only learning rate that was tried for it."""
     (name,) = rate_runs(row, arm)
     return runs[name]
 
 
 def able_starts(row: str, plain: str, runs: Runs) -> dict[str, Run]:
-    """Select the variants whose first run has a loss of at most that of `plain`.
+    """Return the first run of each variant whose loss is at most that of the variant `plain`.
 
-    Return these runs by variant, sorted by increasing mean cosine of their patches.
+    The runs are sorted by the mean cosine between a patch and the mean patch of its image, lowest
+    first.
     """
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     bound = first[plain]["loss"][-1]

@@ -1,8 +1,8 @@
-"""Record the simulated device of each tensor, check every operator, and count what takes time.
+"""Record the simulated device of each tensor, check every operator, and count costly events.
 
-A `Ledger` counts waits and copies by line of code, and launches of kernels by operator. `Operators`
-checks each operator, forward and backward, and records the device of the results. `TorchFunctions`
-intercepts functions of torch that report, change or receive a device.
+A `Ledger` counts waits and copies by line of code, and kernel launches by operator. `Operators`
+checks each operator, forward and backward, and records the device of its results. `TorchFunctions`
+intercepts the torch functions that report, change or receive a device.
 """
 
 import sys
@@ -30,13 +30,13 @@ KIND = ["cuda"]
 
 
 class SimulatedDeviceError(RuntimeError):
-    """An operation that a real device would refuse."""
+    """An error for an operation that a real device would refuse."""
 
 
 class Place(Enum):
-    """The simulated memory of a tensor.
+    """The simulated memory in which a tensor is stored: host, pinned host or device memory.
 
-    UNDECIDED tensors become DEVICE tensors when they are combined with one.
+    UNDECIDED tensors become DEVICE tensors when an operator combines them with a DEVICE tensor.
     """
 
     HOST = auto()
@@ -46,7 +46,10 @@ class Place(Enum):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Return the simulated memory that stores a tensor. If a tensor has no storage, return HOST."""
+    """Return the simulated memory in which a tensor is stored.
+
+    For a tensor without storage, return HOST.
+    """
     return _place_of_storage(storage_of(tensor))
 
 
@@ -55,7 +58,7 @@ def _place_of_storage(storage: Any) -> Place:
 
 
 def put(tensor: Tensor, place: Place) -> Tensor:
-    """Record the simulated memory of a tensor, and of all tensors that share its storage."""
+    """Record that a tensor, with all tensors that share its storage, is in the memory `place`."""
     storage = storage_of(tensor)
     if storage is not None:
         # The Python object of a storage, including its attributes, lives as long as the storage.
@@ -64,7 +67,7 @@ def put(tensor: Tensor, place: Place) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor. If it is not in the memory of this process, return None."""
+    """Return the storage of a tensor, or None if it has no dense storage in this process."""
     if _true_device(tensor).type != "cpu" or tensor.layout is not torch.strided:
         return None
     with torch._C.DisableTorchFunction():
@@ -79,12 +82,12 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has values. Tensors on "meta" have none."""
+    """Return whether a tensor has values. Tensors on the "meta" device have none."""
     return _true_device(tensor).type == "cpu"
 
 
 def names_device(device: Any) -> bool:
-    """Return whether the `device` argument of a torch function means the simulated device."""
+    """Return whether a `device` argument of a torch function refers to the simulated device."""
     if device is None:
         return False
     return isinstance(device, int) or torch.device(device).type == KIND[0]
@@ -95,7 +98,7 @@ def place_for(device: Any) -> Place:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in arguments or results, which may be nested."""
+    """Return all tensors in an operator's arguments or results, including nested ones."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -114,16 +117,16 @@ _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "prob
 
 @dataclass
 class Ledger:
-    """Counts of costly events since the start of the process.
+    """Counts of costly events on the simulated device since the start of the process.
 
     The keys of `waits` and of both kinds of uploads are "FILE:LINE operation".
 
     Attributes:
         launches: Operators that compute something on the device, by name. On a real device, an
-            operator may launch several kernels, and torch.compile joins operators.
+            operator may launch several kernels, and torch.compile may fuse operators.
         waits: Waits of the host until the device has finished all its work.
-        uploads: Copies to the device that are blocking or from unpinned memory. Except for the
-            smallest, they also make the host wait.
+        uploads: Copies to the device that are blocking or come from unpinned memory. On a real
+            device, all but the smallest also make the host wait.
         pinned_uploads: Non-blocking copies to the device from pinned memory.
         pending_copies: Unfinished copies to pinned memory, as pairs (target, values).
     """
@@ -135,12 +138,12 @@ class Ledger:
     pending_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def wait(self, what: str, times: int = 1) -> None:
-        """Add `times` to the number of waits of the host. A wait completes all pending copies."""
+        """Count `times` waits of the host for the device. A wait completes all pending copies."""
         self.waits[f"{call_site()} {what}"] += times
         self.complete_copies()
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy to pinned memory. Until the next wait, the memory contains wrong values."""
+        """Start a copy to pinned memory. Until the next wait, this memory contains wrong values."""
         self.pending_copies.append((target, source.detach().clone()))
         target.copy_(_corrupt(source))
 
@@ -151,13 +154,16 @@ class Ledger:
         self.pending_copies.clear()
 
     def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device as a pinned upload or as another upload."""
+        """Count a copy to the device.
+
+        Non-blocking copies from pinned memory are counted separately.
+        """
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
 
     @contextmanager
     def counting(self) -> Iterator["Ledger"]:
-        """Yield the counts of this `with` block. They are complete when the block ends."""
+        """Yield a ledger that, when the `with` block ends, contains the counts of this block."""
         names, counts = ("launches", "waits", "uploads", "pinned_uploads"), Ledger()
         before = {name: getattr(self, name).copy() for name in names}
         yield counts
@@ -166,14 +172,14 @@ class Ledger:
 
 
 def _corrupt(values: Tensor) -> Tensor:
-    """Return a tensor of the same shape whose values are all wrong."""
+    """Return a tensor of wrong values, which stands for memory that is not yet written."""
     if values.dtype == torch.bool:
         return ~values
     return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
 
 
 def call_site() -> str:
-    """Return the file and line of this project's code that is being executed."""
+    """Return the file and line of this project's code that is being executed, as "FILE:LINE"."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
@@ -257,8 +263,8 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
     """Count a copy between the host and the device.
 
     Raises:
-        SimulatedDeviceError: The copy is non-blocking and its target is not pinned. The host could
-            then read the memory before it is written.
+        SimulatedDeviceError: The copy to the host is non-blocking, but its target is not pinned.
+            The host could then read the memory before it is written.
     """
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
@@ -274,7 +280,9 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
 
 
 def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
-    """Check that no float64 tensor is put on a simulated MPS device, because Metal has no float64.
+    """Raise an error if a float64 tensor is to be put on a simulated MPS device.
+
+    Metal, on which MPS is based, has no float64.
 
     Raises:
         TypeError: The tensor would be float64.
@@ -296,7 +304,10 @@ def move(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Move a tensor as `Tensor.to` does. If it is already there, nothing is copied."""
+    """Move a tensor to a device, dtype or memory format, as `Tensor.to` does.
+
+    A tensor that already is on the device is copied only if `copy` is true or its dtype changes.
+    """
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
     before = place_of(tensor)
     after = before if device is None else place_for(device)
@@ -320,8 +331,8 @@ class _Thread(threading.local):
     """The state of the simulation in one thread.
 
     Attributes:
-        creates_on: Simulated memory of the tensors that an operation without tensor arguments
-            creates. None means `Place.UNDECIDED`.
+        creates_on: Simulated memory for the results of operations without tensor arguments. None
+            means `Place.UNDECIDED`.
     """
 
     creates_on: Place | None = None
@@ -332,7 +343,7 @@ _thread = _Thread()
 
 @contextmanager
 def create_on(place: Place) -> Iterator[None]:
-    """Inside a `with` block, create tensors in `place` if an operation has no tensor argument."""
+    """Inside a `with` block, put the results of operations without tensor arguments in `place`."""
     before, _thread.creates_on = _thread.creates_on, place
     try:
         yield
@@ -341,7 +352,7 @@ def create_on(place: Place) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """A mode that checks every operator of the forward and backward pass."""
+    """A dispatch mode that checks every torch operator of the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -368,10 +379,10 @@ class Operators(TorchDispatchMode):
 
 
 def _copy_later(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Count a copy between tensors.
+    """Count a copy between tensors, and return whether it is deferred.
 
-    If it is an asynchronous copy to pinned memory, start it and return True. Such a copy completes
-    at the next wait.
+    An asynchronous copy from the device to pinned memory is deferred: it completes at the next
+    wait.
     """
     target, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
@@ -415,8 +426,8 @@ def _check(
 def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
     """Count the waits and uploads that an indexing operation causes.
 
-    Indices on the host are uploaded. If an index is a mask, the host waits for the number of
-    selected elements.
+    Indices on the host are uploaded. If an index is a mask on the device, the host waits to learn
+    the number of selected elements.
 
     Raises:
         SimulatedDeviceError: A device tensor indexes a host tensor.
@@ -436,9 +447,9 @@ def _check_indices(args: Sequence[Any], indices: Sequence[Tensor]) -> None:
 
 
 def _fills_one_value(args: Sequence[Any]) -> bool:
-    """Return whether a masked assignment writes a single value.
+    """Return whether a masked assignment writes a single value to all selected elements.
 
-    If so, the number of selected entries is not needed, and the host does not wait.
+    If so, the host need not wait to learn how many elements are selected.
     """
     return len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 1
 
@@ -446,7 +457,7 @@ def _fills_one_value(args: Sequence[Any]) -> bool:
 def _misplaced_tensors(
     function: Any, args: Sequence[Any], given: Sequence[Tensor], indices: set[int]
 ) -> list[Tensor]:
-    """Return the host tensors that an operator does not accept together with device tensors."""
+    """Return the host tensors that an operator does not accept next to device tensors."""
     # These operators accept host tensors without axes.
     takes_scalars = torch.Tag.pointwise in function.tags or function._schema.name in _TAKES_SCALARS
     written = {
@@ -465,7 +476,10 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record the simulated memory of new tensors. Views share it with their source already."""
+    """Record the simulated memory of an operator's new result tensors.
+
+    Views share the storage of their source, so their memory is already recorded.
+    """
     known = {id(storage) for storage in sources}
     for tensor in tensors_in(result):
         storage = storage_of(tensor)
@@ -493,7 +507,7 @@ _CARRY_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class TorchFunctions(TorchFunctionMode):
-    """A mode that intercepts functions of torch, and the methods and attributes of tensors."""
+    """A function mode that intercepts torch functions, and methods and attributes of tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None
@@ -509,7 +523,7 @@ class TorchFunctions(TorchFunctionMode):
 
 
 def _call(func: Callable, args: Arguments, options: Options) -> Any:
-    """Call a function that has no special rule, and follow its `device` argument."""
+    """Call a torch function that has no special rule, and respect its `device` argument."""
     device = options.get("device")
     if device is None:
         has_sources = bool(tensors_in((*args, options)))
@@ -522,7 +536,7 @@ def _call(func: Callable, args: Arguments, options: Options) -> Any:
 
 
 def _create(func: Callable, args: Arguments, options: Options, place: Place) -> Any:
-    """Call a function that creates tensors, and record that its result is in the memory `place`."""
+    """Call a function that creates a tensor, and record that the tensor is in `place`."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
     if func in _CARRY_VALUES and (result := _upload_values(args, options, place)) is not None:
@@ -537,9 +551,9 @@ def _create(func: Callable, args: Arguments, options: Options, place: Place) -> 
 
 
 def _upload_values(args: Arguments, options: Options, place: Place) -> Any:
-    """Move the first argument to `place` if it is a tensor, and return it.
+    """Move the first argument to the memory `place` and return it, if it is a tensor.
 
-    If it is another value, count an upload to the device and return None.
+    If it is another value, return None. If `place` is the device, count an upload.
     """
     if args and isinstance(args[0], Tensor):
         return move(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
@@ -619,7 +633,7 @@ def _deepcopy(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _draw(func: Callable, args: Arguments, options: Options) -> Tensor:
-    """Fill a tensor in place with random numbers of its simulated device."""
+    """Fill a tensor in place with random numbers. The generator must be on the tensor's device."""
     _check_generator(func, options, place_of(args[0]))
     return func(*args, **options)
 
@@ -633,7 +647,7 @@ def _one_hot(func: Callable, args: Arguments, options: Options) -> Tensor:
 
 
 def _backward(func: Callable, args: Arguments, options: Options) -> None:
-    """Run the backward pass with this mode enabled, so that Python code in it is intercepted."""
+    """Run the backward pass with `TorchFunctions` enabled, to intercept the Python code in it."""
     del func
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | options

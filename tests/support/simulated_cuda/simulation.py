@@ -1,4 +1,4 @@
-"""Run the simulation, and replace the functions with which torch describes the machine."""
+"""Start and end the simulation of a CUDA device, and replace torch functions that query the GPU."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Generator(torch.Generator):
-    """A random generator that draws on the host but reports the requested device."""
+    """A random generator that draws on the host but reports the device that was requested."""
 
     _place: torch.device
 
@@ -49,7 +49,10 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """The only CUDA stream of the simulation. A call of `synchronize` is counted as a wait."""
+    """The only CUDA stream of the simulated device.
+
+    Each `synchronize` call is counted as a wait.
+    """
 
     def synchronize(self) -> None:
         LEDGER.wait("Stream.synchronize")
@@ -61,7 +64,7 @@ class Stream:
 class CudaEvent:
     """A simulated CUDA event.
 
-    `synchronize` completes pending copies, but is not counted as a wait.
+    Its `synchronize` completes pending copies, but is not counted as a wait.
     """
 
     def record(self, _: Any = None) -> None: ...
@@ -122,9 +125,9 @@ def patched_autocast(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def patched_autocast_query(query: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return a version of an autocast query that treats "cuda" as "cpu".
+    """Return a version of a query such as `torch.is_autocast_enabled` that treats "cuda" as "cpu".
 
-    An example of such a query is `torch.is_autocast_enabled`.
+    The query takes a device type.
     """
     return lambda device="cuda": query("cpu" if device == "cuda" else device)
 
@@ -134,7 +137,7 @@ TESTED_TORCH = "2.15"
 
 
 def reason_to_skip() -> str | None:
-    """Return the reason why this process cannot simulate the device, or None if it can."""
+    """Return why this process cannot simulate a CUDA device, or None if it can."""
     if torch.__version__.split(".")[:2] != TESTED_TORCH.split("."):
         return f"the simulated device is made for torch {TESTED_TORCH}, this is {torch.__version__}"
     if torch.version.cuda is None:
@@ -196,7 +199,7 @@ def patched_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patched_grouping(group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `group` that groups tensors by their simulated device and dtype."""
+    """Return a version of torch's `group` that groups tensors by simulated device and dtype."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
         groups = group(tensors, *options)
