@@ -397,7 +397,11 @@ class Run:
         step, start = self.progress.step, time.monotonic()
         trained, measures = start - self.clock.training_start, self.observer.measure_if_due(step)
         if measures:
-            values = "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
+            # All metrics of a monitor are percentages, except the loss.
+            values = "  ".join(
+                f"{name} {value:.3f}" if name == "val_loss" else f"{name} {value:.1f} %"
+                for name, value in measures.items()
+            )
             self.log.say(f"step {step}/{self.timeline.total_steps}  {values}")
             seconds = time.monotonic() - start
             if seconds > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):

@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float64, Int64, Integer
+from pycocotools import mask as coco_mask
 
 from probes.tokencut.cuts import Tau
 from probes.tokencut.log import ImageResult, cell_name
@@ -217,14 +217,11 @@ def detection_counts(
 
     Source: `COCOeval.evaluateImg` of pycocotools, without its treatment of crowds.
     """
-    # torchvision is imported here, because the plan of a run does not need it.
-    from torchvision.ops import box_iou
-
     order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
     counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
     counts[0, 0] = len(true)
     free = np.ones((len(IOU_THRESHOLDS), len(true)), bool)
-    ious = box_iou(torch.from_numpy(found[order]), torch.from_numpy(true)).numpy()
+    ious = _box_iou(found[order], true)
     for rank, overlaps in zip(ranks[order], ious, strict=True):
         counts[1 + rank, 0] += 1
         if len(true):
@@ -235,3 +232,17 @@ def detection_counts(
             free[is_correct, matched[is_correct]] = False
             counts[1 + rank, 1:] += is_correct
     return counts
+
+
+def _box_iou(
+    found: Float64[np.ndarray, "found 4"], true: Float64[np.ndarray, "true 4"]
+) -> Float64[np.ndarray, "found true"]:
+    """Return the IoU of each found box with each true box. Boxes are (x0, y0, x1, y1)."""
+    ious = coco_mask.iou(_box_sizes(found), _box_sizes(true), [0] * len(true))
+    # pycocotools returns an empty list if there are no boxes.
+    return np.asarray(ious, np.float64).reshape(len(found), len(true))
+
+
+def _box_sizes(boxes: Boxes) -> Boxes:
+    """Convert boxes (x0, y0, x1, y1) to (x0, y0, width, height), as pycocotools expects them."""
+    return np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])

@@ -205,8 +205,8 @@ def blocks_name(layers: Sequence[int]) -> str:
 def save_png(image: Image.Image, path: Path, text: PngInfo | None = None) -> None:
     """Save an image as PNG, with optional text chunks. The file is written atomically."""
     buffer = io.BytesIO()
-    # Level 4 takes half the time of Pillow's default 6, and the file is 3 % larger.
-    image.save(buffer, format="PNG", compress_level=4, pnginfo=text)
+    # Level 2 takes 40 % of the time of Pillow's default 6, and the file is 8 % larger.
+    image.save(buffer, format="PNG", compress_level=2, pnginfo=text)
     write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 

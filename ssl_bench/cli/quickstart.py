@@ -36,13 +36,13 @@ PRETRAINING = (
     "objective.crops.num_locals=4",
     "optimizer.lr=4e-3",
     "train.batch_size=8",
-    "train.max_steps=20",
+    "train.max_steps=15",
 )
 PROBES = (
-    ("--task", "all", "--limit", "12", "probe.protocol=fast", "probe.training.epochs=6",
-     "probe.memory_patches=5000", "probe.image_size=128", "probe.view_images=6",
-     "probe.num_images=4"),
-    ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",
+    ("--task", "all", "--limit", "8", "--pictures", "4", "probe.protocol=fast",
+     "probe.training.epochs=6", "probe.memory_patches=5000", "probe.image_size=96",
+     "probe.view_images=6", "probe.num_images=4"),
+    ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "160",
      "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),
 )  # fmt: skip
 NUM_BLOCKS = 4

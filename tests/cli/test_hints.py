@@ -109,7 +109,7 @@ NOT_HINTS = (
     "--data-root --out",
     "--facet probe.facet",
     "--layer --checkpoint",
-    "--task all --limit 12 probe.protocol=fast",
+    "--task all --limit 8 --pictures 4",
     "model.dim=128 model.num_heads=2 model.image_size=64",
 )
 """How tuples in the source code begin that look like a hint but are none."""

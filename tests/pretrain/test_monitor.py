@@ -100,9 +100,10 @@ def test_a_resumed_run_may_change_its_monitor_which_agrees_with_the_probe(root, 
     assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(value)
 
 
-def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path):
+def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path, capfd):
     monitor = Monitor(accuracy_epochs=5, crop_share=0.8)
     path = monitored_plan(root, SUPERVISED, monitor).run(tmp_path, device="cpu")
+    printed = capfd.readouterr().err
 
     state = state_of(tmp_path)["learner"]
     extractor = FeatureExtractor(load_encoder(str(path)), layers=[1], facets=["cls_normed"])
@@ -117,6 +118,8 @@ def test_validation_accuracy_uses_the_saved_head_on_central_crops(root, tmp_path
     assert log_rows(tmp_path)[-1]["val_top1"] == pytest.approx(100 * right / len(val))
     assert log_rows(tmp_path)[-1]["val_loss"] == pytest.approx(sum(losses) / len(val), rel=1e-4)
     assert [row["step"] for row in log_rows(tmp_path) if "val_top1" in row] == [8]
+    row = log_rows(tmp_path)[-1]
+    assert f"val_loss {row['val_loss']:.3f}  val_top1 {row['val_top1']:.1f} %" in printed
 
 
 def test_a_diverged_encoder_has_no_score(root, tmp_path, monkeypatch):
