@@ -113,6 +113,7 @@ class Retrieval(Probe):
     task = "retrieval"
     role = "segmentation"
     keeps_images = True
+    shares_features = True
     metrics_of_sets = (MATCHED,)
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib", "engine")
 

@@ -204,6 +204,7 @@ class Segmentation(Probe):
     task = "segmentation"
     role = "segmentation"
     keeps_images = True
+    shares_features = True
     # The components are excluded, because `settings` includes their own settings.
     excluded_from_identity = (
         *Probe.excluded_from_identity,

@@ -37,6 +37,7 @@ from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import Record, ResultKey, ResultStore, block_stride, encoder_id, versions
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, PerImageKind, TrainingImages
 from ssl_bench.results.store import summarise_problems
+from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from ssl_bench.system.device import describe_device, peak_memory
 from ssl_bench.system.files import encoder_folder, figures_folder_name, file_name, mark_as_output
 from ssl_bench.system.output import format_duration, say, show_progress
@@ -129,6 +130,8 @@ class ProbeContext:
         known: Records of the requested results that are already stored. `Probe.run` need not yield
             their scores again.
         features: Cache of features that earlier probes computed with this encoder.
+        shared: Features of whole images that `extractor` takes from earlier probes. None if the
+            probe is not `Probe.shares_features`.
         later: Probes that run next on the same blocks and can use encoder outputs of this run, each
             with the folder for its figures. `Probe.serves` selects them.
     """
@@ -145,13 +148,20 @@ class ProbeContext:
     say: Callable[[str], None] = say
     known: Sequence[Record] = ()
     features: FeatureCache = field(default_factory=FeatureCache)
+    shared: SharedFeatures | None = None
     later: Sequence[tuple["Probe", Path]] = ()
 
     def extractor(self, layers: Sequence[int], *facets: Facet) -> FeatureExtractor:
-        """Return a feature extractor that uses the device and precision of this context."""
-        return FeatureExtractor(
-            self.encoder, layers=layers, facets=facets, device=self.device, dtype=self.dtype
-        )
+        """Return a feature extractor that uses the device and precision of this context.
+
+        If another probe of the command encodes the same images, they share their features.
+        """
+        options: dict[str, Any] = {
+            "layers": layers, "facets": facets, "device": self.device, "dtype": self.dtype
+        }  # fmt: skip
+        if self.shared is not None and self.device.type == "cpu":
+            return SharedExtractor(self.shared, self.encoder, **options)
+        return FeatureExtractor(self.encoder, **options)
 
     def stages(self) -> list["ProbeContext"]:
         """Split the context into one context per stage of the encoder.
@@ -220,6 +230,8 @@ class Probe:
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size. A probe whose images are not such squares overrides `resize`.
         keeps_images: Whether each score includes the contribution of every image.
+        shares_features: Whether the probe encodes images as other probes of its role do, so that
+            probes of one command encode each image only once.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
             include no contributions of single images.
         further_protocols: Secondary protocols, which `--task all` runs in addition.
@@ -239,6 +251,7 @@ class Probe:
     known_facets: Any = ()
     image_size: Any = None
     keeps_images: ClassVar[bool] = False
+    shares_features: ClassVar[bool] = False
     metrics_of_sets: ClassVar[Collection[str]] = ()
     further_protocols: ClassVar[Sequence[str]] = ()
     takes_long: ClassVar[bool] = False
@@ -403,6 +416,7 @@ class Evaluation:
         say: Callable[[str], None],
         overwrite: bool = False,
         features: FeatureCache | None = None,
+        share: bool = False,
         later: Sequence[Probe] = (),
     ) -> list[Record]:
         """Compute the results that are missing from the store, and save each result immediately.
@@ -412,6 +426,8 @@ class Evaluation:
             say: Function that prints a message for the user.
             overwrite: Compute finished results again.
             features: Cache of features. The run reads from the cache and adds new features to it.
+            share: Whether a later probe encodes the same whole images, so that their features are
+                kept in the cache if there is enough memory.
             later: Probes that run next on the same dataset and can use encoder outputs of this run.
 
         Returns:
@@ -436,6 +452,9 @@ class Evaluation:
             for one, folder in zip(probes, folders, strict=True):
                 if one.pictures(plan.layers, images, self.seed):
                     mark_as_output(folder)
+            features = self._select_features(features, images, keys[0])
+            training = probe.training_images(dataset)
+            num_images = len(images) + (0 if training is None else len(training))
             context = ProbeContext(
                 encoder=self.encoder,
                 dataset=dataset,
@@ -449,7 +468,8 @@ class Evaluation:
                 # With `cache`, a message is printed only once, even if every stage repeats it.
                 say=cache(say),
                 known=list(plan.finished.values()),
-                features=self._select_features(features, images, keys[0]),
+                features=features,
+                shared=self._select_shared(features, num_images, share=share),
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
@@ -463,8 +483,6 @@ class Evaluation:
                 records[key] = self._record(key, score, unreadable_ids(dataset), seconds)
                 store.save(records[key], score.per_image)
             if (seconds := time.monotonic() - start) >= _MIN_REPORTED_SECONDS:
-                training = probe.training_images(dataset)
-                num_images = len(images) + (0 if training is None else len(training))
                 say(self._describe_cost(images, num_images, seconds))
         return [records[key] for key in keys if key in records]
 
@@ -493,6 +511,18 @@ class Evaluation:
         name = str(corruption) if corruption else None
         features.select(self.encoder, self.probe.role, fingerprint, name)
         return features
+
+    def _select_shared(
+        self, features: FeatureCache, num_images: int, *, share: bool
+    ) -> SharedFeatures | None:
+        """Return the features that this probe shares with other probes of the command, if any."""
+        if not self.probe.shares_features:
+            return None
+        if share:
+            return features.setdefault(SharedFeatures, SharedFeatures(num_images))
+        if (shared := features.get(SharedFeatures)) is not None:
+            shared.keeps_new = False
+        return shared
 
     def _log_plan(
         self,

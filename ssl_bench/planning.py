@@ -133,6 +133,13 @@ class PlannedProbe:
                     probes.append(other.fit_to(encoder))
         return probes
 
+    def shares_features_with(self, other: "PlannedProbe") -> bool:
+        """Return whether both probes may need the same features of the same images."""
+        one, another = (
+            (x.probe.shares_features, x.probe.role, x.dataset, x.dtype) for x in (self, other)
+        )
+        return self.probe.shares_features and one == another
+
     def plan_secondary_protocols(self) -> list["PlannedProbe"]:
         """Return one copy of this planned probe for each secondary protocol (preset) of the probe.
 
@@ -254,6 +261,7 @@ def evaluate(
     features = FeatureCache() if features is None else features
     for number, planned in enumerate(plan, start=1):
         count = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
+        following = [*plan[number:], *later]
         try:
             indices = select_layers(planned.probe.facet_spec, layers, encoder.depth)
             probe = planned.fit_to(encoder)
@@ -277,7 +285,8 @@ def evaluate(
                 say=lambda line, count=count: say(count + line),
                 overwrite=overwrite,
                 features=features,
-                later=planned.find_served_probes([*plan[number:], *later], encoder),
+                share=any(map(planned.shares_features_with, following)),
+                later=planned.find_served_probes(following, encoder),
             )
         except UnreadableImage as error:
             # A `ReadableDataset` checked its images before the run, so the file has changed since.

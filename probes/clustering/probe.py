@@ -101,6 +101,7 @@ class Clustering(Probe):
     num_workers: Threads = 4
 
     task = "clustering"
+    shares_features = True
     excluded_from_identity = (*Probe.excluded_from_identity, "batch_size", "memory_gib")
 
     def __post_init__(self) -> None:

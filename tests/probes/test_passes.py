@@ -23,6 +23,7 @@ from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, Encoder, load_encoder
 from ssl_bench.planning import evaluate, plan_probes, plan_request
 from ssl_bench.request import ProbeRequest
 from ssl_bench.results import ResultStore
+from ssl_bench.shared_features import SharedExtractor, SharedFeatures
 from tests.support import heads
 from tests.support.coloured_classes import scored, tiny
 from tests.support.colours import Counter
@@ -229,11 +230,48 @@ def test_each_task_encodes_each_image_with_masks_or_classes_once(counter):
     for dataset in ("toy", "toy_objects"):
         assert main(["probe", *PROBED, "--dataset", dataset, *FEW]) == 0
         if dataset == "toy":
-            assert len(counter.times("segmentation")) == 10
+            # Segmentation and retrieval need the features of clustering.
+            assert len(counter.times("clustering")) == 10
+            assert not counter.times("segmentation") + counter.times("retrieval")
             assert len(counter.times("discovery")) == 10
             assert not counter.times("tokencut") + counter.times("tokencut, adaptive")
     assert not counter.times("knn")
     assert {times for task in counter.by_task for times in counter.times(task)} == {1}
+
+
+MASK_TASKS = {
+    "clustering": (),
+    "retrieval": ("probe.neighbours=5",),
+    "segmentation": ("probe.protocol=fast", "probe.training.epochs=2"),
+}
+
+
+def run_mask_tasks(out: Path, *tasks: str) -> tuple[dict[str, Any], int]:
+    """Run probes in one command. Return their results, and how many images are encoded."""
+    words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
+    encoder = load_encoder("encoder.safetensors")
+    counter = Counter(encoder)
+    plan = plan_probes(tasks, ["toy"], words)
+    evaluate(plan, encoder, ResultStore(out), layers="0,1", device=torch.device("cpu"))
+    records = ResultStore(out).records()
+    found = {one.digest: (one.value, one.ci95, one.per_image_sha256) for one in records}
+    return found, counter.images
+
+
+@pytest.mark.parametrize("free", [2**40, 1])
+def test_probes_of_masks_share_features_if_there_is_memory(workdir, monkeypatch, free):
+    encoder_file(workdir / "encoder.safetensors", config=replace(TINY, patch_size=16))
+    apart = dict[str, Any]()
+    for task in MASK_TASKS:
+        found, images = run_mask_tasks(Path("apart"), task)
+        apart |= found
+        assert images == 10
+    monkeypatch.setattr("ssl_bench.shared_features.free_host_memory", lambda: free)
+
+    together, images = run_mask_tasks(Path("together"), *MASK_TASKS)
+
+    assert together == apart
+    assert images == (10 if free > 1 else 30)
 
 
 def run_tokencut(
@@ -279,3 +317,26 @@ def test_a_long_probe_reports_its_images_time_and_memory(root, encoder, tmp_path
     (match,) = filter(None, (re.search(COST, message) for message in messages))
     assert int(match["images"]) == TRAIN + VAL
     assert 0.05 < float(match["gib"]) < 16
+
+
+def test_features_of_known_and_new_images_are_combined_in_order():
+    encoder, images = tiny(), torch.rand(4, 3, 16, 16)
+    counter, shared = Counter(encoder), SharedFeatures(num_images=4)
+    options: dict[str, Any] = {"layers": (0, 2), "facets": ("token", "cls")}
+    extractor = SharedExtractor(shared, encoder, **options)
+
+    extractor(images[[2, 0]])
+    features, sums = extractor.extract_unchecked(images)
+
+    assert counter.images == 4
+    expected, expected_sums = FeatureExtractor(encoder, **options).extract_unchecked(images)
+    for layer, by_facet in expected.items():
+        for facet, values in by_facet.items():
+            torch.testing.assert_close(features[layer][facet], values)
+    torch.testing.assert_close(sums, expected_sums)
+
+    # Features of other layers or in another precision are not known.
+    counter.passes.clear()
+    SharedExtractor(shared, encoder, layers=(1,))(images[:1])
+    SharedExtractor(shared, encoder, **options, dtype=torch.bfloat16)(images[:1])
+    assert counter.images == 2
