@@ -239,7 +239,7 @@ def test_each_task_encodes_each_image_with_masks_or_classes_once(counter):
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its protocols. Return the stored values, logs and figures."""
+    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}
