@@ -125,9 +125,9 @@ class BatchChunks(Dataset[Any]):
     def list_sample_keys(self, micro_batch: int) -> list["SampleKey"]:
         """Return the sample keys of one micro-batch of this process.
 
-        A batch consists of the first micro-batch of every rank, then the second micro-batch of
-        every rank, and so on. The images of the whole batch do not depend on the number of ranks
-        and micro-batches.
+        A batch consists of the first micro-batch of every rank (process), then the second
+        micro-batch of every rank, and so on. The images of the whole batch do not depend on the
+        number of ranks and micro-batches.
         """
         step, number = divmod(micro_batch, self.num_micro_batches)
         epoch, batch = divmod(step, self.steps_per_epoch)

@@ -103,7 +103,9 @@ class Saver:
         metadata: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """Let the thread write the encoder of an epoch to a file such as `epoch0100.safetensors`.
+        """Save the encoder after an epoch, to a file such as `epoch0100.safetensors`.
+
+        The background thread of this object writes the file.
 
         Args:
             epoch: Number of epochs that the run has completed.

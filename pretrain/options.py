@@ -65,8 +65,8 @@ class DataOptions:
         fingerprint: How a resumed run recognises its images. "content" reads every file once.
             "stat" trusts sizes and modification times.
         bits: Number of significant bits of 16-bit images, for files that do not state it.
-        allow_overlap: Allow the monitor to score images that its k-NN classifier or the supervised
-            run is fitted to.
+        allow_overlap: Allow the monitor, which evaluates the encoder during training, to score
+            images that its k-NN classifier or the supervised run is fitted to.
         limit: Maximum number of images, chosen at even intervals from the whole set.
         mean: RGB mean in [0, 1] that is subtracted from images before they are divided by `std`.
             With a mean of 0 and a standard deviation of 1, images stay in [0, 1]. RandAugment
@@ -201,7 +201,8 @@ class TrainOptions:
             In `ssl-bench probe`, the address of this file is `RUN@100`.
         keep_every: Also keep the encoder every `keep_every` epochs.
         timeout_minutes: Time that processes wait for each other within a step before the run fails.
-            All other processes wait while the process of rank 0 runs the monitor.
+            All other processes wait while the process of rank 0 runs the monitor, which evaluates
+            the encoder.
         non_finite_patience: Stop after this number of consecutive steps whose loss or gradient is
             not finite.
         collapse_patience: Stop after this number of consecutive steps in which the objective

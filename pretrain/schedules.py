@@ -108,8 +108,9 @@ class Triangle:
 class Linear:
     """Linear schedule: a change from `start` at step 0 to `end` at step `num_steps` - 1.
 
-    Later steps have the value `end`. The official DINO changes the teacher temperature only once
-    per epoch. The two schedules agree if a run has one step per epoch.
+    Later steps have the value `end`. DINO uses this schedule for the temperature of the teacher.
+    The official DINO changes the temperature only once per epoch, so the values agree only if an
+    epoch has one step.
     """
 
     start: float

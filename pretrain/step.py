@@ -1,7 +1,7 @@
 """Take an optimizer step: compute and clip the gradients, and update the student and the teacher.
 
 A step depends only on the state (weights, moments and buffers), the views, the step number, the
-seed and the rank.
+seed and the rank (number) of the process.
 """
 
 import copy
@@ -217,7 +217,7 @@ class Trainer:
         """Add up the gradients of all micro-batches, so that they are those of the mean loss.
 
         Returns:
-            The values for the log, averaged over the micro-batches.
+            The loss and the other metrics for the log, averaged over the micro-batches.
         """
         reports = []
         for number, views in enumerate(micro_batches, start=1):
@@ -234,7 +234,10 @@ class Trainer:
     def _compute_gradients(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch to `Tensor.grad`. Return its values for the log."""
+        """Add the gradients of one micro-batch to `Tensor.grad`.
+
+        Return the loss and the other metrics of the micro-batch, which are logged.
+        """
         with autocast(self.ranks.device, self._dtype):
             loss, report = self.learner.loss(network, views, step)
         (loss / self.options.accumulation).backward()

@@ -3,9 +3,10 @@
 A run writes these files:
 
 - `config.yaml` before the first step, and again when unreadable images are left out.
-- After each step, one row of `log.jsonl`, with the monitor's measurements if they are due. Then
-  `epochNNNN.safetensors` after the epochs of `train.keep_epochs` and `train.keep_every`. Then a
-  checkpoint every `train.checkpoint_minutes` and `train.checkpoint_epochs`.
+- After each step, one row of `log.jsonl`, with the measurements of the monitor (an evaluation of
+  the encoder) if they are due. Then `epochNNNN.safetensors` after the epochs of `train.keep_epochs`
+  and `train.keep_every`. Then a checkpoint every `train.checkpoint_minutes` and
+  `train.checkpoint_epochs`.
 - A checkpoint after the last step. `pretrain/checkpoints.py` describes its files.
 
 These events end a run before its last step:
@@ -319,7 +320,11 @@ class Run:
                 yield micro_batch
 
     def _read_chunk(self, chunks: Iterator[Any]) -> Any:
-        """Return the next chunk of a micro-batch, and record which images it leaves out."""
+        """Return the next chunk (part) of a micro-batch.
+
+        If images could not be read and were replaced, their indices are added to
+        `progress.left_out`.
+        """
         with self.clock.count_waiting():
             chunk = next(chunks)
         if isinstance(chunk, SslBenchError):
@@ -339,8 +344,8 @@ class Run:
         """Train on one batch.
 
         Returns:
-            The values for the log that are already known, and the metrics that the device may still
-            be computing.
+            The values of the log row that are already known, such as the learning rate, and the
+            metrics that the device may still be computing.
         """
         plan, trainer = self.plan, self.trainer
         views = map(self._finish_crops, islice(micro_batches, plan.train.accumulation))
@@ -428,7 +433,10 @@ class Run:
         )
 
     def _keep_encoder(self) -> None:
-        """Save the encoder to a separate file if `train.keep_*` select the epoch that has ended."""
+        """Save the encoder to a separate file if the epoch that has just ended is to be kept.
+
+        `train.keep_epochs` and `train.keep_every` select these epochs.
+        """
         if self.saver is None:
             return
         self.saver.check()
@@ -506,7 +514,11 @@ class Run:
             raise error
 
     def _finish(self) -> None:
-        """Delete the previous training state, and record the accuracy of a supervised run."""
+        """Delete the second-to-last training state, which a finished run no longer needs.
+
+        If `monitor.results` of a supervised run is set, also save its accuracy as records (stored
+        scores) in this folder.
+        """
         checkpoints.remove_previous_state(self.out)
         results = self.plan.monitor.results
         if results is not None and isinstance(self.observer, Evaluator):

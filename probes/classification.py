@@ -1,8 +1,9 @@
 """Linear classification: how well can linear heads predict image classes from a block's features?
 
 `LinearClassification` trains linear or attentive heads on the features of a frozen encoder.
-`TrainingDraws` contains the images that the heads are trained on, and the held-out images on which
-the best head is selected. `score_selected_heads` selects this head and computes its accuracy.
+`TrainingDraws` contains random samples ("draws") of training images: those that the heads are
+trained on, and the held-out images on which the best head is selected. `score_selected_heads`
+selects this head and computes its accuracy.
 """
 
 import itertools
@@ -109,7 +110,8 @@ class Momentum(StepTraining):
 class FixedPooling:
     """The pooling option "fixed", in which heads do not learn to pool patches.
 
-    Each head receives the feature vector of the image that `probe.facet` selects.
+    Each head receives one feature vector of the image. The facet (kind of feature) in `probe.facet`
+    selects this vector.
     """
 
 
@@ -275,7 +277,7 @@ class LinearClassification(Probe):
         val: ImageFeatures,
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train linear heads on one draw of training images, and yield their scores.
+        """Train linear heads on one random sample of training images, and yield their scores.
 
         Each group of layers has its own heads.
         """
@@ -347,7 +349,7 @@ class LinearClassification(Probe):
         draws: "TrainingDraws",
         draw: "TrainingDraw",
     ) -> Iterator[Score]:
-        """Train attentive heads on one draw of training images, and yield their scores.
+        """Train attentive heads on one random sample of training images, and yield their scores.
 
         Each layer has its own heads.
         """
@@ -443,7 +445,7 @@ class LinearClassification(Probe):
 
 @dataclass(frozen=True)
 class TrainingDraw:
-    """The training images of one random draw, as positions in `TrainingDraws.indices`.
+    """One random sample (draw) of training images, as positions in `TrainingDraws.indices`.
 
     Attributes:
         fit: Images that the heads are trained on.
@@ -465,7 +467,7 @@ class TrainingDraw:
 
 @dataclass(frozen=True)
 class TrainingDraws:
-    """The random draws of training images for one evaluation.
+    """The random samples (draws) of training images for one evaluation.
 
     Attributes:
         images: The training set.
@@ -483,7 +485,8 @@ class TrainingDraws:
     ) -> Iterator[Score]:
         """Yield the scores for each number of shots, averaged over the random draws.
 
-        If `shots` is not set, yield the scores of the only draw.
+        A draw is a random sample of training images. If `shots` is not set, yield the scores of the
+        only draw.
 
         Args:
             train_and_score: Function that trains heads on one draw and yields their scores.
@@ -496,7 +499,7 @@ class TrainingDraws:
                 yield from average_over_draws([list(train_and_score(d)) for d in draws], shots)
 
     def details(self, draw: TrainingDraw, seconds: float) -> dict[str, Any]:
-        """Return details about the training on one draw, which are stored with its scores.
+        """Return details about the training on one random sample of images, for its scores.
 
         These are the numbers of training and held-out images, a SHA-256 of the training images'
         ids, and the training time in seconds.
@@ -510,7 +513,7 @@ class TrainingDraws:
         }
 
     def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        """Raise a DataError if the training images of any draw have only one class.
+        """Raise a DataError if the training images of any random draw have only one class.
 
         Args:
             labels: Class of each image in `indices`.

@@ -209,6 +209,8 @@ class Correspondence(Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Match the points of all pairs, draw figures of some, and score all layers and facets.
 
+        A facet is a kind of feature, such as keys.
+
         Raises:
             DataError: A file cannot be read.
             CheckpointError: Features are not finite.
@@ -265,9 +267,9 @@ class Correspondence(Probe):
         """Predict the places of all points in a batch of pairs.
 
         Returns:
-            For each layer and facet, the predicted places, and whether the places of each pair are
-            arbitrary. They are arbitrary if all patches of the second view have the same features.
-            All pairs are padded to the largest number of points in a pair.
+            For each layer and facet (kind of feature), the predicted places, and whether the places
+            of each pair are arbitrary. They are arbitrary if all patches of the second view have
+            the same features. All pairs are padded to the largest number of points in a pair.
         """
         sources = [torch.from_numpy(pair.source).float() for pair in pairs]
         points = to_device(pad_sequence(sources, batch_first=True), device)
@@ -309,7 +311,10 @@ class Correspondence(Probe):
     def _score(
         self, layer_facet: LayerFacet, number: int, counts: "PairCounts", view_size: int
     ) -> Score:
-        """Return the PCK of a layer and facet at the threshold `self.alphas[number]`."""
+        """Return the PCK of one layer and facet (kind of feature), the score of the probe.
+
+        Points are correct up to the relative distance `self.alphas[number]`.
+        """
         correct = counts.correct[layer_facet][:, number]
         pck = counts.pck(layer_facet, number)
         estimate = mean_estimate(pck)
@@ -351,8 +356,9 @@ class PairCounts:
         alphas: Largest relative distances at which a predicted place counts as correct.
         points: Number of points of each pair.
         categories: Object category of each pair, or an empty string.
-        correct: Number of correct points for each pair and alpha. The key is a layer and a facet,
-            or the name of a prediction that needs no features, such as a baseline.
+        correct: Number of correct points for each pair and alpha. The key is a layer and a facet
+            (kind of feature), or the name of a prediction that needs no features, such as a
+            baseline.
         degenerate: Whether all patches of a pair's second view have the same features, so that its
             predicted places are arbitrary. The key is a layer and a facet.
     """
@@ -387,8 +393,8 @@ class PairCounts:
     ) -> Bool[np.ndarray, "alphas _points"]:
         """Count the correct places in a prediction for a pair. Return which places are correct.
 
-        `key` is the layer and facet of the prediction, or the name of a prediction without
-        features.
+        `key` is the layer and facet (kind of feature) of the prediction, or the name of a
+        prediction without features.
         """
         is_correct = pair.is_correct(places, self.alphas)
         self.correct[key][index] = is_correct.sum(1)

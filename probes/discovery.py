@@ -73,7 +73,7 @@ class ObjectDiscovery(TokenCut):
     def num_ranks(self) -> int:
         """Return the maximum number of boxes that are scored in an image.
 
-        Each of these boxes has its own rank.
+        Each of these boxes has its own rank of confidence.
         """
         return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
 
@@ -102,8 +102,8 @@ def score_block(
     """Yield the average precision and the average recall of one block.
 
     All annotated images are scored, including those without objects. At most `num_ranks` boxes are
-    scored in each image. The first box of an image has rank 0, and its further boxes have ranks 1,
-    2, and so on.
+    scored in each image. Boxes are ranked by confidence: the first box of an image has rank 0, and
+    its further boxes have ranks 1, 2, and so on.
 
     In `ap`, `ap50` and `ar100`, boxes of different images that have the same rank count as equally
     confident. `ap_coco` sorts such boxes by image instead. It therefore has no interval and no
@@ -175,7 +175,10 @@ def count_detections(found: Sequence[Boxes], true: Sequence[Boxes], num_ranks: i
 
 
 def merge_ranks(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
-    """Sum the detection counts over all ranks, as if all found boxes were equally confident."""
+    """Sum the detection counts over all confidence ranks.
+
+    All found boxes then count as equally confident.
+    """
     return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
 
 
@@ -198,17 +201,17 @@ def detection_counts(
 ) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
     """Match the found boxes of an image to its true boxes, and count the correct ones.
 
-    Found boxes are matched in the order of their ranks. The matching is repeated for each IoU
-    threshold in `IOU_THRESHOLDS`. A found box is matched to the unmatched true box with the largest
-    IoU, if the IoU reaches the threshold. If several true boxes have the largest IoU, the found box
-    is matched to the last of them.
+    Found boxes are matched in the order of their confidence ranks. The matching is repeated for
+    each IoU threshold in `IOU_THRESHOLDS`. A found box is matched to the unmatched true box with
+    the largest IoU, if the IoU reaches the threshold. If several true boxes have the largest IoU,
+    the found box is matched to the last of them.
 
     Args:
         found: Found boxes. Only the `MOST_DETECTIONS` most confident boxes are counted.
         ranks: Rank of each found box. Rank 0 is the most confident. Boxes of equal rank are matched
             in the order of `found`.
         true: All true boxes.
-        num_ranks: Number of ranks.
+        num_ranks: Number of confidence ranks.
 
     Returns:
         Counts for `ssl_bench.scores.average_precision`. Row 0 counts true boxes, and row 1 + r

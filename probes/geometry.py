@@ -98,9 +98,9 @@ class Geometry(Probe):
     images are encoded, too.
 
     Attributes:
-        facet: Features that represent an image by one vector: "cls", "patch_mean", or a facet
-            inside the block, averaged over the patches. Metrics of patch tokens always use the
-            output of the block.
+        facet: Features that represent an image by one vector: "cls", "patch_mean", or a facet (kind
+            of feature) inside the block, averaged over the patches. Metrics of patch tokens always
+            use the output of the block.
         image_size: Side in pixels of the square images that the encoder receives. None for the
             encoder's native size.
         crop_share: Side of the central square, relative to the shorter side of the image.
@@ -209,7 +209,7 @@ class Geometry(Probe):
     ) -> dict[LayerFacet, Float[Tensor, "images views _dim"]]:
         """Encode random views of some images. Return their feature vectors by layer and facet.
 
-        The vectors are in CPU memory.
+        A facet is a kind of feature, such as the [CLS] token. The vectors are in CPU memory.
 
         Args:
             context: Inputs of the probe.
@@ -283,7 +283,10 @@ class Geometry(Probe):
         statistics: "ImageStatistics",
         views: Float[Tensor, "images views dim"],
     ) -> Iterator[Score]:
-        """Yield the scores of the image vectors for one layer and facet."""
+        """Yield the scores of the vectors that describe whole images.
+
+        They are computed for the features of one layer and one facet (kind of feature).
+        """
         moments = statistics.moments[cell]
         count, dim = moments.count, len(moments.mean)
         first, last = self.alpha_ranks
@@ -403,7 +406,7 @@ class ImageStatistics:
     """Statistics of the features of all images, each encoded as its central square.
 
     Attributes:
-        moments: Mean and covariance of the image vectors, by layer and facet.
+        moments: Mean and covariance of the image vectors, by layer and facet (kind of feature).
         paired: Image vectors for the metric uniformity, by layer and facet, in CPU memory.
         per_image: Value of each image, by layer and patch token metric, in CPU memory.
         regressions: Position regression of each layer.
@@ -545,7 +548,10 @@ class PositionRegression:
         self._sums = {"train": PositionSums(), "selection": PositionSums()}
 
     def add(self, patches: Patches, part: str) -> None:
-        """Use images of the parts "train" and "selection" for the fit, and score images of "test".
+        """Add images to the data of the fit, or score the fitted regression on them.
+
+        Images of the parts "train" and "selection" are used for the fit, and images of "test" are
+        scored.
 
         The regression is fitted when the first images of "test" are added.
         """

@@ -218,7 +218,7 @@ class PCA(Probe):
         """Return the features of the images to draw, and the moments of the whole dataset.
 
         Both are grouped by layer. Moments (mean and covariance) are computed only for the protocol
-        "dataset".
+        (variant of the probe) "dataset".
 
         Raises:
             CheckpointError: Features are not finite.
@@ -270,7 +270,8 @@ class PCA(Probe):
     def _group_images(self, values: Sequence[T]) -> list[Sequence[T]]:
         """Group values of images so that each group shares one set of principal components.
 
-        With the protocol "image", each image has its own group. Otherwise there is a single group.
+        With the protocol (variant of the probe) "image", each image has its own group. Otherwise
+        there is a single group.
         """
         return [[value] for value in values] if self.protocol == "image" else [values]
 
@@ -623,7 +624,7 @@ def find_reference(align_to: str, artifacts: Path, figure_folder: str) -> Path:
             NAME-SHA256.
         artifacts: Folder of this encoder's figures. The folders of other encoders are next to it.
         figure_folder: Name of the folder with the maps, inside the folder of each encoder. It
-            contains the protocol and the facet.
+            contains the protocol and the facet (kind of feature).
 
     Raises:
         ConfigurationError: There is no such folder, or there are several.

@@ -64,7 +64,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """Return the width of the tile in pixels. The image and its titles fit into it."""
+        """Return the width in pixels of the tile, which contains the image and its titles."""
         return max([self.size[0], *(2 + round(_length(line)) for line in self.lines)])
 
     def tile(self) -> Image.Image:
@@ -80,12 +80,12 @@ class Picture:
 
 
 def draw_tile(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
-    """Draw an image with its titles above it, as a tile of a figure."""
+    """Draw an image with its titles above it, as a tile (one of the images) of a figure."""
     return Picture(image, titles).tile()
 
 
 def draw_heading(text: str) -> Image.Image:
-    """Draw a line of text as a tile of a figure."""
+    """Draw a line of text as an image that can be placed in a figure."""
     tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
@@ -117,7 +117,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def save_sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
-    """Arrange tiles in rows on a white background, and save them as one PNG.
+    """Arrange tiles (images with titles) in rows on a white background, and save them as one PNG.
 
     The PNG text chunk `TILES` contains left, top, width and height of each image without its
     titles. Reports use it to cut a single image out of the PNG.

@@ -1,4 +1,4 @@
-"""Compute top-k accuracy, and average it over several random draws of training images."""
+"""Compute top-k accuracy, and average it over several random samples of training images."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ def shot_metric_name(metric: str, shots: int) -> str:
 
 
 def average_over_draws(draws: Sequence[Sequence[Score]], shots: int) -> Iterator[Score]:
-    """Yield the mean of each score over several draws of training images.
+    """Yield the mean of each score over several draws (random samples) of training images.
 
     The confidence interval of the mean is Student's t interval over the draws. The interval over
     scored images is stored as the detail "ci95_over_images". A detail that differs between the

@@ -103,7 +103,7 @@ class Results:
 
     @hints_for_python(_TABLE_KEYWORDS)
     def plot(self, metric: str | None = None) -> "Figure":
-        """Return a matplotlib figure of scores over blocks, with one panel for each table.
+        """Return a matplotlib figure of scores over blocks, with one panel (chart) for each table.
 
         Bands around the curves show 95 % confidence intervals.
 

@@ -234,7 +234,7 @@ class Probe:
             probes of one command encode each image only once.
         metrics_of_sets: Metrics that are defined only for a whole set of images. Their scores
             include no contributions of single images.
-        further_protocols: Secondary protocols, which `--task all` runs in addition.
+        further_protocols: Secondary protocols (presets), which `--task all` runs in addition.
         takes_long: Whether `--task all` runs the probe after the others.
         excluded_from_identity: Fields that do not affect results, or that a record stores in
             another column. Subclasses replace this default, so exclude one more field with
@@ -288,7 +288,10 @@ class Probe:
         return {}
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return every combination of layer, facet and metric that `run` scores."""
+        """Return every combination of layer, facet and metric that `run` scores.
+
+        A facet is a kind of feature, such as keys.
+        """
         raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -383,7 +386,10 @@ class Probe:
 
 
 def display_name(probe: Probe) -> str:
-    """Return the name of the probe's task, followed by the protocol if it is a secondary one."""
+    """Return the name of the probe's task, followed by the protocol if it is a secondary one.
+
+    A protocol is a preset of the probe's settings.
+    """
     is_secondary = probe.protocol in probe.further_protocols
     return f"{probe.task}, {probe.protocol}" if is_secondary else probe.task
 
@@ -395,7 +401,8 @@ class Evaluation:
     Attributes:
         probe: The probe, adapted to the encoder and the dataset by `PlannedProbe.fit_to`.
         allow_overlap: Whether scored images may also be training images.
-        changed: Settings that differ from the protocol. None to derive them from the probe.
+        changed: Settings that differ from the protocol, a preset of settings. None to derive them
+            from the probe.
         encoder, dataset, layers, seed, device, dtype: See `ProbeContext`.
     """
 
@@ -694,6 +701,8 @@ def result_keys(
     seed: int,
 ) -> list[ResultKey]:
     """Return the keys that identify the results of a probe, one for each layer, facet and metric.
+
+    A facet is a kind of feature, such as keys.
 
     Args:
         probe: The probe.

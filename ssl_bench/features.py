@@ -147,6 +147,8 @@ class FeatureExtractor:
     ) -> Features:
         """Extract features of images, and return them as float32 tensors by layer and facet.
 
+        A facet is a kind of feature, such as "token" or "key".
+
         Args:
             images: RGB images with values in [0, 1]. The extractor normalises them.
             ids: Names of the images for error messages.
@@ -179,7 +181,7 @@ class FeatureExtractor:
 
         Returns:
             The features, and their sums over all axes except the batch. The sums have one row for
-            each pair of layer and facet.
+            each pair of layer and facet (kind of feature).
         """
         while True:
             batch = max(1, min(self._max_batch, len(images)))
@@ -403,7 +405,7 @@ class FeatureExtractor:
 
 
 def _check_request(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> None:
-    """Raise an error if the encoder does not have these layers or facets."""
+    """Raise an error if the encoder does not have these layers or facets (kinds of features)."""
     outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
@@ -506,6 +508,8 @@ def _find_modules(
     parts: dict[str, nn.Module], facet: Facet
 ) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
     """Return the submodules at which a facet is captured, and whether to capture input or output.
+
+    A facet is a kind of feature, such as keys.
 
     Args:
         parts: All submodules of the block by name.

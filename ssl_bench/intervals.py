@@ -58,7 +58,10 @@ class Estimate(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Percentage of images that are hits, with confidence intervals for proportions."""
+    """A metric that is the percentage of images with a correct result (hits).
+
+    Its confidence intervals are those of a proportion.
+    """
 
     hits: Bool[np.ndarray, " images"]
 

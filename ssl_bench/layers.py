@@ -84,7 +84,7 @@ def parse_facets(
 def submodule_name(facet: Facet) -> str | None:
     """Return a submodule's name within its block, such as "mlp.fc1" for "blocks.*.mlp.fc1".
 
-    Return None if the facet is not the output of a submodule.
+    Return None if the facet (kind of feature) is not the output of a submodule.
     """
     return facet.removeprefix(_EVERY_BLOCK) if facet.startswith(_EVERY_BLOCK) else None
 
@@ -94,7 +94,8 @@ def select_layers(
 ) -> tuple[int, ...]:
     """Return the indices of the blocks to score.
 
-    If a facet's name contains a block index, as in "blocks.7.mlp.fc1", only this block is scored.
+    If the name of a facet (kind of feature) contains a block index, as in "blocks.7.mlp.fc1", only
+    this block is scored.
 
     Args:
         spec: Facets of the probe, or None for a probe without facets.

@@ -141,9 +141,11 @@ class PlannedProbe:
         return self.probe.shares_features and one == another
 
     def plan_secondary_protocols(self) -> list["PlannedProbe"]:
-        """Return one copy of this planned probe for each secondary protocol (preset) of the probe.
+        """Return one copy of this planned probe for each of the probe's secondary protocols.
 
-        A protocol is left out if it sets a field that the user or the dataset has already set.
+        A protocol is a preset of the probe's settings, and the secondary protocols are used in
+        addition to the default one. A protocol is left out if it sets a field that the user or the
+        dataset has already set.
         """
         plan: list[PlannedProbe] = []
         for name in self.probe.further_protocols:
@@ -255,7 +257,8 @@ def evaluate(
         skip_unfit: Leave out probes that do not fit the encoder or the data, and print a message.
         allow_none: Return an empty list if all probes are left out, instead of raising an error.
         features: Cache of features that earlier calls computed.
-        later: Planned probes of later calls with the same encoder and blocks.
+        later: Planned probes of later calls with the same encoder and blocks. This call already
+            computes the encoder outputs that they need, if it can.
     """
     records, left_out = list[Record](), list[str]()
     features = FeatureCache() if features is None else features
@@ -340,6 +343,7 @@ def _assign_overrides(
 def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the default config of a pair, with the config files and protocols in `overrides`.
 
+    A pair consists of a probe and a dataset, and a protocol is a preset of the probe's settings.
     The selected files determine which other keys exist. All other overrides are not applied.
     """
     config = probing_config(*pair, ())
@@ -355,7 +359,8 @@ def _compose_with_choices(pair: _Pair, overrides: Sequence[str]) -> dict[str, An
 def _selectable_names(override: str, task: str, config: dict[str, Any]) -> list[str]:
     """Return the valid values of an override whose key selects a config file or a protocol.
 
-    If the key sets an ordinary value instead, return an empty list.
+    A protocol is a preset of a probe's settings. If the key sets an ordinary value instead, return
+    an empty list.
     """
     key = override.partition("=")[0]
     if key == _PROTOCOL:

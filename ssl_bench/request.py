@@ -26,7 +26,7 @@ class ProbeRequest:
             key.
         data_roots: Folders of datasets, by the name of the dataset.
         all_tasks: Whether the user requested all tasks. If so, tasks that do not fit are left out,
-            and probes also run in their secondary protocols.
+            and probes also run in their secondary protocols (presets of settings).
         on_bad_image: "fail", "skip", or None for the default of each dataset.
         layers: Block indices, 0-based, in a format of `ssl_bench.layers.resolve_layers`.
         checkpoints: Addresses of encoders. If it is empty, the newest run in `runs/` is used.

@@ -46,7 +46,8 @@ FEW = (
 def compute_values(folder: Path) -> dict[str, Any]:
     """Run all commands in a folder.
 
-    Return the numbers that they compute, by the name of the training step or record.
+    Return the numbers that they compute, by the name of the training step or of the record (stored
+    score).
     """
     values: dict[str, Any] = {}
     photographs, runs = _save_photographs(folder / "photographs"), list[str]()

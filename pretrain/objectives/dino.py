@@ -74,7 +74,9 @@ class Dino(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """Build a learner whose teacher starts as a copy of its student. Class names are ignored.
+        """Build a learner whose teacher starts as a copy of its student.
+
+        The argument `class_names` is not used.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer.
@@ -352,10 +354,12 @@ class _CrossView(torch.autograd.Function):
             return directions[chunk] * inverse_norm, inverse_norm
 
         def compare(unit: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-            """Return scaled prototypes, the student's logits, and the targets of the global views.
+            """Return weights, the student's logits for all views, and targets for the global views.
 
-            The target of a global view is the teacher's output for the other global view. The
-            target of every local view is the mean of these two targets.
+            The weights are the prototypes of the chunk, divided by the temperature of the student.
+
+            The target for a global view is the teacher's output for the other global view. The
+            target for every local view is the mean of these two targets.
             """
             weights = (unit * (lengths[chunk] / temperature)).to(student.dtype)
             logits = compute_logits(student, weights).to(targets.dtype)

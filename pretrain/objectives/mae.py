@@ -76,12 +76,12 @@ class Mae(Objective):
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "MaeLearner":
-        """Build a learner with an encoder and a decoder. Class names are ignored.
+        """Build a learner with an encoder and a decoder. The argument `class_names` is not used.
 
         Raises:
             ConfigurationError: The model is not a Vision Transformer, or the mask ratio hides none
-                or all of its patches. Or `gray_decoder` is true, but the encoder does not gray its
-                tokens.
+                or all of its patches. Or `gray_decoder` is true, but the encoder has no token
+                graying, which increases small singular values of the token matrix.
         """
         del timeline, class_names
         model = require_vit(model, "mae", "other encoders cannot leave out patches")

@@ -157,7 +157,10 @@ class GeneratingObjective(Objective, ABC):
 
     @abstractmethod
     def images(self) -> ImageSet:
-        """Return placeholders for the samples of an epoch, in the form of an image set."""
+        """Return an image set with one empty image for each sample of an epoch.
+
+        The objective generates the samples itself, so the image set only supplies their ids.
+        """
 
     @abstractmethod
     def observer(self, learner: Any, timeline: Timeline) -> PeriodicEvaluation:

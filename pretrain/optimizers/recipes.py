@@ -68,7 +68,7 @@ class Soap(OptimizerRecipe):
             language models.
         shampoo_beta: Decay rate of the statistics. The default is `betas[1]`.
         precondition_frequency: Number of steps between two refreshes of an eigenbasis.
-        max_precond_dim: Maximum length of an axis of a parameter that has a basis.
+        max_precond_dim: Maximum length of the axes of a parameter that get an eigenbasis.
         stagger: Whether the refreshes of different bases take place at different steps. All steps
             then take equally long. The mean time of a step is longer, because a GPU decomposes many
             matrices together in little more time than one.

@@ -137,7 +137,11 @@ class SOAP(torch.optim.Optimizer):
         return loss
 
     def _count_step(self, stacks: Sequence["Stack"]) -> "Factors":
-        """Count this step. If `found_inf` is 1, count it as a skipped step, too."""
+        """Count this step, and return the factors of its update.
+
+        The gradient scaler sets `found_inf` to 1 if a gradient is not finite. The step is then also
+        counted as skipped.
+        """
         found_inf, zero = getattr(self, "found_inf", None), torch.zeros_like(stacks[0].skipped)
         is_skipped = zero if found_inf is None else found_inf.to(zero)
         for skipped in {id(s.skipped): s.skipped for s in stacks if s.step >= 0}.values():

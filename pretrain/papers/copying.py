@@ -78,7 +78,7 @@ class Copying(GeneratingObjective):
         return StringMaker(self.length, self.letters)
 
     def images(self) -> "GeneratedStrings":
-        """Return a placeholder for the training images, with one id for each string of an epoch."""
+        """Return an image set without image content, with one id for each string of an epoch."""
         return GeneratedStrings()
 
     def build(
@@ -186,9 +186,9 @@ class StringMaker(ViewMaker):
 
 @dataclass(frozen=True)
 class GeneratedStrings:
-    """Placeholder for a set of training images, with one id for each string of an epoch.
+    """Image set without image content, for an objective that generates its own strings.
 
-    Its images are empty, because the strings are drawn later.
+    It has one id for each string of an epoch.
     """
 
     name = "copying"

@@ -97,9 +97,10 @@ class Attention(Probe):
         return {} if "segmentation" in roles else {"truth": "none"}
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Attention":
-        """Return a copy that is not scored with class masks, if class 0 is not the background.
+        """Return a copy with `truth="none"` if the dataset's class masks have no background.
 
-        If the user has set `truth`, the probe is returned unchanged.
+        They have none if class 0 is not called background. The probe is returned unchanged if it
+        does not use class masks or if the user has set `truth`.
         """
         if self.truth != "classes" or "truth" in typed:
             return self

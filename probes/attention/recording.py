@@ -79,7 +79,8 @@ class AttentionRecorder:
     x tokens matrix for each head.
 
     Args:
-        extractor: Feature extractor of the requested blocks. Its facet does not matter.
+        extractor: Feature extractor of the requested blocks. Its facet (kind of feature) does not
+            matter.
         queries: Slice of the queries whose weights are returned.
     """
 

@@ -266,7 +266,7 @@ def expected_information(
 
 
 def _expected_terms(*sizes: Int64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """Return the term of the expected mutual information for each cell of a table.
+    """Return the term of the expected mutual information for each cell of a contingency table.
 
     `sizes` are the totals of the cell's row, of its column and of its table.
     """
@@ -291,8 +291,9 @@ def _variance(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
 def _sum_terms(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
     """Return E[x / total * log(x * total / (row * col))] for the count x of each table cell.
 
-    The count x is hypergeometric: the size of the overlap of two random subsets with `row` and
-    `col` out of `total` items. The sum is limited to the likely values of x.
+    The table is a contingency table of clusters and classes. The count x is hypergeometric: the
+    size of the overlap of two random subsets with `row` and `col` out of `total` items. The sum is
+    limited to the likely values of x.
     """
     mean = row * col / total
     width = _DEVIATIONS * np.sqrt(_variance(row, col, total)) + _MARGIN
@@ -327,8 +328,8 @@ def estimate_entropy(
 ) -> Float64[np.ndarray, "*tables"]:
     """Estimate the entropy in nats of the distribution from which a sample was drawn.
 
-    Cells with a count of 0 contribute too. Their contribution is estimated from the numbers of
-    cells with a count of 1 and of 2.
+    Values that the sample does not contain contribute, too. Their contribution is estimated from
+    the numbers of values that occur once and twice.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """

@@ -1,8 +1,8 @@
 """Clustering: how well do k-means clusters of the features of each block match the classes?
 
-The clusters are computed without labels. The protocol "images" clusters the scored images. The
-protocol "patches" clusters patches of the training images, and assigns each patch of the scored
-images to a cluster.
+The clusters are computed without labels. The probe has two variants, called protocols. The protocol
+"images" clusters the scored images. The protocol "patches" clusters patches of the training images,
+and assigns each patch of the scored images to a cluster.
 """
 
 import itertools
@@ -148,7 +148,10 @@ class Clustering(Probe):
         ]
 
     def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """Return the images whose patches are clustered, or None for the protocol "images"."""
+        """Return the images whose patches are clustered, or None for the protocol "images".
+
+        A protocol is a variant of the probe.
+        """
         return None if self.protocol == "images" else dataset.train()
 
     def settings(self) -> dict[str, Any]:
@@ -269,7 +272,8 @@ class Clustering(Probe):
 
         Args:
             context: Context of the run, such as the device.
-            extractor: Extractor of all facets.
+            extractor: Extractor of the requested layers and facets (kinds of features, such as
+                keys).
             images: The training images. Images without a chosen patch are not encoded.
             chosen: Indices of the chosen patches in ascending order. All patches of all images are
                 numbered consecutively.
@@ -311,10 +315,11 @@ class Clustering(Probe):
         centers: Mapping[Cell, Sequence[Float[Tensor, "_centers _dim"]]],
         side: int,
     ) -> tuple["PatchLabels", dict[Cell, Integer[np.ndarray, "kmeans images patches"]]]:
-        """Return the labels of all scored patches, and their nearest center in each k-means model.
+        """Return the label of each scored patch, and the index of its nearest cluster center.
 
-        `centers` contains the cluster centers of each block and facet, and `side` is the number of
-        patches along a side of an image.
+        The nearest center is found in each k-means model of each block and facet (kind of feature).
+        `centers` contains the centers of these models, and `side` is the number of patches along a
+        side of an image.
         """
         size, labels = self._image_size(context), list[PatchLabels]()
 
@@ -351,7 +356,10 @@ class Clustering(Probe):
         num_images: int,
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of all metrics for one block, facet and number of clusters per class."""
+        """Yield the scores of all metrics for one block, facet and number of clusters per class.
+
+        A facet is a kind of feature, such as keys.
+        """
         baselines = image_independent_baselines(table, self.metrics(factor))
         more = {
             "num_clusters": len(table),

@@ -83,7 +83,8 @@ def exact_jacobian(function: Function, x: Tokens) -> Float64[Tensor, "outputs in
 def exact_spectra(record: BlockRecord) -> dict[str, Float64[Tensor, " values"]]:
     """Return all singular values of each Jacobian of a block.
 
-    The keys of the dictionary are the facets of `block_functions`.
+    The keys of the dictionary are names of functions (facets), such as "attention", as in
+    `block_functions`.
 
     Raises:
         ConfigurationError: The number of tokens times their dimension exceeds 8192.
@@ -124,7 +125,8 @@ class SingularValueBounds:
         smallest: Upper bound of the smallest singular value.
         largest_residual: Maximum distance from `largest` to the nearest singular value.
         smallest_residual: Maximum distance from `smallest` to the nearest singular value. It is
-            infinite if `smallest` comes from the test vector of `bound_singular_values`.
+            infinite if `smallest` does not come from the iterations, but from the vector
+            `test_vector` that was passed to `bound_singular_values`.
         largest_at_most: Upper bound of the largest singular value. It holds for at least 97.5 % of
             all random start vectors.
         smallest_at_least: Lower bound of the smallest singular value. It holds for at least 97.5 %
@@ -170,7 +172,8 @@ class SingularValueBounds:
 def lanczos_bounds(record: BlockRecord, *, steps: int, seed: int) -> dict[str, SingularValueBounds]:
     """Bound the smallest and the largest singular value of each Jacobian of a block.
 
-    The keys of the dictionary are the facets of `block_functions`.
+    The keys of the dictionary are names of functions (facets), such as "attention", as in
+    `block_functions`.
     """
     bounds = {}
     for facet, (function, point) in block_functions(record).items():

@@ -1,7 +1,8 @@
 """Conditioning: how close to singular are the matrices and Jacobians of each block?
 
 The probe runs a float64 copy of the encoder on a few images (`decomposition.py`), scores its blocks
-(`scores.py`, `jacobians.py`) and draws a figure. The protocol "checkpoints" compares two encoders.
+(`scores.py`, `jacobians.py`) and draws a figure. The protocol (variant of the probe) "checkpoints"
+compares two encoders.
 """
 
 import math
@@ -205,7 +206,7 @@ class Conditioning(Probe):
     def _score_spectra(
         self, context: ProbeContext, records: BlockRecords, stem: Path, cka: CkaMatrix
     ) -> Iterator[Score]:
-        """Yield the scores of the protocol "spectra".
+        """Yield the scores of the protocol (variant of the probe) "spectra".
 
         Then save all singular values and the CKA matrix as files.
         """
@@ -343,7 +344,9 @@ def _append_ending(stem: Path, ending: str) -> Path:
 
 
 def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix | None) -> None:
-    """Plot each metric against the block index in a panel, with a line and a 95 % band per facet.
+    """Plot each metric against the block index, with a line and a 95 % band per facet.
+
+    Each metric has its own panel (chart).
 
     Facets are the parts of a block, such as its attention and its MLP. Infinite values are marked
     at the top of a panel. If a CKA matrix is given, it has its own panel.
@@ -375,7 +378,7 @@ def draw_figure(scores: Sequence[Score], title: str, path: Path, cka: CkaMatrix 
 
 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
-    """Draw the panel of one metric. Each part of a block has the same colour in all panels."""
+    """Draw the chart of one metric. Each part of a block has the same colour in all charts."""
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
         facet_scores, number = [s for s in scores if s.facet == facet], facets.index(facet)

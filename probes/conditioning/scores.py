@@ -1,6 +1,6 @@
 """Compute the scores of a transformer block from its matrices, Jacobians and tokens.
 
-Each protocol of the probe `Conditioning` has its own function, such as `spectra_scores`.
+Each protocol (variant) of the probe `Conditioning` has its own function, such as `spectra_scores`.
 `linear_cka` compares two representations of the same tokens.
 """
 
@@ -129,9 +129,9 @@ def spectra_scores(
 ) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
     """Score the attention matrices and the sub-block outputs of one block.
 
-    Scores are grouped by facet. "attention_matrix" has one matrix for each head. "attention" and
-    "mlp" are the outputs of the two sub-blocks. "attention_skip" and "mlp_skip" are these outputs
-    plus the inputs of the sub-blocks, even if the encoder has no such skip.
+    Scores are grouped by facet (kind of matrix). "attention_matrix" has one matrix for each head.
+    "attention" and "mlp" are the outputs of the two sub-blocks. "attention_skip" and "mlp_skip" are
+    these outputs plus the inputs of the sub-blocks, even if the encoder has no such skip.
 
     Returns:
         The scores, and the singular values of each facet. A facet is left out if the block cannot
@@ -160,11 +160,11 @@ def spectra_scores(
 
 
 def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
-    """Return the matrices of one block and image, as a dictionary from facets to stacked matrices.
+    """Return the matrices of one block and image, as a dictionary from their kind (facet).
 
     The facet "attention_matrix" has one matrix for each head. Every other facet has one matrix, the
     tokens that a sub-block outputs, with or without its skip. The dictionary is empty if the block
-    cannot be split.
+    cannot be split into its attention and its MLP.
     """
     parts = record.parts
     if parts is None:
@@ -183,8 +183,9 @@ def _collect_matrices(record: BlockRecord) -> Mapping[str, Float[Tensor, "heads 
 def _median_spectrum(values: Float64[Tensor, "images heads values"]) -> dict[str, Any]:
     """Divide the singular values of each matrix by the largest one, and take medians over matrices.
 
-    The medians are taken over images and heads, separately for each rank. At most `_STORED_VALUES`
-    evenly spaced medians are returned, with their ranks, counted from 0.
+    Each median is taken over images and heads, for one position in the sorted singular values. At
+    most `_STORED_VALUES` medians are returned, for evenly spaced positions. The positions, counted
+    from 0, are returned, too.
     """
     largest = values[..., :1]
     shares = values / largest.where(largest > 0, 1.0)
@@ -211,11 +212,11 @@ def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
 def mean_log_scores(layers: Sequence[int], records: BlockRecords) -> list[Score]:
     """Score the mean logarithm of the condition numbers of tokens before and after attention.
 
-    The facet "before" contains the tokens that the norm before attention receives. In a block with
-    token graying, these are the grayed tokens. The facet "after" is the sum of "before" and the
-    output of attention. For each image, the logarithms are averaged over blocks 0 to the scored
-    layer. The score is the median over images. A layer is skipped if it or an earlier block cannot
-    be split into its parts.
+    There are two facets (kinds of token matrices). The facet "before" contains the tokens that the
+    norm before attention receives. In a block with token graying, these are the grayed tokens. The
+    facet "after" is the sum of "before" and the output of attention. For each image, the logarithms
+    are averaged over blocks 0 to the scored layer. The score is the median over images. A layer is
+    skipped if it or an earlier block cannot be split into its parts.
 
     Args:
         layers: Block indices to score.
@@ -308,7 +309,7 @@ def _term_scores(
 
 
 def _common_facets(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the facets for which every image has a value, in the order of `facets`."""
+    """Return the facets (kinds of matrices) that every image has, in the order of `facets`."""
     return [facet for facet in facets if all(facet in found for found in by_image)]
 
 

@@ -181,7 +181,10 @@ class Depth(Probe):
         return {**names, "delta1_oracle": "delta1", **{name: name for name in [*UNITS][1:]}}
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """Return the groups of layers that the heads receive, one group for each source."""
+        """Return the groups of encoder layers whose features the heads receive.
+
+        Each group is one source of features.
+        """
         return group_layers(layers, self.layers_mode)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:

@@ -40,11 +40,17 @@ class ImageFeatures:
     labels: Int64[Tensor, " images"]
 
     def select(self, layer: int, facet: str) -> LabelledFeatures:
-        """Return the image features of one layer and facet, and the class of each image."""
+        """Return the image features of one layer and facet, and the class of each image.
+
+        A facet is a kind of feature, such as the [CLS] token.
+        """
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
     def concatenate(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
-        """Concatenate the features of several layers along the channels, for one facet."""
+        """Concatenate the features of several layers along the channels, for one facet.
+
+        A facet is a kind of feature, such as the [CLS] token.
+        """
         parts = [self.select(layer, facet).features for layer in layers]
         return LabelledFeatures(torch.cat(parts, 1), self.labels)
 
@@ -126,10 +132,11 @@ class ImagePass:
 
 
 def facet_parts(facet: Facet) -> tuple[Facet, ...]:
-    """Return the features of a block from which a feature of a whole image is computed.
+    """Return the block features that are needed to compute a feature of a whole image.
 
-    Kinds of features are called facets. For example, "cls_patch_mean" is computed from "cls_normed"
-    and "token_normed".
+    Kinds of features are called facets. For example, the facet "cls_patch_mean" of an image is
+    computed from "cls_normed" (the [CLS] token after the final norm) and "token_normed" (the patch
+    tokens after the final norm).
     """
     return IMAGE_FACETS.get(facet, (facet,))
 

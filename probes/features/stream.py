@@ -89,7 +89,7 @@ def extract(
     `fetch_finite` checks the sums.
 
     Args:
-        extractor: Extractor of one facet.
+        extractor: Extractor of one facet (kind of feature).
         images: RGB in [0, 1].
         ids: Image ids for error messages.
 
@@ -141,7 +141,7 @@ def extract_float16(
     Features that do not fit the range of float16 are scaled (see `to_float16`).
 
     Args:
-        extractor: Extractor of one facet.
+        extractor: Extractor of one facet (kind of feature).
         images: RGB in [0, 1].
         ids: Image ids for error messages.
         fetch: Whether to copy the features to CPU memory. The scales are always copied.

@@ -199,7 +199,7 @@ class TrainingPass:
 
     Attributes:
         context: Context of the probe.
-        extractor: Extractor of one facet.
+        extractor: Extractor of one facet (kind of feature).
         images: The training set.
         indices: Indices of the training images that are used.
         image_size: Side of the encoder's square input in pixels.

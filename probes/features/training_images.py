@@ -1,10 +1,10 @@
 """Select the training images of a probe, their views, and the layers that each head receives.
 
 `TrainingSplit` holds out some training images to select a hyperparameter. `Shots` draws a few
-training images of each class. The draws depend only on the images, the settings and the seed. A
-view is an image that is resized or cropped to a square, with the mask of the same area. Random
-crops depend only on the seed and the image. Each epoch therefore uses the same views, even if
-features are not stored.
+training images of each class at random. These samples depend only on the images, the settings and
+the seed. A view is an image that is resized or cropped to a square, with the mask of the same area.
+Random crops depend only on the seed and the image. Each epoch therefore uses the same views, even
+if features are not stored.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class TrainingSplit:
             max_images: Maximum number of images to use. None for all images.
             holdout: Fraction of the used images to hold out. At least one image is held out, unless
                 the fraction is 0.
-            seed: Seed of the draw.
+            seed: Seed of the random choice of images.
 
         Raises:
             DataError: No image is left to train on.
@@ -96,7 +96,7 @@ def ids_sha256(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Shots:
-    """A few training images of each class, in several random draws.
+    """Several random draws (samples) of a few training images of each class.
 
     Each draw orders the images of each class at random. For n shots, the first n images of each
     class are used. A larger number of shots therefore adds images, and keeps the others.
@@ -116,7 +116,7 @@ class Shots:
         Args:
             images: The training set.
             per_class: Number of images of each class.
-            draws: Number of draws.
+            draws: Number of draws (random samples).
             seed: Seed of the random orders. They do not depend on `per_class`.
 
         Raises:
@@ -140,10 +140,10 @@ class Shots:
         return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(drawn.shape)))
 
     def select(self, draw: int, count: int, *, skip: int = 0) -> Int64[Tensor, " images"]:
-        """Return the positions in `indices` of some images of one draw, in ascending order.
+        """Return `count` images of each class from one random draw of training images.
 
-        They are `count` images of each class. The first `skip` images of each class are passed
-        over.
+        The images are returned as positions in `indices`, in ascending order. The first `skip`
+        images of each class are not selected.
         """
         return self.positions[draw, :, skip : skip + count].flatten().sort().values
 
@@ -191,7 +191,7 @@ def reject_train_images_with_shots(
 
 
 def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
-    """Return the groups of layers that the heads receive, one group for each head.
+    """Return the groups of layers whose features the heads receive, one group for each head.
 
     Args:
         layers: Requested layers.
@@ -211,7 +211,8 @@ def group_layers(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
 def reject_single_block(spec: FacetSpec | None, layers_mode: str) -> None:
     """Raise a ConfigurationError if features of a single block are requested for multi-block heads.
 
-    A facet can name a submodule of one block. `layers_mode` states how many blocks a head receives.
+    A facet (kind of feature) can name a submodule of one block. `layers_mode` states how many
+    blocks a head receives.
     """
     if spec and spec.block is not None and layers_mode != "single":
         raise ConfigurationError(

@@ -46,8 +46,8 @@ class PixelTargets:
         label_weights: Weight of each patch logit in the sum of the true-class logits of all pixels.
             The logits of a pixel are weighted sums of patch logits.
         counted: Weight of each pixel in the loss, or 0 if the pixel is ignored. Pixels are grouped
-            by cells, which are areas whose pixels depend on the same patches. Losses on whole
-            patches have a single weight for each patch.
+            by cells. A cell is the area between four patch centers, whose pixels depend on the
+            logits of these patches. Losses on whole patches have a single weight for each patch.
     """
 
     label_weights: Float[Tensor, "classes batch rows cols"]
@@ -342,7 +342,8 @@ def _sum_piece(
 ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
     """Sum the log-normalisers of upsampled logits for each head, and compute the gradients.
 
-    The gradients are those with respect to the four patches at the corners of each cell.
+    The gradients are those with respect to the four patches at the corners of each cell, the area
+    between four patch centers.
     """
     corners, weight, matrix = torch.stack(_corners(padded)), counted[:, None], weights.to(padded)
     is_product = torch.zeros(len(padded), dtype=torch.bool)
@@ -373,9 +374,9 @@ def _exponentials(
 ) -> Float[Tensor, "pixels values"]:
     """Return the exponentials of bilinearly upsampled logits, computed mostly by multiplication.
 
-    Within a cell, the logit at the pixel (x, y) is a + bx + cy + dxy. The exponential at a pixel is
-    therefore that of its neighbour times a ratio. Multiplication is faster than the exponential
-    function.
+    Within a cell (the area between four patch centers), the logit at the pixel (x, y) is a + bx +
+    cy + dxy. The exponential at a pixel is therefore that of its neighbour times a ratio.
+    Multiplication is faster than the exponential function.
     """
     side = round(len(weights) ** 0.5)
     grid = weights.view(side, side, 4)
@@ -446,7 +447,8 @@ def _pieces(
 ) -> list[list[slice]]:
     """Split the work into pieces of limited size.
 
-    Return the slices of heads, of images and of rows of cells. Their combinations are the pieces.
+    A cell is the area between four patch centers. Return slices of heads, of images and of rows of
+    cells. Each combination of these slices is a piece.
     """
     heads, classes, images, tall, wide = padded.shape
     budget, pieces = PIECE_BYTES[padded.device.type], []

@@ -1,8 +1,8 @@
 """Sum the log-normalisers of upsampled logits in one Triton kernel, and compute the gradient.
 
-The log-normaliser of a pixel is the logsumexp over its class logits. The kernel upsamples the
-logits of a cell bilinearly in registers, once for the normalisers and once for the gradient. It
-never writes upsampled logits to memory.
+The log-normaliser of a pixel is the logsumexp over its class logits. A cell is the area between
+four patch centers. The kernel upsamples the logits of a cell bilinearly in registers, once for the
+normalisers and once for the gradient. It never writes upsampled logits to memory.
 """
 
 import torch
@@ -49,7 +49,10 @@ def sum_with_kernel(
 
 @triton.jit
 def _upsample(logits, corners, wide, is_cell, w0, w1, w2, w3):
-    """Return the upsampled logits of one class at all pixels (columns) of some cells (rows)."""
+    """Return the upsampled logits of one class at all pixels (columns) of some cells (rows).
+
+    A cell is the area between four patch centers.
+    """
     upper_left = tl.load(logits + corners, is_cell, 0.0)[:, None]
     upper_right = tl.load(logits + corners + 1, is_cell, 0.0)[:, None]
     lower_left = tl.load(logits + corners + wide, is_cell, 0.0)[:, None]

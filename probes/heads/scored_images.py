@@ -248,7 +248,7 @@ def mask_score(
     Mean IoU is the mean of the IoU over the classes that occur in the masks or the predictions.
 
     Args:
-        cell: Layer and facet.
+        cell: Layer and facet (kind of feature) of the score.
         metric: "pixel_accuracy", or the name of a mean IoU.
         counts: Counts of all images.
         head: Index of the source (group of layers), and index of the value (learning rate or C).

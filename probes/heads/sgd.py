@@ -144,11 +144,10 @@ class TrainedHeads:
 
 @dataclass(frozen=True)
 class StepTraining(Training):
-    """A method that trains heads by a fixed number of optimizer steps.
+    """Training of heads for a fixed number of optimizer steps, with one head per learning rate.
 
     Attributes:
-        learning_rates: Peak learning rates. One head is trained for each rate, and one of these
-            heads is selected afterwards.
+        learning_rates: Peak learning rates. One of the heads is selected after the training.
         batch_size: Number of images per step.
     """
 

@@ -141,7 +141,7 @@ class Instances(Probe):
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Instances":
         """Return a copy with the protocol of the dataset, if it is a published retrieval dataset.
 
-        Settings that the user has set are kept.
+        A protocol is a variant of the probe. Settings that the user has set are kept.
         """
         # If only a part of a dataset is used, a dash or a plus sign follows its name.
         protocol = _PROTOCOL_OF_DATASET.get(re.split("[-+]", dataset.name)[0])
@@ -169,7 +169,10 @@ class Instances(Probe):
 
     @property
     def copy_names(self) -> tuple[str, ...]:
-        """Return the name of each copy of an image, for the protocol "copies"."""
+        """Return the name of each copy of an image, for the protocol "copies".
+
+        This protocol (variant of the probe) searches for the originals of copies.
+        """
         if self.protocol != "copies":
             return ()
         crops = (f"crop {float(area)!r}" for area in self.crop_areas)
@@ -221,7 +224,7 @@ class Instances(Probe):
         return {self.figure_path(layer, facet): [layer] for layer, facet in cells}
 
     def figure_path(self, layer: int, facet: str) -> str:
-        """Return the path of the figure of a block and facet.
+        """Return the path of the figure of a block and facet (kind of feature).
 
         The path is relative to the output folder, `ProbeContext.artifacts`.
         """
@@ -231,6 +234,8 @@ class Instances(Probe):
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Encode all images, and yield the scores of all requested layers and facets.
+
+        A facet is a kind of feature, such as the [CLS] token.
 
         Raises:
             DataError: No query has a matching image.
@@ -278,7 +283,10 @@ class Instances(Probe):
     # One pass over the images.
 
     def make_views(self, image: Pixels3) -> list[Pixels3]:
-        """Return an image, followed by its modified copies for the protocol "copies"."""
+        """Return an image, followed by its modified copies for the protocol "copies".
+
+        This protocol (variant of the probe) searches for the originals of copies.
+        """
         copies = self.protocol == "copies"
         jpegs = [jpeg_copy(image, quality) for quality in self.jpeg_qualities if copies]
         return [image, *jpegs, *(crop_copy(image, area) for area in self.crop_areas if copies)]
@@ -289,6 +297,8 @@ class Instances(Probe):
         """Compute the descriptors of all images and their copies.
 
         Return the descriptors for each layer and facet, and the annotation of each image.
+
+        A facet is a kind of feature, such as the [CLS] token.
         """
         parts = dict.fromkeys(part for facet in self.facets for part in FACETS[facet])
         extractor = context.extractor(context.layers, *parts)
@@ -408,7 +418,10 @@ class Instances(Probe):
         query_scores: Sequence[QueryScore | None],
         details: Mapping[str, Any],
     ) -> Iterator[Score]:
-        """Yield the scores of all metrics for one block, facet and level of difficulty."""
+        """Yield the scores of all metrics for one block, facet and level of difficulty.
+
+        A facet is a kind of feature, such as the [CLS] token.
+        """
         scored = [score for score in query_scores if score is not None]
         details = {**details, "queries_without_match": len(query_scores) - len(scored)}
         names = self.metrics(difficulty)
@@ -446,7 +459,10 @@ class Instances(Probe):
     def _mean_by_copy(
         self, values: Float64[np.ndarray, "queries metrics"]
     ) -> dict[str, Float64[np.ndarray, " metrics"]]:
-        """Return the mean score of each kind of copy, for the protocol "copies"."""
+        """Return the mean score of each kind of copy, for the protocol "copies".
+
+        This protocol (variant of the probe) searches for the originals of copies.
+        """
         step = len(self.copy_names)
         return {name: values[number::step].mean(0) for number, name in enumerate(self.copy_names)}
 
@@ -455,7 +471,7 @@ class Instances(Probe):
     def _draw_row(
         self, thumbnails: "Thumbnails", unit: Tensor, query: Query, found: Indices
     ) -> list[Image.Image]:
-        """Return the tiles of one row in a figure: a query, followed by its nearest images."""
+        """Return the images of one row in a figure: a query, followed by its nearest images."""
         labels = query.label_images(len(unit))
         colours = {1: _GREEN, 0: _RED, -1: _GREY}
         tiles = [thumbnails.tile(query.row, "query", _BLACK)]
@@ -473,7 +489,7 @@ class Thumbnails:
         self._by_row: dict[int, Image.Image] = {}
 
     def tile(self, row: int, note: str, colour: str) -> Image.Image:
-        """Return a tile with an image inside a frame of the given colour."""
+        """Return a tile of a figure: an image inside a frame of the given colour."""
         index, view = divmod(row, 1 + len(self._probe.copy_names))
         if row not in self._by_row:
             image = self._probe.make_views(self._images[index].image)[view]

@@ -104,7 +104,8 @@ class Cut:
         connectivity: Number of neighbours of a patch in connected components, 4 or 8.
         stable_seed: Whether the first patch is used as the seed if several patches tie for the
             largest entry of the eigenvector. If false, rounding errors select one of these patches.
-        refuse_degenerate: Whether no object is returned for images with a degenerate graph.
+        refuse_degenerate: Whether no object is returned for images with a degenerate graph, whose
+            object would be arbitrary.
     """
 
     tau: Tau = 0.2
@@ -275,8 +276,8 @@ def lost(
     and `connectivity` also apply. The degree of a patch is the number of its links. The object
     grows from the patch of lowest degree, the seed. The `num_candidates` patches of lowest degree
     may join the seed. Among patches of equal degree, earlier patches take precedence. An object is
-    degenerate if it covers the whole graph or lies in the padding. It is also degenerate if another
-    seed of the same degree grows to another object.
+    degenerate (arbitrary) if it covers the whole graph or lies in the padding. It is also
+    degenerate if another seed of the same degree grows to another object.
 
     Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4, and object_discovery.py of
     https://github.com/valeoai/LOST/tree/fcedbec. The authors' `torch.argsort` is not stable, so

@@ -28,10 +28,10 @@ class ImageResult:
         grid: Numbers of rows and columns of patches, for blocks and facets that are not in `grids`.
         cells: Objects by block and facet (kind of feature), with keys such as "11/key". Each value
             is a dictionary with the entries "box", "mask" (see `unpack_mask`), "hit" (None without
-            ground truth) and "degenerate". TokenCut and MaskCut add "eigenvalue" and "gap". LOST
-            adds "tied_cutoff". If there are several objects, "further_boxes" and "further_masks"
-            contain all objects except the first. With a true mask, "object" contains
-            `ssl_bench.scores.ObjectCounts`.
+            ground truth) and "degenerate" (whether the object is arbitrary). TokenCut and MaskCut
+            add "eigenvalue" and "gap". LOST adds "tied_cutoff". If there are several objects,
+            "further_boxes" and "further_masks" contain all objects except the first. With a true
+            mask, "object" contains `ssl_bench.scores.ObjectCounts`.
         size: Height and width in pixels.
         true_boxes: Ground-truth boxes in pixels. None if the image has no annotation of boxes.
         pixels: CRC-32 of the image at the size that the encoder received.
@@ -68,14 +68,15 @@ class ImageResult:
     def patch_masks(self, cell: str) -> Iterator[Bool[np.ndarray, "rows cols"]]:
         """Yield the patch masks of the objects that were found with one block and facet.
 
-        `cell` has the form "LAYER/FACET". The mask of the scored object comes first.
+        `cell` has the form "LAYER/FACET", where a facet is a kind of feature. The mask of the
+        scored object comes first.
         """
         for mask in [self.cells[cell]["mask"], *self.cells[cell].get("further_masks", [])]:
             yield unpack_mask(mask, self.grids.get(cell, self.grid))
 
 
 def cell_name(layer: int, facet: str) -> str:
-    """Return the key of a block and facet in `ImageResult.cells`, such as "11/key"."""
+    """Return the key of a layer and kind of feature in `ImageResult.cells`, such as "11/key"."""
     return f"{layer}/{facet}"
 
 

@@ -1,4 +1,4 @@
-"""Draw figures of TokenCut: a panel for each image, a contact sheet for each block, and masks."""
+"""Draw figures of TokenCut: a figure for each image, a contact sheet for each block, and masks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -28,7 +28,7 @@ _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
 def sheet_path(folder: Path, cell: str) -> Path:
-    """Return the path of the contact sheet of one block and facet.
+    """Return the path of the contact sheet of one block and facet (kind of feature).
 
     `cell` has the form "LAYER/FACET".
     """
@@ -66,10 +66,11 @@ def draw_sheets(
 ) -> None:
     """Draw a contact sheet of images with the objects found in them, for each block and facet.
 
-    Each of `cells` has the form "LAYER/FACET". Images are grouped by outcome (hits, misses, not
-    scored, degenerate), and at most `per_group` images of each group are drawn. `prepare` resizes
-    an image to the size that the encoder received. The heading consists of the first title, block,
-    facet and the second title.
+    A facet is a kind of feature, such as keys. Each of `cells` has the form "LAYER/FACET". Images
+    are grouped by outcome (hits, misses, not scored, and degenerate, which means that the object is
+    arbitrary), and at most `per_group` images of each group are drawn. `prepare` resizes an image
+    to the size that the encoder received. The heading consists of the first title, block, facet and
+    the second title.
 
     Raises:
         DataError: An image has changed since its objects were found.
@@ -79,7 +80,7 @@ def draw_sheets(
     def thumbnail(
         image_id: str,
     ) -> tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]:
-        """Return an image and its true mask at the size of a tile."""
+        """Return an image and its true mask at the size of a tile of the contact sheet."""
         sample = prepare(images[images.ids.index(image_id)])
         if not results[image_id].belongs_to(sample):
             raise DataError(
@@ -129,8 +130,8 @@ def draw_sheets(
 def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str, Sequence[str]]:
     """Group the ids of images by outcome: hits, misses, not scored, or degenerate.
 
-    A degenerate image is in the group "degenerate" even if its box is a hit. Empty groups are left
-    out.
+    The object of a degenerate image is arbitrary. Such an image is in the group "degenerate" even
+    if its box is a hit. Empty groups are left out.
     """
     groups: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
     for image_id, result in results.items():
@@ -143,7 +144,7 @@ def group_by_outcome(results: Mapping[str, ImageResult], cell: str) -> dict[str,
 def draw_panel(
     sample: Sample, objects: Sequence[Discovery], title: str, grid: PatchGrid
 ) -> list[Image.Image]:
-    """Return the tiles of the figure of one image and one block.
+    """Return the tiles (images) of the figure of one image and one block.
 
     The tiles show the image with boxes, the masks of the found objects, and the eigenvector, if
     there is one.

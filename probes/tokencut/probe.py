@@ -72,9 +72,9 @@ class TokenCut(Cut, Probe):
             to "otsu", so that each image has its own threshold. Tables show changed options after
             the protocol.
         truth: Annotations to compare with: "boxes" for CorLoc of the box, "masks" for maximal
-            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs. The default
-            is "boxes" for datasets with boxes, "masks" for datasets with masks of one object and no
-            boxes, and "none" for datasets with neither.
+            F-beta, IoU and accuracy of the mask, or "none" to count degenerate graphs, whose object
+            is arbitrary. The default is "boxes" for datasets with boxes, "masks" for datasets with
+            masks of one object and no boxes, and "none" for datasets with neither.
         facet: Features of the graph, one or several of key, query, value, token, token_normed,
             attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: Algorithm that finds the object. The first mask of maskcut is scored.
@@ -127,7 +127,7 @@ class TokenCut(Cut, Probe):
 
     @property
     def variant(self) -> list[str]:
-        """Return the name of the protocol, followed by the options that the user has changed."""
+        """Return the name of the preset, followed by the options that the user has changed."""
         changed = changed_settings(self).items()
         return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
@@ -205,8 +205,9 @@ class TokenCut(Cut, Probe):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Find the objects of all images, and yield the scores of all requested layers and facets.
 
-        Each image is encoded once. Its result is saved immediately, and later runs reuse it. For
-        images without ground truth, the masks of the found objects are saved as PNG files.
+        A facet is a kind of feature, such as keys. Each image is encoded once. Its result is saved
+        immediately, and later runs reuse it. For images without ground truth, the masks of the
+        found objects are saved as PNG files.
 
         Raises:
             DataError: A file cannot be read, or no image has a box to score with.
@@ -423,9 +424,9 @@ def find_in_batch(
 ) -> list[list[dict[str, list[Discovery]]]]:
     """Find the objects of each image of a batch with each of several probes.
 
-    The result has one dictionary for each image and probe, which maps a block and facet to its
-    objects. All images must have the same patch grid. Their graphs are cut on the CPU in parallel
-    threads.
+    The result is indexed by image, then by probe. Each of its dictionaries maps the name of a block
+    and facet (kind of feature) to the objects that were found. All images must have the same patch
+    grid. Their graphs are cut on the CPU in parallel threads.
 
     Raises:
         CheckpointError: The features are not finite.
@@ -485,7 +486,10 @@ def pad_and_stack(
 def _warn_about_degenerate_blocks(
     probe: TokenCut, context: ProbeContext, results: Sequence[ImageResult]
 ) -> None:
-    """Print the blocks in which most graphs are degenerate, and recommend a setting."""
+    """Print the blocks in which most graphs are degenerate, and recommend a setting.
+
+    The object of a degenerate graph is arbitrary.
+    """
     blocks = []
     for facet in probe.facets:
         cells = {

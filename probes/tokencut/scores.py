@@ -74,7 +74,8 @@ def _make_cell(
 ) -> Cell:
     """Return the objects found with one block and facet, in the format of `ImageResult.cells`.
 
-    With a true mask, the first object is a hit if its IoU with this mask is at least 0.5.
+    A facet is a kind of feature, such as keys. With a true mask, the first object is a hit if its
+    IoU with this mask is at least 0.5.
     """
     first, *others = objects
     cell: Cell = {
@@ -99,7 +100,9 @@ def _make_cell(
 def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
     """Return CorLoc of a block and facet over all images with at least one true box.
 
-    A box is a hit if its IoU with any true box is at least 0.5. Degenerate images are scored too.
+    CorLoc is the percentage of images whose box is a hit, and a facet is a kind of feature. A box
+    is a hit if its IoU with any true box is at least 0.5. Degenerate images, whose box is
+    arbitrary, are scored too.
     """
     cell = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
@@ -155,7 +158,10 @@ def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> I
 
 
 def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Return the percentage of degenerate images, the only score that needs no ground truth."""
+    """Return the percentage of degenerate images, whose object is arbitrary.
+
+    This is the only score that needs no ground truth.
+    """
     flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
     value, ci95 = 100 * float(flags.mean()), Share(flags).ci95()
     return Score(layer, facet, "degenerate", value, ci95, len(flags), per_image=flags)
@@ -164,8 +170,8 @@ def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> 
 def flag_percentages(cells: Sequence[Cell]) -> dict[str, float]:
     """Return the percentage of images in which each flag is true, such as "degenerate".
 
-    Each cell contains the objects that were found in one image. Cells without the flag are not
-    counted.
+    The flag "degenerate" means that the object of an image is arbitrary. Each element of `cells`
+    contains the objects that were found in one image. Images without the flag are not counted.
     """
     percentages = {}
     for flag in ("degenerate", "tied_cutoff"):

@@ -1,4 +1,4 @@
-"""Draw the propagated masks of a video: a strip of frames, and an animation."""
+"""Draw the propagated masks of a video: a picture with some frames, and an animation."""
 
 import io
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def draw_overlay(image: Pixels, numbers: Numbers, truth: Numbers | None) -> Pixe
 
 
 def save_strip(frames: Sequence[tuple[Pixels, str]], line: str, path: Path) -> None:
-    """Save frames with their titles in two rows, below a line of text."""
+    """Save a picture with frames and their titles in two rows, below a line of text."""
     tiles = [Picture(image, (title,), height=image.shape[0]).tile() for image, title in frames]
     half = -(-len(tiles) // 2)
     save_sheet(

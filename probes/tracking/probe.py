@@ -70,8 +70,8 @@ class Tracking(Probe):
 
     Attributes:
         protocol: Name of the preset. "dino" is the evaluation of DINO's authors on DAVIS.
-        facet: One or several facets to compare: token, token_normed, key, query, value, attn_out,
-            attn_skip, mlp_hidden, mlp_out, or submodules of a block.
+        facet: One or several facets (kinds of features) to compare: token, token_normed, key,
+            query, value, attn_out, attn_skip, mlp_hidden, mlp_out, or submodules of a block.
         truth: "masks" scores frames that have a mask. "none" only saves the propagated masks. The
             default depends on whether the first video has masks.
         image_size: Shorter side in pixels to which frames are resized. It is reduced to a multiple
@@ -124,10 +124,11 @@ class Tracking(Probe):
     )
 
     def adapt_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Tracking":
-        """Return a copy that scores no masks if the first video has no masks to score.
+        """Return a copy with `truth="none"` if the first video has no mask that can be scored.
 
-        The masks of the first and the last frame do not count, because they are never scored. If
-        `truth` was set, or if the video has no list of frames, return the probe unchanged.
+        The masks of the first and the last frame are never scored. The probe is returned unchanged
+        if another frame has a mask, if the user has set `truth`, or if the video does not list its
+        frames.
         """
         frames = dataset.val()[0].frames
         if "truth" in typed or frames is None:
@@ -176,7 +177,8 @@ class Tracking(Probe):
     def figure_paths(self, layer: int, facet: Facet, video: str) -> tuple[str, str]:
         """Return the paths of the two figures of a video, relative to `ProbeContext.artifacts`.
 
-        The first is a strip of frames, and the second an animation.
+        The first is a strip, which is a picture with some of the frames. The second is an
+        animation.
         """
         name = f"block{layer:02d}_{facet}/{figure_file_name(video)}"
         return f"{self.folder}/{name}", f"{self.folder}-animated/{name}"
@@ -189,6 +191,8 @@ class Tracking(Probe):
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Track the objects of one video after the other, in all layers and facets at once.
+
+        A facet is a kind of feature, such as keys.
 
         Raises:
             DataError: A frame cannot be read, or a video has no mask to score.
@@ -212,10 +216,10 @@ class Tracking(Probe):
     def _track_video(
         self, context: ProbeContext, extractor: FeatureExtractor, video: Sample, *, is_drawn: bool
     ) -> tuple["VideoResult", dict[LayerFacet, "VideoResult"]]:
-        """Track the objects of one video in all layers and facets.
+        """Track the objects of one video in all layers and facets (kinds of features).
 
-        Return the result of a baseline, which leaves the first mask in its place, and the results
-        of each layer and facet.
+        Return the result of a baseline, which uses the first mask for all frames. Also return a
+        dictionary from each layer and facet to its result.
         """
         if video.frames is None or video.mask is None:
             raise DataError(f"{video.image_id} is not a video with a first mask")
@@ -315,7 +319,7 @@ class Tracking(Probe):
 
 @dataclass(frozen=True)
 class VideoResult:
-    """The scores of one layer and facet for a video.
+    """The scores of one layer and facet (kind of feature) for a video.
 
     Attributes:
         statistics: Values of each metric for all objects. Empty without true masks.
@@ -343,9 +347,9 @@ class VideoTrack:
         self.animation: list[UInt8[np.ndarray, "height width 3"]] = []
 
     def add_frame(self, predicted: Numbers, true: Sequence[Outline] | None) -> None:
-        """Add the predicted mask of the next frame.
+        """Store the predicted mask of the next video frame.
 
-        If there are true masks, score the prediction.
+        If true masks are passed, also score the prediction.
         """
         self._last = predicted
         if true is not None:
@@ -354,7 +358,10 @@ class VideoTrack:
     def add_picture(
         self, number: int, num_frames: int, frame: Sample, truth: Numbers | None
     ) -> None:
-        """Draw the frame that was added last, if the strip of frames or the animation shows it."""
+        """Draw the frame that was added last, if the strip of frames or the animation shows it.
+
+        The strip is a picture with some of the frames.
+        """
         in_strip = number in choose_frames(num_frames, STRIP_FRAMES)
         in_animation = number in choose_frames(num_frames, ANIMATION_FRAMES)
         if in_strip or in_animation:
@@ -380,12 +387,12 @@ class VideoTrack:
 def block_scores(
     layer_facet: LayerFacet, results: Sequence[VideoResult], baselines: Sequence[VideoResult]
 ) -> Iterator[Score]:
-    """Yield the scores of a layer and facet, which are means over the objects of all videos.
+    """Yield the scores of a layer and facet: means over the objects of all videos.
 
     Args:
-        layer_facet: The layer and facet.
+        layer_facet: The layer and facet (kind of feature).
         results: Result of each video.
-        baselines: For each video, the result of a first mask that never moves.
+        baselines: For each video, the result of using the mask of the first frame for all frames.
     """
     num_videos = len(results)
     details = {

@@ -272,7 +272,11 @@ def _require_root(options: argparse.Namespace) -> Path:
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Open the splits of a dataset, check their numbers of images, and read a sample of images."""
+    """Check a dataset, and print what was found.
+
+    The size of each split is compared with the published size, if it is known. A random sample of
+    images is read, or all images of a folder of photographs.
+    """
     name, own_root = options.target, None
     if name is not None and ":" in name:
         name, own_root = require_dataset(name)

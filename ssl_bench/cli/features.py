@@ -233,8 +233,8 @@ def _extract(
 ) -> dict[str, np.ndarray]:
     """Return arrays of features by block and facet, and arrays of image ids and class labels.
 
-    The keys are names such as "block05.token", "image_id" and "label". Images without a class have
-    the label -1.
+    A facet is a kind of feature, such as tokens. The keys of the dictionary are names such as
+    "block05.token", "image_id" and "label". Images without a class have the label -1.
     """
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()

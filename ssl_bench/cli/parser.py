@@ -283,7 +283,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides_of_flags(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the KEY=VALUE setting that each short flag stands for, such as `seed=3` for `--seed 3`.
+    """Yield the KEY=VALUE setting that each flag abbreviates, such as `seed=3` for `--seed 3`.
 
     Raises:
         ConfigurationError: A flag and `overrides` set the same key.

@@ -366,9 +366,10 @@ def _max_epochs(options: PlanOptions) -> int | None:
 
 
 def _can_reach(options: PlanOptions, epoch: int | None) -> bool:
-    """Return whether a training run reaches an epoch, although the user may have shortened the run.
+    """Return whether a training run is long enough to reach an epoch.
 
-    An epoch of None means the end of the run, which is always reached.
+    The user may have shortened the run. If `train.max_steps` is set, the run is assumed to be too
+    short. An epoch of None means the end of the run, which is always reached.
     """
     if epoch is None:
         return True

@@ -472,7 +472,8 @@ def list_protocols(task: str, probe: type) -> list[str]:
 def protocol_group(task: str) -> str:
     """Return the path of the folder in `configs/` for a task's protocol files.
 
-    For most tasks, this folder does not exist.
+    A protocol file contains a preset of a probe's settings. For most tasks, this folder does not
+    exist.
     """
     return f"probe/{task}/protocol"
 
@@ -514,7 +515,7 @@ def load_protocol_values(probe: Any) -> dict[str, Any] | None:
 
 
 def load_protocol_file(probe: Any, protocol: str) -> dict[str, Any]:
-    """Return the fields of a probe that a protocol file sets.
+    """Return the fields of a probe that a protocol file (a preset of settings) sets.
 
     Mappings with a key `_target_` become instances of the class that it names.
     """

@@ -102,10 +102,12 @@ def _derivative_along(
 ) -> Tokens:
     """Return the derivative of `gray_by_svd` in the direction of `change`.
 
-    `gray_by_svd` multiplies each singular value s by a gain g(s). Let dX be `change`, and M = U^T
-    dX V. The symmetric part of M is multiplied by divided differences of s g(s), and the
-    skew-symmetric part by divided sums. Both are computed without dividing by a difference of
-    singular values. Components of dX outside the span of U or V are multiplied by the gain.
+    Let U diag(s) V^T be the singular value decomposition of the tokens. `gray_by_svd` replaces each
+    singular value s by f(s) = s g(s) with a gain g(s). Let dX be `change`, and let M = U^T dX V. In
+    the symmetric part of M, the entry i, j is multiplied by (f(s_i) - f(s_j)) / (s_i - s_j). In the
+    skew-symmetric part, it is multiplied by (f(s_i) + f(s_j)) / (s_i + s_j). Both factors are
+    computed without dividing by a difference of singular values. Parts of dX that M does not
+    contain, because they are outside the span of U or of V, are multiplied by the gain.
 
     Source: Noferini, "A formula for the Frechet derivative of a generalized matrix function", 2017,
     rewritten for functions s g(s). We add the derivative with respect to the largest singular

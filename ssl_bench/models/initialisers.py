@@ -221,9 +221,10 @@ class OsaInit(DefaultInit):
 
 
 def _separate_generator(weights: Float64[Tensor, "rows cols"]) -> Generator:
-    """Return a random generator for optional draws, so that they do not change later draws.
+    """Return a random generator for numbers that only some options need.
 
-    The seed of the generator is the bit pattern of the first weight.
+    The main generator then draws the same numbers with and without these options. The seed of the
+    separate generator is the bit pattern of the first weight.
     """
     return Generator().manual_seed(int(weights[0, 0].view(torch.int64)))
 
@@ -396,7 +397,9 @@ class CovarianceFilters(UniformFilters):
             )
 
     def sigma(self, depth: float) -> float:
-        """Return the squared width of the Gaussians, by equation 3.11 of Trockman's thesis.
+        """Return the squared width of the Gaussians, a quadratic function of the depth.
+
+        Source: equation 3.11 of Trockman, "Mimetic initialization" (2025).
 
         Args:
             depth: Relative depth of the layer: 0 for the first layer and 1 for the last.
@@ -457,7 +460,8 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
     A Gaussian has the value exp(-r^2 / (2 sigma)) at distance r from its peak. Let z_p be the value
     at pixel p if the peak is at the centre of the filter, and c_pq the value at pixel q if the peak
     is at pixel p. The covariance is ((z_p + z_q) c_pq - z_p z_q) / 2, by equation 3.10 of
-    Trockman's thesis in the pixel order of equation 3.1. The matrix may have negative eigenvalues.
+    Trockman's thesis "Mimetic initialization" (2025) in the pixel order of equation 3.1. The matrix
+    may have negative eigenvalues.
 
     Where equations of the thesis disagree, we follow figure A.3 of the thesis:
 
@@ -489,8 +493,9 @@ def positive_root(covariance: Covariance) -> Covariance:
     """Return the symmetric square root of the nearest positive semi-definite matrix.
 
     Negative eigenvalues are set to 0. The symmetric root is unique, although the eigenvectors of
-    repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of the thesis calls
-    NumPy's `multivariate_normal`, which takes the absolute value of negative eigenvalues.
+    repeated eigenvalues are arbitrary. In contrast, the code in figure A.4 of Trockman's thesis
+    "Mimetic initialization" (2025) calls NumPy's `multivariate_normal`, which takes the absolute
+    value of negative eigenvalues.
     """
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

@@ -171,8 +171,9 @@ class Mamba1Mixer(nn.Module):
 
     S is a convolution, followed by silu and a scan.
 
-    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis omits the skip
-    connection D x of the scan and the norm of the block, which are included here.
+    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of Trockman's thesis "Mimetic
+    initialization" (2025) omits the skip connection D x of the scan and the norm of the block,
+    which are included here.
     """
 
     def __init__(self, config: StateSpaceConfig) -> None:

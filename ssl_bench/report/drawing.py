@@ -37,7 +37,7 @@ class Point(NamedTuple):
         value: The score. NaN makes a gap in the line. Infinity is drawn at the upper edge.
         low: Lower end of the band at this point, usually of the 95 % interval. None without a band.
         high: Upper end of the band at this point. None without a band.
-        is_degenerate: Whether rounding errors decide the result of many images. If so, the point is
+        is_degenerate: Whether the results of too many images are arbitrary. If so, the point is
             drawn as a cross.
     """
 

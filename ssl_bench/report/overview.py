@@ -35,7 +35,7 @@ class Leaderboard(NamedTuple):
     Attributes:
         panels: One panel (a group of comparable scores) per column of scores. Each task and split
             has at least one column.
-        checkpoints: The rows, from the best to the worst mean rank.
+        checkpoints: The rows, from the best to the worst mean rank over the panels.
         fact_names: Names of the properties that differ between checkpoints, such as "depth".
         fact_rows: Values of these properties for each checkpoint, in order of its number. Missing
             values are "".
@@ -192,9 +192,9 @@ def summarize_checkpoints(
 ) -> dict[Checkpoint, list[str]]:
     """Return the summaries of each checkpoint: one text per task, split and protocol.
 
-    Checkpoints without scores are left out. Blocks are compared by paired differences on the same
-    images. With more than `MAX_PAIRED` checkpoints, this would take too long, so 95 % intervals are
-    compared instead.
+    A protocol is a preset of a probe's settings. Checkpoints without scores are left out. Blocks
+    are compared by paired differences on the same images. With more than `MAX_PAIRED` checkpoints,
+    this would take too long, so 95 % intervals are compared instead.
     """
     chosen = _select_summarized_panels(panels)
     protocols = defaultdict[tuple[str, str], set[str]](set)
@@ -223,9 +223,10 @@ def summarize_checkpoints(
 
 
 def _select_summarized_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels to summarise: those that represent each task and split, for every protocol.
+    """Return the panels that are summarised: for each task and split, those that represent it.
 
-    Panels of the same task and split follow each other.
+    A panel is a group of comparable scores. Panels are also chosen for each protocol (preset of a
+    probe's settings) separately. Panels of the same task and split follow each other.
     """
     chosen = {panel.number: panel for panel in select_headline_panels(panels)}
     for protocol in dict.fromkeys(panel.protocol for panel in panels):
@@ -242,7 +243,8 @@ def find_lower_blocks(
 
     A score is significantly lower if the 95 % interval of its paired difference to the best score
     excludes 0. If `is_paired` is False or there are no per-image scores, the 95 % interval of the
-    block must lie below that of the best block. Degenerate blocks are never returned.
+    block must lie below that of the best block. Degenerate blocks, where too many images have an
+    arbitrary result, are never returned.
     """
     best = line.best_entry
     if best is None:
@@ -264,7 +266,7 @@ def summarize_line(subject: str, panel: Panel, line: Line, lower: set[int] | Non
 
     Args:
         subject: Name of the task at the start of a sentence.
-        panel: The group of comparable scores to summarise.
+        panel: The panel (group of comparable scores) to summarise.
         line: Scores of the checkpoint in this panel.
         lower: The blocks that score significantly lower than the best one (see
             `find_lower_blocks`).

@@ -69,7 +69,8 @@ class Report:
     Attributes:
         records: All records (stored scores) of the report. Pages refer to a record by its index.
         pairs: Pairs of checkpoints to compare, each on a page of its own.
-        epochs: Scores over epochs, for each panel with a run that was probed at several epochs.
+        epochs: Scores over epochs, for each panel (group of comparable scores) with a run that was
+            probed at several epochs.
         severities: Tables and charts of scores on corrupted images.
         galleries: Galleries of pictures, by encoder id.
         pictures: The picture files of the results folder.
@@ -101,7 +102,10 @@ class Report:
 
 
 def list_clean_panels(panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with scores on uncorrupted images. If there are none, return all panels."""
+    """Return the panels with scores on uncorrupted images. If there are none, return all panels.
+
+    A panel is a group of comparable scores.
+    """
     return [panel for panel in panels if not panel.is_corrupted] or panels
 
 
@@ -214,7 +218,7 @@ def build_index_page(report: Report) -> Page:
 
 
 def _sort_lines(panel: Panel, checkpoints: Sequence[Checkpoint]) -> list[Line]:
-    """Return the drawn lines of a panel in drawing order.
+    """Return the drawn lines of a panel (a group of comparable scores) in drawing order.
 
     `checkpoints` is sorted from best to worst. The line of the best one comes last, so that it is
     drawn on top.
@@ -254,9 +258,10 @@ def _draw_lines(
 
 
 def _draw_panel(panel: Panel) -> dict[str, Any]:
-    """Return the values that a template needs to show a panel, such as its chart.
+    """Return the variables of the HTML template for one panel, including its chart.
 
-    The chart includes baselines, and published values that are inside the range of its axis.
+    A panel is a group of comparable scores. The chart includes baselines, and published values that
+    are inside the range of its axis.
     """
     lines = panel.drawn_lines
     # Make one table per source and description of the differences between the experiments.
@@ -285,7 +290,8 @@ def _draw_panel(panel: Panel) -> dict[str, Any]:
 def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Group the panels of one task by split, and unfold those of the task's main metric.
 
-    If a split has at most `_MAX_UNFOLDED` panels, all of them are unfolded.
+    A panel is a group of comparable scores that is drawn as a chart. If a split has at most
+    `_MAX_UNFOLDED` panels, all of them are unfolded.
     """
     groups = []
     for split_name, panels in group_by_split([view["panel"] for view in views]).items():
@@ -302,7 +308,10 @@ def _group_views(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _list_filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
-    """Return the fields by which readers can filter panels, each with the values to choose from."""
+    """Return the fields by which readers can filter panels, each with the values to choose from.
+
+    A panel is a group of comparable scores.
+    """
     return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
@@ -340,8 +349,9 @@ def build_checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
 def _build_class_tables(lines: Sequence[tuple[Panel, Line]]) -> list[dict[str, Any]]:
     """Return tables with the IoU of each class, one per dataset, protocol, facet and settings.
 
-    If there are several kinds of mean IoU, only the first recorded one (`miou_holdout`) has a
-    table. Classes without an IoU at any block have no row, but are counted.
+    A facet is a kind of feature, and a protocol is a preset of settings. If there are several kinds
+    of mean IoU, only the first recorded one (`miou_holdout`) has a table. Classes without an IoU at
+    any block have no row, but are counted.
     """
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
     for panel, line in lines:

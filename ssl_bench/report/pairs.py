@@ -41,7 +41,8 @@ class Pair(NamedTuple):
 class Side(NamedTuple):
     """One side of a comparison: the per-image scores of a checkpoint in one panel.
 
-    `records` contains the record (a stored score) of each block.
+    A panel is a group of comparable scores. `records` contains the record (a stored score) of each
+    block.
     """
 
     checkpoint: Checkpoint
@@ -112,7 +113,8 @@ def choose_pairs(
 def load_side(store: ResultStore, panel: Panel, checkpoint: Checkpoint) -> Side | None:
     """Load a checkpoint's per-image scores in a panel, for the lowest seed.
 
-    Return None if none are stored, or if their shape differs between blocks.
+    A panel is a group of comparable scores. Return None if none are stored, or if their shape
+    differs between blocks.
     """
     line = panel.find_line(checkpoint)
     records = [record for entry in line.entries for record in entry.records] if line else []
@@ -141,7 +143,11 @@ def _name_images(store: ResultStore, record: Record, number: int) -> list[str]:
 
 
 def compare_sides(panel: Panel, first: Side, second: Side) -> PanelComparison | None:
-    """Compare two checkpoints, or return None if their seeds or their numbers of images differ."""
+    """Compare two checkpoints by their scores in one panel (a group of comparable scores).
+
+    `first` and `second` contain the scores of each checkpoint. Return None if their seeds or their
+    numbers of images differ.
+    """
     if not first.is_paired_with(second):
         return None
 
@@ -220,7 +226,7 @@ def _list_images(
 def compare_pairs(
     store: ResultStore, panels: Sequence[Panel], pairs: Sequence[Pair]
 ) -> dict[Pair, list[PanelComparison]]:
-    """Compare the two checkpoints of each pair in every panel.
+    """Compare the two checkpoints of each pair in every panel (a group of comparable scores).
 
     The per-image scores of a checkpoint are loaded only once per panel.
     """

@@ -224,7 +224,7 @@ class Panel:
         number: Index in the list of panels. Links to the panel contain this number.
         unit: "%", or "" for plain numbers.
         settings_text: Settings that distinguish the panel from others with the same metric and
-            protocol, such as ", lr=0.1", or "".
+            protocol (preset), such as ", lr=0.1", or "".
         footnote: Notes about the scores, such as the number of images, the seeds and the versions.
     """
 
@@ -252,17 +252,23 @@ class Panel:
 
     @property
     def variant(self) -> str:
-        """Kind of feature, protocol and settings, such as "token, protocol fast, lr=0.1"."""
+        """Kind of feature, protocol and settings, such as "token, protocol fast, lr=0.1".
+
+        A protocol is a preset of the probe's settings.
+        """
         return f"{self.facet}, protocol {self.protocol}{self.settings_text}"
 
     @property
     def title(self) -> str:
-        """Metric, kind of feature and protocol, such as "corloc, key, protocol reference"."""
+        """Metric, kind of feature and protocol, such as "corloc, key, protocol reference".
+
+        A protocol is a preset of the probe's settings.
+        """
         return f"{self.metric}, {self.variant}"
 
     @property
     def record(self) -> Record:
-        """One record (a stored score) of the panel.
+        """One record (a stored score) of the panel (a group of comparable scores).
 
         All records of a panel have the same images and settings.
         """
@@ -347,7 +353,10 @@ class Panel:
 def group_into_panels(
     records: Sequence[Record], checkpoints: Sequence[Checkpoint]
 ) -> tuple[Panel, ...]:
-    """Return one panel per group of comparable records (see `comparable_groups`)."""
+    """Return one panel per group of comparable records, which are stored scores.
+
+    The groups are those of `comparable_groups`.
+    """
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
     names = (*PANEL_FIELDS, "split")
@@ -411,9 +420,10 @@ def choose_headline_metric(panels: Sequence[Panel]) -> str:
 def select_headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """Choose the panels that represent each task on each split of a dataset.
 
-    Usually this is one panel: among those of the task's main metric, the one with the most
-    checkpoints. If checkpoints are missing in it, further panels are added for them. These have the
-    same facet and protocol if possible.
+    A panel is a group of comparable scores. Usually one panel is chosen: among those of the task's
+    main metric, the one with the most checkpoints. If checkpoints are missing in it, further panels
+    are added for them. These have the same facet (kind of feature) and protocol (preset) if
+    possible.
     """
 
     def rank(panel: Panel) -> tuple[int, int, int, bool, str, str]:
@@ -444,8 +454,9 @@ def rank_checkpoints(
 ) -> list[Checkpoint]:
     """Sort checkpoints by their mean rank over panels, best first.
 
-    Each rank is divided by the number of ranked checkpoints in the panel. Panels with a single
-    ranked checkpoint are ignored. Checkpoints without any rank come last.
+    A panel is a group of comparable scores, by which its checkpoints are ranked. Each rank is
+    divided by the number of ranked checkpoints in the panel. Panels with a single ranked checkpoint
+    are ignored. Checkpoints without any rank come last.
     """
     ranks: dict[str, list[float]] = defaultdict(list)
     for panel in panels:
@@ -469,10 +480,11 @@ def group_by_split(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
 
 
 def group_by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
-    """Group panels by task. Tasks are in the order in which pages show them.
+    """Group panels (groups of comparable scores) by task.
 
-    `FIRST_TASKS` come first, followed by tasks with a metric for which higher is better. The
-    remaining tasks are sorted by their number of panels, in ascending order.
+    Tasks are in the order in which pages show them. `FIRST_TASKS` come first, followed by tasks
+    with a metric for which higher is better. The remaining tasks are sorted by their number of
+    panels, in ascending order.
     """
     groups: dict[str, list[Panel]] = defaultdict(list)
     for panel in panels:

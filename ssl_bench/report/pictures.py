@@ -36,7 +36,10 @@ _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 
 
 class PictureSize(NamedTuple):
-    """Size of a picture, and the (left, top, width, height) of each of its tiles, in pixels."""
+    """Size of a picture, and the (left, top, width, height) of each of its tiles, in pixels.
+
+    Tiles are the images of which a picture consists.
+    """
 
     width: int
     height: int
@@ -122,8 +125,9 @@ class PictureFiles:
 class Gallery:
     """Pictures of one checkpoint with the same task, image set, protocol and kind of feature.
 
-    Either there is one picture per image and block, or one picture per image that shows all blocks.
-    The path of a picture is `prefixes[layer] + files[image]`.
+    A protocol is a preset of a probe's settings. Either there is one picture per image and block,
+    or one picture per image that shows all blocks. The path of a picture is `prefixes[layer] +
+    files[image]`.
 
     Attributes:
         images: First digits of the dataset's fingerprint, which identify the image set.
@@ -144,7 +148,7 @@ class Gallery:
 
     @property
     def title(self) -> str:
-        """Task, dataset and protocol, such as "pca on folder, protocol image"."""
+        """Task, dataset and protocol (preset), such as "pca on folder, protocol image"."""
         parts = (f"{self.task} on {self.dataset}", self.protocol, self.data)
         return ", ".join(part for part in parts if part)
 
@@ -233,8 +237,8 @@ def _find_overview_galleries(
     """Return the galleries in which each picture shows all blocks.
 
     Such a picture has the name PROTOCOL-FACET-IMAGE.png or FOLDER/NAME.png. `variants` contains the
-    pairs of protocol and facet to recognise. Files blockNN_FACET.png show many images at one block,
-    and are left out.
+    pairs of protocol (preset of settings) and facet (kind of feature) to recognise. Files
+    blockNN_FACET.png show many images at one block, and are left out.
     """
     starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
     # Try longer prefixes first, because one prefix may be the start of another.
@@ -353,7 +357,8 @@ def select_strips(
 
     A row shows one image at every block. Images that more checkpoints have are preferred, and among
     these, the image with the most `hits` (see `count_hits`). If a task and dataset have several
-    image sets, only the sets on which the scores in `panels` were computed are shown.
+    image sets, only the sets on which the scores in `panels` (groups of comparable scores) were
+    computed are shown.
     """
     scored = {(p.task, p.dataset, short_fingerprint(p.record.dataset_fingerprint)) for p in panels}
     places = {place[:2] for place in scored}

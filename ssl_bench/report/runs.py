@@ -60,8 +60,8 @@ class TrainingCurves(NamedTuple):
         lines: The runs that are drawn, at most `MAX_LINES`.
         num_runs: Number of all runs, including those that are not drawn.
         axis: Horizontal axis of the charts, "step" or "epoch".
-        panels: Panels of the loss, the learning rate, the speed, and the measures of monitors,
-            which evaluate the encoder during training.
+        panels: Panels (charts) of the loss, the learning rate, the speed, and the measures of
+            monitors, which evaluate the encoder during training.
         folded: Panels of all other measures, which are hidden until a reader unfolds them.
     """
 
@@ -93,7 +93,7 @@ def find_recorded_runs(records: Iterable[Record], folders: Iterable[Path]) -> li
 
 
 def draw_runs(logs: Sequence[RunLog]) -> TrainingCurves | None:
-    """Draw one panel per measure, with one curve per run, or return None if there are no runs."""
+    """Draw one chart per measure, with one curve per run. Return None if there are no runs."""
     if not logs:
         return None
     drawn = logs[:MAX_LINES]

@@ -61,7 +61,9 @@ class Trend:
 
 
 class PanelTrends(NamedTuple):
-    """Scores over epochs in one panel, for the runs that were probed at several epochs.
+    """Scores over epochs for the runs that were probed at several epochs.
+
+    All scores belong to one panel, a group of comparable scores.
 
     `problems` explains why some runs are not drawn.
     """
@@ -95,7 +97,10 @@ class PanelTrends(NamedTuple):
 
 
 def find_epoch_trends(panels: Sequence[Panel]) -> tuple[PanelTrends, ...]:
-    """Return the scores over epochs of each panel with a run that was probed at several epochs."""
+    """Return the scores over epochs for each panel with a run that was probed at several epochs.
+
+    A panel is a group of comparable scores.
+    """
     groups = map(_find_runs, panels)
     return tuple(group for group in groups if group.trends or group.problems)
 

@@ -150,7 +150,7 @@ def is_degenerate(percent: float | None) -> bool:
     """Return whether a block has too many degenerate images to be reported as best.
 
     Args:
-        percent: Percentage of images whose result is arbitrary, or None if unknown.
+        percent: Percentage of degenerate images, whose result is arbitrary. None if unknown.
     """
     return percent is not None and percent > MAX_DEGENERATE_PERCENT
 
@@ -267,7 +267,7 @@ class Record(ResultKey):
         created: Time at which the record was created, in UTC and ISO 8601.
         details: Further output of the probe, such as the IoU of each class.
         unit: "%", or "" for a plain number.
-        changed: The settings that differ from the settings of the protocol.
+        changed: The settings that differ from those of the protocol, a preset.
         per_image_kind: Kind of the per-image values, one of `PerImageKind`, or None without such
             values.
         per_image_sha256: Digest of the file of per-image values, or None if there is no such file.
@@ -318,7 +318,7 @@ class Record(ResultKey):
 
     @property
     def protocol_label(self) -> str:
-        """Text for tables that names the protocol and the settings that differ from it."""
+        """Text for tables that names the protocol (preset) and the settings that differ from it."""
         changes = [f"{name}={_shorten(value)}" for name, value in sorted(self.changed.items())]
         return ", ".join([self.protocol, *changes])
 

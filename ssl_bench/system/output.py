@@ -185,7 +185,7 @@ def escape_lines(lines: Iterable[str]) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of cells as a text table with aligned columns, and escape them for a terminal."""
+    """Format rows of texts as a table with aligned columns, and escape them for a terminal."""
     cells = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -1,7 +1,8 @@
-"""Properties of the running process: its rank under torchrun, its CPU cores, memory and code.
+"""Properties of the running process: its rank under torchrun, CPU cores, memory and code.
 
-`hatch_build.py` imports this file when a wheel is built. At that time no package is installed, so
-the top level of this file only imports the standard library.
+The rank is the number of a process among those that torchrun starts. `hatch_build.py` imports this
+file when a wheel is built. At that time no package is installed, so the top level of this file only
+imports the standard library.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ _MALLOC_OPTIONS = ((-3, 2**28), (-1, 2**29))
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The rank of this process and the number of all processes, as torchrun defines them.
+    """The rank (number) of this process and the number of all processes, as set by torchrun.
 
     `local_rank` is None if the environment variable LOCAL_RANK is not set.
     """
@@ -39,7 +40,7 @@ class ProcessInfo:
 
 
 def get_process_info() -> ProcessInfo:
-    """Read the rank and the number of processes from torchrun's environment variables.
+    """Read this process's rank and the number of processes from torchrun's environment variables.
 
     If WORLD_SIZE is not set, there is a single process.
 

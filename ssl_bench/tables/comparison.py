@@ -45,8 +45,8 @@ class Difference:
         low: Lower end of the 95 % interval of the difference, or NaN if there is no interval.
         high: Upper end of the 95 % interval, or NaN if there is no interval.
         layers: Block indices of the first score and of the second score.
-        degenerate: For each score, the percentage of images whose result is decided by rounding
-            errors. None if unknown.
+        degenerate: For each score, the percentage of degenerate images, whose result is arbitrary.
+            None if unknown.
         p: Two-sided p-value that belongs to the interval, or NaN if there is no interval.
         p_holm: The p-value after Holm's correction over the rows that compare block by block. NaN
             for all other rows of the table, and for rows that were not tested.
@@ -72,12 +72,19 @@ class Difference:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether either score has more than `MAX_DEGENERATE_PERCENT` % degenerate images."""
+        """Whether either score is degenerate.
+
+        A score is degenerate if more than `MAX_DEGENERATE_PERCENT` % of the images have an
+        arbitrary result, for example because rounding errors decide it.
+        """
         return any(map(is_degenerate, self.degenerate))
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval of the difference excludes 0 and neither score is degenerate."""
+        """Whether the interval of the difference excludes 0 and neither score is degenerate.
+
+        A score is degenerate if the results of too many images are arbitrary.
+        """
         return self.interval_excludes_0 and not self.is_degenerate
 
     @property
@@ -125,7 +132,10 @@ def _format_number(value: float, style: str) -> str:
 
 
 class PairedScore(NamedTuple):
-    """One of two compared scores, with its blocks and its percentage of degenerate images."""
+    """One of two compared scores, with its blocks and its percentage of degenerate images.
+
+    The result of a degenerate image is arbitrary, for example because rounding errors decide it.
+    """
 
     estimate: Estimate
     layers: tuple[int, ...]
@@ -167,7 +177,8 @@ def subtract(name: str, first: PairedScore, second: PairedScore) -> Difference:
 def _correct_over_blocks(rows: Sequence[Difference]) -> list[Difference]:
     """Return copies of the rows with p-values after Holm's correction over all rows.
 
-    Rows with a degenerate score are not tested, so their corrected p-value is NaN.
+    Rows with a degenerate score, which depends on too many arbitrary results, are not tested, so
+    their corrected p-value is NaN.
     """
     ps = holm([math.nan if row.is_degenerate else row.p for row in rows])
     return [replace(row, p_holm=p) for row, p in zip(rows, ps, strict=True)]
@@ -193,8 +204,8 @@ def compare_best_blocks(first: ImageCurve, second: ImageCurve) -> list[Differenc
 
     The best blocks are chosen on the scored images, so their scores are optimistic. The held-out
     choice estimates the score of a user who must choose a block before seeing these images. The
-    list is empty if either encoder has no best block, for example because all blocks are
-    degenerate.
+    list is empty if either encoder has no best block, for example because all blocks are degenerate
+    (have too many images with an arbitrary result).
     """
     if not (first.has_best and second.has_best):
         return []
@@ -241,7 +252,7 @@ class Comparison(Table):
         names: Column headings of the first and of the second score.
         encoders: One record (a stored score) of each compared encoder, so one or two in total.
         without_best: Names of the encoders without a best block, because all their blocks are
-            degenerate.
+            degenerate (have too many images with an arbitrary result).
         code: For each encoder name, the versions of the code that computed its scores.
     """
 
@@ -330,7 +341,8 @@ class Comparison(Table):
 def difference_footnotes(tables: Sequence[Sequence[Difference]]) -> tuple[str, ...]:
     """Return footnotes that explain the signs § (significant) and † (degenerate images).
 
-    § is explained if any difference was tested, even if none is significant. † is only explained if
+    The result of a degenerate image is arbitrary, for example because rounding errors decide it. §
+    is explained if any difference was tested, even if none is significant. † is only explained if
     it occurs. Holm's correction was applied to each table separately.
     """
     rows, notes = list(itertools.chain(*tables)), []
@@ -387,10 +399,10 @@ def compare_encoders(
     Args:
         store: Results folder with the records (stored scores) and the per-image scores.
         records: The records to compare.
-        encoders: The checkpoint as typed on the command line, for the `Record.encoder_id` of each
-            of one or two encoders.
-        select: Function that chooses the tables to compute. It receives one record for each
-            possible table, and returns some of these records.
+        encoders: Dictionary with one or two encoders. The keys are their `Record.encoder_id`. The
+            values are the checkpoints as typed on the command line.
+        select: Function that chooses the tables to compute. Each possible table is represented by
+            one record. The function receives all of these records and returns some of them.
 
     Returns:
         The tables, one for each group of comparable records. Also a dictionary from each task

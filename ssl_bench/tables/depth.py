@@ -108,9 +108,9 @@ class Pivot(Table):
     def _ranking(self, column: Any) -> list[str]:
         """Return the distinct printed scores of a column that can be marked as best, highest first.
 
-        Degenerate scores, for example, cannot be best (see `Entry.is_rankable`). The list is empty,
-        so that nothing is marked, if the column has fewer than two scores or if all scores that can
-        be best are printed as the same number.
+        Degenerate scores, which depend on too many arbitrary results, cannot be best (see
+        `Entry.is_rankable`). The list is empty, so that nothing is marked, if the column has fewer
+        than two scores or if all scores that can be best are printed as the same number.
         """
         known = [e for _, at, e in self.scores() if at == column and not math.isnan(e.value)]
         values = sorted((entry.value for entry in known if entry.is_rankable), reverse=True)

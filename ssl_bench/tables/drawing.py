@@ -51,7 +51,7 @@ def draw_curves(tables: Sequence[Pivot], path: Path) -> None:
 
 
 def curves_figure(tables: Sequence[Pivot]) -> "Figure":
-    """Draw one panel per table, with one curve per column of the table.
+    """Draw one panel (chart) per table, with one curve per column of the table.
 
     A band around each curve shows the 95 % intervals of the scores. For training logs, it shows the
     mean plus or minus one standard deviation. Each encoder, run or block has the same colour in all
@@ -111,7 +111,7 @@ def _wrap(text: str, letters: int = _PANEL_LETTERS) -> str:
 
 
 def _count_legend_columns(labels: Sequence[str], num_columns: int) -> int:
-    """Return how many legend entries fit side by side below the panels."""
+    """Return how many legend entries fit side by side below the panels (charts)."""
     longest = max(len(line) for label in labels for line in label.splitlines())
     return max(1, min(len(labels), num_columns * _PANEL_LETTERS // (longest + _KEY_LETTERS)))
 

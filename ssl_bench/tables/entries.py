@@ -37,9 +37,9 @@ _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "second
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     """Group records (stored scores) that can be compared in one table.
 
-    All records of a group have the same task, dataset, split, metric, protocol, facet (kind of
-    feature), images and settings. Their blocks, encoders and seeds may differ. Groups are sorted by
-    the shared fields.
+    All records of a group have the same task, dataset, split, metric, protocol (preset of
+    settings), facet (kind of feature), images and settings. Their blocks, encoders and seeds may
+    differ. Groups are sorted by the shared fields.
     """
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     # Cache texts by object identity, because records that were read together share a settings
@@ -94,7 +94,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 
 
 def table_title(record: Record) -> str:
-    """Return a title that states the task, metric, dataset, split, facet and protocol."""
+    """Return a title with the task, metric, dataset, split, kind of feature and protocol."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {record.protocol_label}{training_suffix(record)}"
@@ -173,8 +173,8 @@ class Entry:
         value: The mean over seeds, in the unit of the records. It may be NaN.
         low: Lower end of the 95 % interval, or None if there is no interval.
         high: Upper end of the 95 % interval, or None if there is no interval.
-        degenerate_percent: Percentage of images whose result is decided by rounding errors. None if
-            the task does not measure this percentage.
+        degenerate_percent: Percentage of degenerate images, whose result is arbitrary. None if the
+            task does not measure this percentage.
         records: The records (stored scores) from which the value was computed. There are several if
             there are several seeds, or if different blocks were chosen for parts of the images.
         offered_layers: The blocks from which a block was chosen. Empty if no choice was made.
@@ -212,14 +212,19 @@ class Entry:
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether more than `MAX_DEGENERATE_PERCENT` % of the images are degenerate."""
+        """Whether more than `MAX_DEGENERATE_PERCENT` % of the images are degenerate.
+
+        The result of a degenerate image is arbitrary, for example because rounding errors decide
+        it.
+        """
         return is_degenerate(self.degenerate_percent)
 
     @property
     def is_rankable(self) -> bool:
         """Whether the value can be marked as the best of a table column.
 
-        This requires that higher is better, and that the value is neither NaN nor degenerate.
+        A higher value of the metric must be better, and the value must not be NaN. It must not be
+        degenerate either, which means that the results of most images are arbitrary.
         """
         is_ranked = self.records[0].is_ranked and not math.isnan(self.value)
         return is_ranked and not self.is_degenerate
@@ -365,9 +370,10 @@ def show_seed_counts(entries: Mapping[K, Entry]) -> dict[K, Entry]:
 def dagger(percent: float | None) -> str:
     """Return a suffix that states the percentage of degenerate images, such as " †24".
 
-    The suffix is empty if no image is degenerate. Percentages below 1 are rounded to one decimal,
-    and others to whole numbers. A percentage slightly above `MAX_DEGENERATE_PERCENT` gets as many
-    decimals as needed, so that the printed number is also above this limit.
+    The result of a degenerate image is arbitrary. The suffix is empty if no image is degenerate.
+    Percentages below 1 are rounded to one decimal, and others to whole numbers. A percentage
+    slightly above `MAX_DEGENERATE_PERCENT` gets as many decimals as needed, so that the printed
+    number is also above this limit.
     """
     if not percent:
         return ""

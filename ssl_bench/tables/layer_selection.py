@@ -52,7 +52,8 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
     Returns:
         The score, with `Entry.offered_layers` and `Entry.omitted_seeds`. None if there are several
         blocks and none can be chosen. This is the case if higher is not better, if every block is
-        degenerate, or if a held-out choice lacks per-image scores.
+        degenerate (too many images have an arbitrary result), or if a held-out choice lacks
+        per-image scores.
     """
     by_seed: dict[int, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.seed):
@@ -76,7 +77,8 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
 def _best_entry(seeds: Sequence[Sequence[Record]], layers: Sequence[int]) -> Entry | None:
     """Return the score of the block whose mean over seeds is highest.
 
-    If there are several blocks, degenerate ones are left out. If none is left, return None.
+    If there are several blocks, those that are degenerate are left out. A block is degenerate if
+    the results of more than half of the images are arbitrary. If no block is left, return None.
     """
     entries = [
         mean_entry([record for seed in seeds for record in seed if record.layer == layer])

@@ -92,7 +92,7 @@ class PublishedColumn:
     def is_measured_by(self, record: Record) -> bool:
         """Return whether a record (a stored score) measures the same quantity as this column.
 
-        The protocol and the number of images may differ.
+        The protocol (preset of settings) and the number of images may differ.
         """
         names = (record.task, _metric_family(record.metric))
         if names != (self.task, _metric_family(self.metric)):

@@ -89,8 +89,9 @@ class SeverityTable(Pivot):
     def most_robust_layers(self) -> frozenset[int]:
         """The blocks whose score drops least on corrupted images.
 
-        Blocks are left out if a score from which their drop is computed is degenerate. The set is
-        empty if several blocks remain and all have the same drop.
+        Blocks are left out if a score from which their drop is computed is degenerate, which means
+        that it depends on too many arbitrary results. The set is empty if several blocks remain and
+        all have the same drop.
         """
         compared = (CLEAN, *self.common_severities)
         drops = {

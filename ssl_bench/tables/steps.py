@@ -24,9 +24,11 @@ MAX_POINTS = 500
 
 @dataclass(frozen=True, eq=False)
 class LoggedEntry(Entry):
-    """A value of a table that comes from a training log instead of stored scores.
+    """A table entry that was computed from a training log instead of stored scores.
 
-    Its interval is the mean plus or minus one standard deviation.
+    The value is the mean over an interval of steps, and the interval of the entry extends one
+    standard deviation to both sides. For a measure that is not logged at every step, the value is
+    the latest one, and the entry has no interval.
     """
 
     measure: str = ""

@@ -20,8 +20,8 @@ class TaskTexts:
         caption: What the pictures of the task show.
         metrics: Text for each main metric, by metric name. The first metric that was measured
             represents the task in overviews.
-        strip_tile: If a picture of the task consists of several tiles, the index of the tile that
-            represents it.
+        strip_tile: For pictures that consist of several tiles (images), the index of the tile that
+            a strip shows. A strip is a row of small pictures in a report.
         finds_objects: Whether the score of an image states if an object was found in it.
         rank: Sort key for the pictures of tasks in a report. Tasks of equal rank are sorted by
             name.

@@ -53,9 +53,10 @@ def measure(words: Sequence[str]) -> tuple[float, float]:
 
 
 def measure_task(task: str, data_root: str, limit: int) -> dict[str, Any]:
-    """Measure the cost of a probe on VOC2012 or, if it lacks annotations, on a generated dataset.
+    """Measure the processor time and peak memory of a probe. Return them as JSON values.
 
-    Return the measurements as JSON values.
+    The probe runs on VOC2012. If VOC2012 lacks the annotations that the probe needs, it runs on a
+    generated dataset.
     """
     for dataset in ("voc2012", *(name for name in choices("dataset") if name.startswith("toy"))):
         words = ["probe", "--task", task, "--checkpoint", "demo:skip", "--dataset", dataset]
@@ -126,7 +127,10 @@ One CPU core scored all {one["blocks"]} blocks of `demo:skip` with this command.
 
 
 def overview(root: Path) -> str:
-    """Return the Markdown page about time and memory, with new tables of probes and encoders."""
+    """Return the documentation page on time and memory, with new tables of measurements.
+
+    The tables contain one row for each probe or for each encoder.
+    """
     page = (root / "docs/how_to/estimate.md").read_text(encoding="utf-8")
     text, heading, _ = page.partition("## On one CPU core\n")
     measured = read_measurements()

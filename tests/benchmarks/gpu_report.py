@@ -1,11 +1,13 @@
-"""Measure this suite on a GPU in nine minutes: `make gpu-report`, `make gpu-report ONLY=heads`.
+"""Measure the speed and memory of ssl-bench on a GPU, in nine minutes.
+
+Run it with `make gpu-report` or `make gpu-report ONLY=heads`, or directly:
 
     python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
 
 Each section runs in its own process, so that a crash does not end the others. Each measurement or
-error is saved immediately. `results/devices/GPU.json` and the page in the same folder are written
-after each section. Without a GPU, tiny sizes are used to test the program. Neither a network nor
-data is needed.
+error is saved immediately. The results are written to `results/devices/GPU.json` and to a page in
+the same folder after each section. Without a GPU, tiny sizes are used to test the program. Neither
+a network nor data is needed.
 """
 
 import argparse
@@ -281,7 +283,7 @@ def heads() -> None:
 
 
 def commands() -> None:
-    """Measure the command `pretrain` on JPEG files, and `probe` on the encoder it has trained."""
+    """Measure the run time of `pretrain` on JPEG files, and of `probe` on the resulting encoder."""
     from PIL import Image
 
     folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)

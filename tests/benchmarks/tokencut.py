@@ -58,7 +58,10 @@ def ours(features: np.ndarray) -> np.ndarray:
 
 
 def extract_features(num_tokens: int) -> list[np.ndarray]:
-    """Return the keys and tokens of the blocks of a random two-block ViT-S, for each photograph."""
+    """Return the attention keys and the tokens of each block, for each photograph.
+
+    The encoder is a randomly initialised ViT-S with two blocks.
+    """
     rows, cols, patch, _ = SIZES[num_tokens]
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=2)
     encoder = encoder_from_model(build_vit(config, seed=0), name="random ViT-S")

@@ -28,9 +28,10 @@ RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.
 
 @cache
 def experiment(name, *overrides) -> Pretraining:
-    """Return the training plan of a named run, built from a recipe and the run's changes to it.
+    """Return the training plan of a named run, with overrides.
 
-    This is faster than composing the plan from the name of the run.
+    The plan is composed from the recipe of the run and the run's changes to it. This is faster than
+    `experiment=NAME`, which composes the plan from the name of the run.
     """
     run = RUNS[name]
     changes = (f"{key}={json.dumps(value)}" for key, value in run.changes.items())

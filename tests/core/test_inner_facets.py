@@ -99,7 +99,10 @@ def test_the_skips_of_timm_add_up_the_inner_facets(kind):
 
 
 class Wrapped(nn.Module):
-    """A transformer block that also calls another module with its output, `times` times."""
+    """A transformer block that also passes its output to another module, `times` times.
+
+    The results of the other module are discarded.
+    """
 
     def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
         super().__init__()

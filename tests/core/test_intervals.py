@@ -160,8 +160,8 @@ def test_a_bootstrap_interval_is_symmetric_in_the_log_odds():
 def boxes(images=2000):
     """Return random box counts of shape [images, 4, 2], in the format that object discovery stores.
 
-    Row 0 of an image has the number of true boxes. Row k has the number of predicted boxes of rank
-    k, and how many of them are correct.
+    Row 0 of an image has the number of true boxes. Row k has the number of predicted boxes of
+    confidence rank k, and how many of them are correct.
     """
     random = np.random.default_rng(1)
     counts = np.zeros((images, 4, 2), np.int64)

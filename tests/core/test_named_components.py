@@ -1,4 +1,7 @@
-"""Test that protocols and parts of a probe can be chosen by name, as in `probe.loss=histogram`."""
+"""Test that protocols and parts of a probe can be chosen by name, as in `probe.loss=histogram`.
+
+A protocol is a preset of a probe's settings.
+"""
 
 import json
 import re
@@ -119,7 +122,10 @@ PRESETS = [
 
 
 def preset(task: str, protocol: str, *overrides: str) -> Any:
-    """Return the probe that the command line builds for a task, a protocol and config overrides."""
+    """Return the probe that the command line builds for a task, a protocol and config overrides.
+
+    A protocol is a preset of settings.
+    """
     key = protocol_group(task) if choices(protocol_group(task)) else "probe.protocol"
     words = [f"probe={task}", f"{key}={protocol}", *overrides]
     return build(compose_config("probing", words), "probe")

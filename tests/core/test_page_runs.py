@@ -149,7 +149,10 @@ LAYERS = {"11": "1", "0,5,-1": "0,-1", "3,7,11": "0,1", "2,5,8,11": "0,1"}
 
 
 def shorten(words: Sequence[str], folder: Path) -> list[str]:
-    """Shorten a command: use few blocks, small sizes, and the files from `create_inputs`."""
+    """Change a command of a documentation page so that it runs quickly.
+
+    The new command uses few blocks, small sizes, and the files from `create_inputs`.
+    """
     short = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{folder}/", w) for w in words]
     names = ENCODERS | (RUNS if short[0] == "compare" else {})
     short = [PUBLISHED.sub("timm:test_vit", names.get(word, word)) for word in short]
@@ -179,9 +182,10 @@ def without_slurm(words: Sequence[str]) -> list[str]:
 
 
 def with_sizes(words: Sequence[str]) -> list[str]:
-    """Add settings to a command that make its probes small.
+    """Add settings to a command that make the work of its probes small.
 
-    A setting is added if the configuration of at least one of the probes has its key.
+    A setting is added only if the configuration of at least one of the command's probes has its
+    key.
     """
     flags = dict(itertools.pairwise(words))
     tasks = flags.get("--task", "all")

@@ -186,7 +186,10 @@ def write_stuff(root: Path, name: str, mask: list[list[int]], maps: str = "stuff
 
 @pytest.fixture
 def stuff(tmp_path: Path) -> Path:
-    """Create four COCO-Stuff images with class ids on both sides of gaps in the published ids."""
+    """Create four images of COCO-Stuff. Return their folder.
+
+    The published class ids have gaps, and the images contain ids just below and just above gaps.
+    """
     for number in range(1, 5):
         write_stuff(tmp_path, f"{number:012d}", [[0, 10, 12], [255, 91, 181]])
     return tmp_path

@@ -97,7 +97,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def probe(encoder: str, task: str, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Run a probe. Return the block, facet, metric, value and 95 % interval of each result."""
+    """Run a probe. Return the block, facet, metric, value and 95 % interval of each result.
+
+    A facet is a kind of feature, such as the [CLS] token.
+    """
     found = run(encoder, task, **inputs)
     return [(r.layer, r.facet, r.metric, r.value, r.ci95) for r in found]
 

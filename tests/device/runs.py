@@ -1,4 +1,7 @@
-"""Define small runs for the device tests: most probes with several protocols, and pretraining."""
+"""Define small runs for the device tests: most probes with several protocols, and pretraining.
+
+A protocol is a preset of settings.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +96,8 @@ def scores(
 ) -> dict[tuple[int, str, str], float]:
     """Probe all blocks of an encoder on a device.
 
-    Return the scores as a dictionary from (block, facet, metric) to the value.
+    Return the scores as a dictionary from (block, facet, metric) to the value. A facet is a kind of
+    feature, such as the [CLS] token.
     """
     arguments = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(data[dataset])]
     arguments += ["--checkpoint", "encoder.safetensors", "--device", device, "--out", device]

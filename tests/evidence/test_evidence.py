@@ -96,9 +96,9 @@ def test_blocks_from_three_on_must_be_above_random_weights(layer, interval, word
     ("loss", "best", "word"), [(6.9, "graying", "supported"), (7.1, "published", "refuted")]
 )
 def test_the_variant_for_the_longer_run_must_reach_the_published_loss(loss, best, word):
-    """Test that a variant that keeps patches different is chosen only if its loss is low enough.
+    """Test that the variant for the longer run must have at most the published variant's loss.
 
-    In this test, the variant is `graying`.
+    Here, the variant `graying` keeps the patches of an image more different than all others.
     """
     runs = {}
     for arm in ROWS["apart"].arms:

@@ -276,7 +276,10 @@ def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make a method of `ResultStore` create the file `begun` and sleep when its work is done."""
+    """Patch a method of `ResultStore`: after its normal work, it creates a file and sleeps.
+
+    The file is named `begun`.
+    """
     method = getattr(ResultStore, name)
 
     def slow(*arguments, **named):

@@ -48,7 +48,10 @@ def probe_arguments(task: str, dataset: str = "voc2012", layers: str = "0,1") ->
 
 
 def read_files(folder: str | Path, pattern: str = "*") -> dict[str, bytes]:
-    """Return the content of each file below a folder by its path, leaving out logs."""
+    """Return a dictionary from the relative path to the content of each file in a folder.
+
+    Logs (`.jsonl`) and files without a suffix are left out.
+    """
     paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -217,7 +220,7 @@ def test_a_record_is_never_saved_without_its_per_image_values(workdir, monkeypat
 
 
 def image_digests(page: Path) -> set[str]:
-    """Return the digests of images that occur in the figure paths to which an HTML page links."""
+    """Return the digests of images that are part of the figure paths in an HTML page."""
     pattern = r'(?:src|href)="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/'
     return set(re.findall(pattern, page.read_text()))
 

@@ -1,6 +1,7 @@
 """Test that the outputs and the initial filters of ConvMixer follow the published equations.
 
-The initial filters are compared with equations 3.5 to 3.11 of Trockman's thesis.
+The initial filters are compared with equations 3.5 to 3.11 of Trockman's thesis "Mimetic
+initialization" (2025).
 """
 
 import math
@@ -44,7 +45,10 @@ def images(count=2, height=16, width=24):
 
 
 def restated_maps(model: ConvMixer, image):
-    """Compute a ConvMixer's feature maps after each block by equations 2.1 to 2.3, with loops."""
+    """Compute a ConvMixer's feature maps after each block, with loops.
+
+    Source: equations 2.1 to 2.3 of Trockman, "Mimetic initialization" (2025).
+    """
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     config, pixels = model.config, image.double().numpy()
     size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
@@ -119,9 +123,10 @@ def test_the_presets_are_conv_mixer_256_8(name, skip):
 
 
 def restated_covariance(size, sigma):
-    """Compute the covariance matrix of equation 3.10 entry by entry.
+    """Compute the covariance matrix of the pixels of a random filter, one entry at a time.
 
-    Pixel coordinates are relative to the centre of the filter.
+    Pixel coordinates are relative to the centre of the filter. Source: equation 3.10 of Trockman,
+    "Mimetic initialization" (2025).
     """
     half = size // 2
     steps = range(-half, half + 1)

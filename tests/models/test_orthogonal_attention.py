@@ -44,7 +44,11 @@ def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
 def compute_by_hand(
     attention: OrthogonalAttention, x: Tensor, head: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the matrices S, [Q, K] and V of equation 5 for one head and one image."""
+    """Return the matrices S, [Q, K] and V of orthogonal attention for one head and one image.
+
+    S is the skew-symmetric matrix in equation 5 of "Orthogonal Self-Attention" by Zhang and
+    Martens.
+    """
     query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
     columns = slice(head * WIDTH, (head + 1) * WIDTH)
     q, k, v = (x @ weight[:, columns] for weight in (query, key, value))
@@ -53,7 +57,10 @@ def compute_by_hand(
 
 
 def attend_naively(attention: OrthogonalAttention, x: Tensor) -> Tensor:
-    """Compute attention by equations 4 and 5, with the matrix exponential of the full matrix S."""
+    """Compute attention with the matrix exponential of the full skew-symmetric matrix S.
+
+    Source: equations 4 and 5 of "Orthogonal Self-Attention" by Zhang and Martens.
+    """
     total = torch.zeros_like(x)
     for head in range(HEADS):
         skew, _, v = compute_by_hand(attention, x, head)

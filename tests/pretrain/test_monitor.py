@@ -1,4 +1,4 @@
-"""Test that a training run measures scores after chosen epochs, and records its final accuracy."""
+"""Test that a training run measures scores after chosen epochs, and saves its final accuracy."""
 
 import json
 import math

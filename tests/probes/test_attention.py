@@ -412,7 +412,10 @@ def test_one_bright_patch_does_not_darken_the_others():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_jaccard(shared_data, published_encoder, tmp_path):
-    """Compare with values that another program computed from queries and keys of an ONNX file."""
+    """Compare the Jaccard indices of an ONNX encoder's masks with those of another program.
+
+    That program computed the attention from the queries and keys in the ONNX file.
+    """
     words = ["probe", "--task", "attention", "--checkpoint", str(published_encoder)]
     words += ["--dataset", "voc2012"]
     words += ["--data-root", str(shared_data / "real/voc2012_real100"), "--out", str(tmp_path)]

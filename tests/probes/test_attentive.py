@@ -1,6 +1,6 @@
-"""Test that attentive heads, which pool patches with learned queries, equal the published module.
+"""Test that attentive heads, which pool patches with learned queries, match the official code.
 
-They are also tested as part of the classification probe.
+The tests of the classification probe also use these heads.
 """
 
 import math

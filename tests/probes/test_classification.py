@@ -1,6 +1,6 @@
 """Test that linear classification trains, selects and scores its heads correctly.
 
-Every facet of every block must get a score.
+Every facet (kind of feature) of every block must get a score.
 """
 
 import math

@@ -92,7 +92,10 @@ def find(records, layer, facet, metric):
 
 
 def undefined(records):
-    """Return the reasons why scores are undefined, as a dictionary from facet to reason."""
+    """Return the reasons why scores are undefined, as a dictionary from facet to reason.
+
+    A facet is a part of a block.
+    """
     missing = [r for r in records if math.isnan(r.value)]
     return {record.facet: record.details["undefined"] for record in missing}
 

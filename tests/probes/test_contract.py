@@ -142,7 +142,10 @@ def all_blocks(task: str, place: Path) -> Path:
 
 
 def results_of(folder: Path | str, layers: Sequence[int] = (0, 1, 2)) -> dict[tuple, tuple]:
-    """Return the contents of records and their per-image values, by layer, facet and metric."""
+    """Return the contents of records and their per-image values, by layer, facet and metric.
+
+    A record is a stored score, and a facet is a kind of feature.
+    """
     store, found = ResultStore(Path(folder)), {}
     for record in store.records():
         if record.layer in layers:

@@ -221,7 +221,10 @@ def test_settings_do_not_depend_on_the_type_of_numbers():
 
 @pytest.mark.data
 def test_a_published_encoder_has_the_expected_pck(shared_data, published_encoder, tmp_path):
-    """Compare with values that another program computed with points half a pixel away from ours."""
+    """Compare the PCK of an ONNX encoder with values that another program computed.
+
+    The points of that program are half a pixel away from ours.
+    """
     words = ["probe", "--task", "correspondence", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"pf_willow:{shared_data}/real/pf-willow", "--layer", "2,8"]
     words += ["probe.protocol=spair", "probe.sampling=patch", "probe.image_size=224"]

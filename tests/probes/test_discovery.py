@@ -29,9 +29,9 @@ OUTSIDE = [50.0, 50.0, 60.0, 60.0]
 
 
 def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
-    """Return the detection counts of an image.
+    """Count the true, found and correct boxes of an image for each confidence rank.
 
-    By default, the found boxes are sorted by decreasing confidence, without ties.
+    If `ranks` is None, the found boxes have the ranks 0, 1, 2 and so on, in the order given.
     """
     return detection_counts(
         np.array(found, np.float64).reshape(-1, 4),

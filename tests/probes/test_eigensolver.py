@@ -173,8 +173,8 @@ def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
 def compare_with_dense_solutions(images, *, at_least: int) -> None:
     """Compare our eigenvectors for the patches of images with dense solutions.
 
-    All blocks and facets of encoders with and without skip connections are used. For at least
-    `at_least` of the graphs, the eigenvector must be unique.
+    All blocks and facets (kinds of features) of encoders with and without skip connections are
+    used. For at least `at_least` of the graphs, the eigenvector must be unique.
     """
     numbers = Counter()
     for skip, image in itertools.product((True, False), images):

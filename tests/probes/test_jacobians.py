@@ -70,7 +70,9 @@ def test_jacobians_agree_with_finite_differences(config):
 
 
 def kronecker_terms(one):
-    """Compute the terms B and E of a block's Jacobian (equation 10) entry by entry.
+    """Compute the terms B and E of a block's Jacobian entry by entry.
+
+    Source: equation 10 of "Cutting the Skip".
 
     As in the paper, matrices are flattened column by column.
     """

@@ -1,6 +1,6 @@
 """Test TokenCut's adaptive protocol, which chooses a similarity threshold for each image.
 
-The threshold is computed with Otsu's method.
+A protocol is a preset of settings. The threshold is computed with Otsu's method.
 """
 
 import json

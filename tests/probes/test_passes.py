@@ -277,7 +277,7 @@ def test_probes_of_masks_share_features_if_there_is_memory(workdir, monkeypatch,
 def run_tokencut(
     out: str, *settings: str, layers: str = "0,1", overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run TokenCut with all of its protocols. Return the stored values, logs and figures."""
+    """Run TokenCut with all of its presets. Return the stored values, logs and figures."""
     roots = {"folder": "photos"}
     plan = plan_request(ProbeRequest(["tokencut"], ["folder"], settings, roots, all_tasks=True))
     options = {"layers": layers, "device": torch.device("cpu"), "overwrite": overwrite}

@@ -1,6 +1,6 @@
 """Test that PCA maps have the correct components, alignment, colours and foreground.
 
-Every protocol must draw its figures.
+Every protocol (variant of the probe) must draw its figures.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Test that linear segmentation trains, selects and scores its heads correctly.
 
-Its figures and protocols are tested, too.
+Its figures and protocols (presets of settings) are tested, too.
 """
 
 import json

@@ -491,7 +491,7 @@ def test_an_animation_is_a_png_with_all_frames(tmp_path):
 def test_a_published_encoder_has_the_scores_of_the_official_code(
     shared_data, published_encoder, tmp_path
 ):
-    """Compare with values that were computed with the scripts of DINO and DAVIS 2017."""
+    """Compare the scores of an ONNX encoder with those of the scripts of DINO and DAVIS 2017."""
     words = ["probe", "--task", "tracking", "--checkpoint", str(published_encoder)]
     words += ["--dataset", f"davis2016:{shared_data}/real/davis2016", "--out", str(tmp_path)]
     # The selected video, the fifth of ten, is "dog".

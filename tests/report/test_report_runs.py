@@ -45,7 +45,7 @@ def draw_logs(folder: Path) -> TrainingCurves:
 
 @pytest.fixture(scope="module")
 def report(pretrained_runs, tmp_path_factory) -> Path:
-    """Write a report about training runs that have no probe records. Return its folder."""
+    """Write a report on pretraining runs whose encoders no probe has scored. Return its folder."""
     root = tmp_path_factory.mktemp("runs")
     words = ["--out", str(root / "results"), "--into", str(root / "report")]
     assert main(["report", "--runs", str(pretrained_runs), *words]) == 0

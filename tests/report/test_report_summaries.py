@@ -22,7 +22,10 @@ def hits(number: int) -> np.ndarray:
 
 
 def summarize(store: ResultStore, *records: Record) -> list[list[str]]:
-    """Save records. Return the sentences that a report prints about each checkpoint."""
+    """Save records (stored scores), and return a report's summary of each checkpoint.
+
+    A summary is a list of sentences.
+    """
     for record in records:
         store.save(record)
     stored = store.records()

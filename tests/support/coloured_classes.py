@@ -64,7 +64,8 @@ def class_context(
 def scored(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
     """Run a probe. Return its scores in a dictionary with keys (layer, facet, metric).
 
-    Also check that the probe's method `cells` lists exactly these keys.
+    A facet is a kind of feature, such as the [CLS] token. Also check that the probe's method
+    `cells` lists exactly these keys.
     """
     context = class_context(dataset, **changes)
     scores = {(s.layer, s.facet, s.metric): s for s in probe.run(context)}

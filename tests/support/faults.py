@@ -365,7 +365,10 @@ def exit_code(child: int) -> int:
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Return the bytes of a PNG file that consists of the given chunks, even if invalid."""
+    """Join chunks into the bytes of a PNG file.
+
+    The chunks are not checked, so the file may be invalid.
+    """
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*one) for one in chunks)
 
 

@@ -125,7 +125,8 @@ WRONG = [[0, 0], [4, 0], [0, 4]]
 def compared_pair(store: ResultStore, records: list[Record]) -> PanelComparison:
     """Compare the two checkpoints in these records, as the report does for a pair.
 
-    All records must have the same metric, images and settings, so that they form one panel.
+    All records must have the same metric, images and settings, so that they form one panel (group
+    of comparable scores).
     """
     one, other = list_checkpoints(records)
     (panel,) = group_into_panels(records, (one, other))

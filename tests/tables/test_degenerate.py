@@ -1,4 +1,7 @@
-"""Test that a block that is degenerate on most images is marked and is never called the best."""
+"""Test that a block that is degenerate on most images is marked and is never called the best.
+
+The result of a degenerate image is arbitrary.
+"""
 
 import csv
 import io

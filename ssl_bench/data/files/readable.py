@@ -305,9 +305,10 @@ def count_shared_files(training: ImageSet, scored: ImageSet, *, allowed: bool) -
 def _find_shared_images(
     training: ImageSet, scored: ImageSet
 ) -> Sequence[tuple[Path | str, Path | str]]:
-    """Return the paths or ids of each scored image and an identical training image, as pairs.
+    """Find scored images that are identical to a training image.
 
-    The training image is the first element of each pair.
+    Return pairs of paths or ids. The first is the training image, and the second is the scored
+    image.
     """
     training_files, scored_files = underlying_files(training), underlying_files(scored)
     if training_files is None or scored_files is None:

@@ -333,7 +333,7 @@ class IndexedDataset(Layout):
         raise NotImplementedError
 
     def images_name(self) -> str:
-        """Return the name under which the results of the dataset are recorded."""
+        """Return the name of the dataset in the records (stored scores)."""
         raise NotImplementedError
 
     @property

@@ -295,9 +295,13 @@ def _paste_object(
 class GeneratedDataset(Layout):
     """Base class of generated datasets, which are written to the cache on first use.
 
+    Their scenes show textured objects in front of backgrounds. The textures and the backgrounds are
+    parts of photographs.
+
     Attributes:
         num_train: Number of training scenes.
-        num_val: Number of scored scenes. Training scenes show other parts of the photographs.
+        num_val: Number of scored scenes. They show other parts of the photographs than the training
+            scenes.
         seed: Seed of the scenes.
         cache: Folder in which the scenes are stored.
     """

@@ -152,7 +152,7 @@ class VocFolder:
         """Return the images of a split with boxes, for object discovery.
 
         Args:
-            split: Name of the split, or a share of it.
+            split: Name of the split, or a share of it, such as `trainval:0-75%`.
             exclude_difficult: Leave out boxes that are marked as difficult or truncated, and images
                 that have no other boxes.
         """

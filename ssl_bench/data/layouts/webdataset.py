@@ -59,7 +59,7 @@ class WebDataset(ClassificationSplits):
         return self._train
 
     def val(self) -> LabelledImages:
-        """Return the scored images. Their labels are indices into the training classes.
+        """Return the validation images, which probes score. Labels are indices of training classes.
 
         Raises:
             DataError: A tar file is missing, damaged or belongs to both splits, an image has no

@@ -249,7 +249,7 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
         path: The weights file, for error messages.
 
     Raises:
-        CheckpointError: Several encoders have the highest rank.
+        CheckpointError: Several encoders have the highest priority (rank).
     """
     if len(roots) == 1:
         return roots[0]
@@ -272,7 +272,9 @@ def _choose_encoder(roots: list[str], unaveraged: tuple[str, ...], path: Path) -
 
 
 def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
-    """Return the rank of an encoder in a file with several encoders. The highest rank is used.
+    """Return the priority (rank) of an encoder in a file with several encoders.
+
+    The encoder with the highest rank is loaded.
 
     A moving average has a high rank, unless it was never updated. A student or a momentum encoder
     has a low rank.

@@ -109,10 +109,10 @@ scheme, and its function takes the whole address and returns an `Encoder`.
 
 
 def list_addresses() -> list[Address]:
-    """Return all ways to write the address of an encoder, including those of installed packages.
+    """Return all supported forms of an encoder address, including those that packages add.
 
-    The example of such an address is the attribute `example` of the package's loader. It is empty
-    if the loader has no such attribute or cannot be imported.
+    The loader of a package may have an attribute `example`, which becomes the example of its
+    address. The example is empty if the loader has no such attribute or cannot be imported.
     """
     added: list[Address] = []
     for scheme, point in entry_points("encoder").items():

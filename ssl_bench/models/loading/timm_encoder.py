@@ -442,11 +442,11 @@ def timm_encoder(
 
 @torch.no_grad()
 def _join_queries_keys_values(blocks: Iterable[nn.Module]) -> None:
-    """Make `attn.qkv` of each block compute its queries, keys and values with their biases.
+    """Make one layer, `attn.qkv`, compute the queries, keys and values of a block with biases.
 
-    Some attention modules of timm add the biases outside of `qkv`, and others have three separate
-    layers instead of `qkv`. Their outputs stay the same up to rounding. Blocks with other layers,
-    or with fewer keys than queries, are not changed.
+    Some attention modules of timm add the biases outside of `qkv`. Others have three separate
+    layers instead of `qkv`. The outputs of these modules stay the same up to rounding. A block is
+    not changed if its attention has another form, or has fewer keys than queries.
     """
     for block in blocks:
         # The attributes and their types differ between models.

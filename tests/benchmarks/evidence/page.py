@@ -197,7 +197,7 @@ def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]
 
 
 def draw(row: str, runs: Runs, file: Path) -> None:
-    """Draw the curves of an experiment, with a panel per metric and a line per variant and seed.
+    """Draw the curves of an experiment, with a chart per metric and a line per variant and seed.
 
     The same runs always give the same file, byte for byte.
     """

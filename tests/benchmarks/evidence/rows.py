@@ -1,6 +1,6 @@
-"""The experiments ("rows") that compare variants of a training run, and the names of their runs.
+"""The experiments (also called rows) that compare variants of a training run, and their run names.
 
-Each run's record names a commit. The options of the run are in the repository at that commit.
+The record of a run names a commit. The repository at this commit contains the options of the run.
 """
 
 from collections.abc import Collection, Mapping, Sequence

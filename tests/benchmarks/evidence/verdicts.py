@@ -279,7 +279,10 @@ class Claim:
     also_shown: Sequence[str] = ()
 
     def published_text(self) -> str:
-        """Return the published values and their sources as text."""
+        """Return, as text, the values that papers published for the claim, and their sources.
+
+        If there are no values, return the paper's statement.
+        """
         tables = {name: load_published_table(name) for name, _, _ in self.published}
         values = (f"{tables[name].values[row, column]:g}" for name, row, column in self.published)
         sources = dict.fromkeys(

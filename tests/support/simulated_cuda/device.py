@@ -154,9 +154,9 @@ class Ledger:
         self.pending_copies.clear()
 
     def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
-        """Count a copy to the device.
+        """Increase the count of copies to the device by one.
 
-        Non-blocking copies from pinned memory are counted separately.
+        Non-blocking copies from pinned memory have a separate count.
         """
         uploads = self.pinned_uploads if pinned and not waits else self.uploads
         uploads[f"{call_site()} {what}"] += 1
@@ -476,9 +476,9 @@ def _misplaced_tensors(
 
 
 def _place_results(result: Any, sources: Sequence[Any], places: Sequence[Place]) -> None:
-    """Record the simulated memory of an operator's new result tensors.
+    """Record on which simulated device the new tensors are stored that an operator has returned.
 
-    Views share the storage of their source, so their memory is already recorded.
+    Views are skipped, because they share the storage of their source.
     """
     known = {id(storage) for storage in sources}
     for tensor in tensors_in(result):
