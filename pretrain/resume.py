@@ -1,8 +1,8 @@
 """Save and restore the progress of a run, and check what has changed while it was stopped.
 
 A run is only resumed if it gives the same weights as an uninterrupted run. If the number of
-processes has changed, however, rounding errors may differ. The following may change while a run is
-stopped:
+processes has changed, however, gradients are summed in another order, and random masks and mixtures
+of images differ. The following may change while a run is stopped:
 
 - Settings that do not affect the weights, such as the number of data workers.
   `pretrain.description` lists these settings.
@@ -174,8 +174,8 @@ def restore_progress(
     if saved_processes != ranks.world_size:
         messages.append(
             f"the run was saved with {saved_processes} processes and continues with "
-            f"{ranks.world_size}. Gradients are summed in another order, so the result is not "
-            "bitwise equal to an uninterrupted run"
+            f"{ranks.world_size}. Sums are rounded differently, and random masks and mixtures of "
+            "images differ, so the weights will not equal those of an uninterrupted run"
         )
     return Progress(step, extensions, left_out, left_out & {*state[_NEVER_USED]}), messages
 

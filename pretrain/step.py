@@ -128,8 +128,8 @@ class Trainer:
         memory, because torch.compile is not used here. The weights change, so the run must end
         afterwards.
 
-        If several processes train together, the optimizer takes no step, because SOAP would wait
-        for the other processes.
+        If several processes train together, the optimizer takes no step. SOAP would wait for the
+        other processes, but only the process that ran out of memory calls this method.
 
         Args:
             step: Number of the step that ran out of memory, from 0.

@@ -207,7 +207,8 @@ class Run:
         """Train until the last step, or until a signal, the time limit or an error ends the run.
 
         Raises:
-            Preempted: A process received a signal other than Ctrl-C. The state is saved.
+            Preempted: A process received a signal other than Ctrl-C before the last step. The
+                state is saved.
             KeyboardInterrupt: Ctrl-C was pressed. After one Ctrl-C the state is saved. After two,
                 the last checkpoint remains.
             SslBenchError: An error has occurred in this process or in another process of the run.
@@ -232,6 +233,8 @@ class Run:
                         log.add(row, metrics, stop=self._should_stop(), save=self._should_save())
                         with self._postpone_errors():
                             log.write_rows()
+                            if self.saver is not None:
+                                self.saver.check()
                             self._keep_encoder()
                             if log.should_save and not log.should_stop and progress.step < total:
                                 self._save()
@@ -355,6 +358,7 @@ class Run:
             "step": step + 1,
             "epoch": self.timeline.get_epoch(step),
             **trainer.values(step),
+            # Images of all processes.
             "images_per_second": plan.train.batch / seconds,
             "data_wait": 100 * waited / seconds,
             "mfu": trainer.utilisation(seconds),
@@ -439,7 +443,6 @@ class Run:
         """
         if self.saver is None:
             return
-        self.saver.check()
         epoch, steps_left = divmod(self.progress.step, self.timeline.steps_per_epoch)
         if steps_left == 0 and self.plan.train.should_keep(epoch):
             # Read all rows first, because a row may show that the weights have diverged.
@@ -451,8 +454,8 @@ class Run:
 
         All processes must call this method together, because they exchange which unreadable images
         they have left out. The process of rank 0 copies the state to host memory and lets a thread
-        write it. With `wait`, it also waits until the files are written. Without `wait`, an error
-        of the disk is raised at a later step.
+        write it. With `wait`, it also waits until the files are written. Without `wait`, the
+        training loop finds an error of the disk after a later step, when it checks the saver.
         """
         log, progress = self.log, self.progress
         log.write_rows(everything=True)

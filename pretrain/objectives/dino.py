@@ -24,8 +24,8 @@ from ssl_bench.errors import ConfigurationError, join_alternatives
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 from ssl_bench.system.device import disable_autocast
 
-# A loss or entropy counts as collapsed within this distance of 0 or of ln(out_dim). The unit is
-# ln(out_dim).
+# The teacher has collapsed if loss and entropy are both within this distance of 0, or both within
+# this distance of ln(out_dim). The unit is ln(out_dim).
 _COLLAPSE_MARGIN = 0.005
 # Number of prototypes whose logits are computed at once. On a CPU, these logits fit into the
 # caches. On a GPU, the kernels are large enough to hide the cost of launching them.
@@ -79,7 +79,8 @@ class Dino(Objective):
         The argument `class_names` is not used.
 
         Raises:
-            ConfigurationError: The model is not a Vision Transformer.
+            ConfigurationError: The model is not a Vision Transformer. Other encoders have batch
+                statistics, but the teacher only follows the student's parameters.
         """
         del class_names
         model = require_vit(model, "dino", "the teacher does not follow batch statistics")
@@ -208,7 +209,9 @@ class DinoLearner(Learner):
         """
         ceiling = math.log(self.options.out_dim)
         loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
-        if min(loss, entropy) < 1 - _COLLAPSE_MARGIN and max(loss, entropy) > _COLLAPSE_MARGIN:
+        are_low = max(loss, entropy) <= _COLLAPSE_MARGIN
+        are_high = min(loss, entropy) >= 1 - _COLLAPSE_MARGIN
+        if not (are_low or are_high):
             return None
         value = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
         return ConfigurationError(

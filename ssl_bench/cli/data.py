@@ -1,4 +1,4 @@
-"""`ssl-bench data`: list, download, check and verify datasets."""
+"""`ssl-bench data`: list, download, check, verify and shrink datasets."""
 
 import argparse
 import os
@@ -22,6 +22,7 @@ from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.samples import SPLITS_OF_ROLES, Dataset, ImageSet
+from ssl_bench.data.shrinking import shrink_images
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.splits import shared_values
 from ssl_bench.errors import (
@@ -60,7 +61,7 @@ _SAMPLE_SIZE = 64
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run `ssl-bench data list`, `download`, `check` or `verify`.
+    """Run `ssl-bench data list`, `download`, `check`, `verify` or `shrink`.
 
     Only `check` accepts KEY=VALUE settings.
     """
@@ -70,7 +71,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigurationError(
             f"`ssl-bench data {options.action}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
         )
-    actions = {"list": _list, "download": _download, "verify": _verify}
+    actions = {"list": _list, "download": _download, "verify": _verify, "shrink": _shrink}
     return actions[options.action](options)
 
 
@@ -411,6 +412,21 @@ def _faulty_dataset(
     elif source.instructions and source.counts:
         message += f". To get it: {source.instructions}"
     return DataError(message, hint=join_alternatives(subset, fetch))
+
+
+def _shrink(options: argparse.Namespace) -> int:
+    if options.target is None or options.out is None:
+        raise ConfigurationError(
+            "data shrink needs a folder of images and a folder for the copies",
+            hint=("ssl-bench", "data", "shrink", "{folder}", "--out", "{folder}"),
+        )
+    out = expand_path(options.out)
+    record = shrink_images(expand_path(options.target), out, options.side)
+    if options.json:
+        print(dump_json({"out": str(out), **record}, indent=None))
+    sizes = f"{format_size(record['bytes_before'])} -> {format_size(record['bytes_after'])}"
+    say(f"{record['images']:,} images in {out}: {sizes}. To train on them: data.root={out}")
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

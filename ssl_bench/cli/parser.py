@@ -472,14 +472,19 @@ def _add_data(parser: _Parser) -> None:
   download NAME   download and unpack a dataset
   check NAME      count the images of each split and read a sample
   verify DIR      list the sha256 of all files, or compare the files with an existing list
+  shrink DIR      write smaller copies of images for pretraining
 """
     add = parser.add_argument
-    add("action", choices=("list", "download", "check", "verify"), help="action to run")
-    add("target", nargs="?", metavar="NAME|DIR", help="name of a dataset (for verify: a folder)")
+    add("action", choices=("list", "download", "check", "verify", "shrink"), help="action to run")
+    target = "name of a dataset (for verify and shrink: a folder)"
+    add("target", nargs="?", metavar="NAME|DIR", help=target)
     add("--data-root", metavar="DIR", help="for download and check: folder of the dataset")
     parser.add_switch("--subset", "for check: accept fewer images than published")
     add("--manifest", metavar="FILE", help="for verify: list of files (default: DIR/SHA256SUMS)")
     parser.add_switch("--update", "for verify: write the list again")
+    side = "for shrink: shorter side of the copies in pixels (default: 256)"
+    add("--side", type=int, default=256, metavar="N", help=side)
+    add("--out", metavar="DIR", help="for shrink: folder for the copies")
     parser.add_switch("--json", "print the result as JSON")
 
 
@@ -565,7 +570,7 @@ _COMMANDS = {
     ),
     "report": ("write an HTML report of results", _add_report),
     "models": ("list the supported kinds of checkpoints, or describe checkpoints", _add_models),
-    "data": ("list, download, check or verify datasets", _add_data),
+    "data": ("list, download, check, verify or shrink datasets", _add_data),
     "quickstart": ("pretrain a tiny encoder and run all probes on it", _add_quickstart),
     "doctor": ("show versions, devices and caches", _add_doctor),
     "keys": ("list KEY=VALUE options with their values and defaults", _add_keys),

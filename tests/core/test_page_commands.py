@@ -94,7 +94,7 @@ def check_reading(parsed: Parsed) -> None:
 
 
 def check_data(parsed: Parsed) -> None:
-    if parsed.options.action != "verify" and parsed.options.target:
+    if parsed.options.action not in ("verify", "shrink") and parsed.options.target:
         name, _ = require_dataset(parsed.options.target)
         compose_config("data", [f"dataset={name}", *parsed.overrides])
 

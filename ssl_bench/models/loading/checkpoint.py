@@ -171,8 +171,8 @@ def read_identity(uri: str, path: Path) -> EncoderIdentity:
     """Return the identity of the encoder in a checkpoint of this suite without loading weights.
 
     The digest is read from the .sha256 file, and only `load_checkpoint` compares it with the
-    weights. If that file does not contain exactly one digest, the digest is computed from the
-    checkpoint.
+    weights. If that file does not contain exactly one digest, with the name of this checkpoint, the
+    digest is computed from the checkpoint.
     """
     metadata = read_metadata(path)
     config = _read_config(path, metadata)
