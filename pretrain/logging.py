@@ -272,8 +272,8 @@ class ProgressBar:
             if waiting > _MUCH_WAITING:
                 self.say(
                     f"{waiting:.0f} % of the time is spent waiting for data. A larger "
-                    "train.num_workers, copies of the images with a shorter side of 256 to 384 "
-                    "pixels, data.in_memory=true or train.repeats=2 shortens it"
+                    "train.num_workers, smaller images (`ssl-bench data shrink DIR --out COPIES`), "
+                    "data.in_memory=true or train.repeats=2 shortens it"
                 )
         is_early = done == _STEPS_BEFORE_ESTIMATE and left > _SECONDS_BETWEEN_LINES
         is_due = is_early or step == self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES

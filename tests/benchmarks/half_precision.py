@@ -23,9 +23,10 @@ ROOT = Path(__file__).parents[2]
 MEASUREMENTS = ROOT / "results/benchmarks/half_precision.json"
 PAGE = ROOT / "results/tables/half_precision.md"
 PRECISIONS = ("float32", "float16", "bfloat16")
+LAYERS = "2,5,8,11"
 RUNS = (
     ("segmentation,retrieval,clustering,tokencut,discovery,pca,correspondence,geometry",
-     "voc2012", "voc2012_real100", ("--limit", "24")),
+     "voc2012", "voc2012_real100", ("--limit", "20", "probe.training.epochs=20")),
     ("attention", "ecssd", "ecssd", ("--limit", "40")),
     ("knn,classification", "class_folders", "classes", ("--limit", "300")),
     ("depth", "nyu", "nyu_v2", ("--limit", "24")),
@@ -40,6 +41,7 @@ def run(data: Path, out: Path, uri: str) -> None:
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:
             words = ["probe", "--task", tasks, "--dataset", dataset, "--checkpoint", uri, *flags]
+            words += ["--layer", LAYERS, "--pictures", "1"]
             words += ["--data-root", str(data / folder), "--out", str(out), f"dtype={precision}"]
             if code := ssl_bench(words):
                 raise SystemExit(code)
