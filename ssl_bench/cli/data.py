@@ -55,7 +55,7 @@ from ssl_bench.system.output import (
 MANIFEST = "SHA256SUMS"
 # A line of the output of `sha256sum`. A "*" marks a file that was read in binary mode. Paths from
 # `find` start with "./".
-_MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+_MANIFEST_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _MARKER_FOLDER = ".ssl-bench"
 _SAMPLE_SIZE = 64
 
@@ -478,7 +478,9 @@ def write_manifest(root: Path, manifest: Path) -> int:
     lines = []
     for name, digest in _digests(root, names):
         escaped = name.replace("\\", "\\\\").replace("\n", "\\n")
-        lines.append(f"{digest}  {escaped}\n")
+        # sha256sum marks a line with an escaped name by a backslash.
+        mark = "\\" if escaped != name else ""
+        lines.append(f"{mark}{digest}  {escaped}\n")
     write_text_atomically(manifest, "".join(lines))
     return len(names)
 

@@ -220,7 +220,9 @@ def _bytes_per_image(extractor: FeatureExtractor, size: tuple[int, int], dtype: 
         stride, width = extractor.encoder.stride(layer), extractor.encoder.width(layer)
         patches = (size[0] // stride) * (size[1] // stride)
         for facet in extractor.facets:
-            count += width * (1 if facet.startswith("cls") else patches)
+            # Features from inside a block may be wider than its tokens.
+            channels = width * extractor.width(facet) // extractor.dim
+            count += channels * (1 if facet.startswith("cls") else patches)
     return count * np.dtype(dtype).itemsize
 
 

@@ -388,8 +388,8 @@ def dagger_meaning(percents: Iterable[float | None]) -> str:
     if not any(percents):
         return ""
     return (
-        "†N: N % of the images are degenerate. Rounding errors, not the image, decide their "
-        "result, for example because all patches are alike. "
+        "†N: N % of the images are degenerate. Their result is arbitrary, for example because all "
+        "patches are alike. "
         f"A value above †{MAX_DEGENERATE_PERCENT:.0f} is never the best"
     )
 
@@ -405,8 +405,8 @@ def metric_notes(records: Iterable[Record]) -> list[str]:
         )
     if "degenerate" in metrics:
         notes.append(
-            "degenerate: percentage of images whose result is decided by rounding errors, not by "
-            "the image, for example because all patches are alike"
+            "degenerate: percentage of images whose result is arbitrary, for example because all "
+            "patches are alike"
         )
     return notes
 

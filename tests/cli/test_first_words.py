@@ -64,6 +64,7 @@ def test_the_only_image_size_of_an_encoder_is_no_changed_setting(workdir, capsys
     assert [r.settings for r in records("other")] == [r.settings for r in first]
 
 
+@pytest.mark.slow
 def test_a_message_names_the_tasks_that_ignore_a_key(workdir, capsys):
     err = run_words(capsys, PCA.replace("pca", "all") + " probe.image_size=32 --dry-run")[1]
     # Only tasks that run are named.

@@ -124,12 +124,11 @@ def find_hints(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     hint lists alternatives, each of them is yielded. Python expressions in the arguments are
     returned as <expression>.
     """
-    tree = ast.parse(path.read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     arguments = [
-        keyword.value for call in calls for keyword in call.keywords if keyword.arg == "hint"
+        node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"
     ]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Tuple) and node.elts and isinstance(node.ctx, ast.Load):
             words = [read_word(word) for word in node.elts]
             is_other = " ".join(words).startswith(NOT_HINTS)

@@ -43,6 +43,7 @@ def test_parallel_writers_lose_no_result(workdir):
         assert (kept == record.layer).all()
 
 
+@pytest.mark.slow
 def test_parallel_commands_write_every_result_once(workdir):
     def sweep(layers: str) -> int:
         return main(probing("pca", "folder", workdir / "photos", "--layer", layers))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from torchmetrics.classification import MulticlassJaccardIndex
 
 from probes.heads.scored_images import class_counts, confusion_counts
 from ssl_bench.scores import (
@@ -55,6 +54,9 @@ def test_iou_is_undefined_for_absent_classes():
 
 
 def test_mean_iou_of_a_dataset_equals_torchmetrics():
+    # torchmetrics takes a second to import.
+    from torchmetrics.classification import MulticlassJaccardIndex
+
     predicted, target = random_masks(8, 5)
     reference = MulticlassJaccardIndex(5, average="macro", ignore_index=255)
     reference.update(predicted.long(), target.long())

@@ -61,6 +61,7 @@ def has_unbounded_number(kind: Any) -> bool:
     return kind in (int, float) or any(map(has_unbounded_number, get_args(kind)))
 
 
+@pytest.mark.slow
 def test_every_number_of_every_component_has_a_legal_range():
     found = {
         f"{kind.__qualname__}.{item.name}"

@@ -44,6 +44,7 @@ def planned_jobs(capsys, words: list[str]) -> list[dict]:
     return planned(capsys, *words[1:])["jobs"]
 
 
+@pytest.mark.slow
 def test_sizes_of_presets_become_multiples_of_the_patch(workdir, capsys):
     words = probe_words(",".join(SQUARES), *QUICK)
     assert all(job["pending"] for job in planned_jobs(capsys, words))

@@ -26,7 +26,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import TimmConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.request import ProbeRequest
-from ssl_bench.system.output import say_once
+from ssl_bench.system.output import format_size, say_once
 from tests.support import own_module
 from tests.support.faults import expect_error, picture, unchecked_types
 
@@ -641,6 +641,7 @@ CHANGES = {
 """Replacements in SCALED or HELPER, in code that the module does not use or uses."""
 
 
+@pytest.mark.slow
 def test_code_that_a_module_runs_is_in_its_identity(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
 
@@ -703,3 +704,13 @@ def test_images_slightly_outside_the_range_after_bicubic_resizing_are_accepted()
     images = torch.linspace(-0.1, 1.1, 3072).view(1, 3, 32, 32)
     found = ssl_bench.extract_features(own_module.own(), images, layers=[0])
     assert found[0]["token"].isfinite().all()
+
+
+def test_the_announced_size_is_that_of_the_written_features(workdir, capsys):
+    words = ["features", "--checkpoint", "encoder.safetensors", "--data-root", "photos"]
+    words += ["--facet", "token,mlp_hidden,cls", "--format", "npz", "--out", "features"]
+    assert main(words) == 0
+    (file,) = Path("features").glob("*.npz")
+    arrays = np.load(file)
+    size = sum(arrays[name].nbytes for name in arrays.files if name.startswith("block"))
+    assert f"writing {format_size(size)} of features" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -141,6 +142,10 @@ def test_changed_missing_and_new_files_are_found_by_their_sha256(workdir, capsys
     verify = ["data", "verify", str(base), "--manifest", "lists/voc"]
     picture(9).save(base / "back\\slash\n.png")
     assert main(verify) == main(verify) == 0
+    if shutil.which("sha256sum"):
+        subprocess.run(
+            ["sha256sum", "-c", "--strict", str(workdir / "lists/voc")], cwd=base, check=True
+        )
     path = base / "JPEGImages/t2.jpg"
     content = bytearray(path.read_bytes())
     content[-40] ^= 4
