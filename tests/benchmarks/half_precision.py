@@ -26,7 +26,8 @@ PRECISIONS = ("float32", "float16", "bfloat16")
 LAYERS = "2,5,8,11"
 RUNS = (
     ("segmentation,retrieval,clustering,tokencut,discovery,pca,correspondence,geometry",
-     "voc2012", "voc2012_real100", ("--limit", "20", "probe.image_size=224", "probe.training.epochs=20")),
+     "voc2012", "voc2012_real100",
+     ("--limit", "20", "probe.image_size=224", "probe.training.epochs=20")),
     ("attention", "ecssd", "ecssd", ("--limit", "40")),
     ("knn,classification", "class_folders", "classes", ("--limit", "300")),
     ("depth", "nyu", "nyu_v2", ("--limit", "24")),
