@@ -526,9 +526,9 @@ class Evaluation:
         if not self.probe.shares_features:
             return None
         if share:
-            return features.setdefault(SharedFeatures, SharedFeatures(num_images))
+            features.setdefault(SharedFeatures, SharedFeatures(num_images))
         if (shared := features.get(SharedFeatures)) is not None:
-            shared.keeps_new = False
+            shared.keeps_new = share
         return shared
 
     def _log_plan(
