@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 MEASUREMENTS = ROOT / "results/benchmarks/half_precision.json"
 PAGE = ROOT / "results/tables/half_precision.md"
 PRECISIONS = ("float32", "float16", "bfloat16")
-LAYERS = "2,5,8,11"
+LAYERS, PICTURES = "2,5,8,11", ("--pictures", "1")
 RUNS = (
     ("segmentation,retrieval,clustering,tokencut,discovery,pca,correspondence,geometry",
      "voc2012", "voc2012_real100",
@@ -42,7 +42,7 @@ def run(data: Path, out: Path, uri: str) -> None:
     for tasks, dataset, folder, flags in RUNS:
         for precision in PRECISIONS:
             words = ["probe", "--task", tasks, "--dataset", dataset, "--checkpoint", uri, *flags]
-            words += ["--layer", LAYERS, "--pictures", "1"]
+            words += ["--layer", LAYERS, *PICTURES * (dataset != "class_folders")]
             words += ["--data-root", str(data / folder), "--out", str(out), f"dtype={precision}"]
             if code := ssl_bench(words):
                 raise SystemExit(code)
