@@ -30,7 +30,7 @@ RUNS = (
      ("--limit", "20", "probe.image_size=224", "probe.training.epochs=20")),
     ("attention", "ecssd", "ecssd", ("--limit", "40")),
     ("knn,classification", "class_folders", "classes", ("--limit", "300")),
-    ("depth", "nyu", "nyu_v2", ("--limit", "24")),
+    ("depth", "nyu", "nyu_v2", ("--limit", "24", "probe.image_size=224", "probe.epochs=10")),
     ("tracking", "davis2016", "davis2016", ("--limit", "2")),
     ("instances", "holidays", "holidays", ("--limit", "60")),
 )  # fmt: skip
