@@ -31,7 +31,7 @@ RUNS = (
     ("attention", "ecssd", "ecssd", ("--limit", "40")),
     ("knn,classification", "class_folders", "classes", ("--limit", "300")),
     ("depth", "nyu", "nyu_v2", ("--limit", "24", "probe.image_size=224", "probe.epochs=10")),
-    ("tracking", "davis2016", "davis2016", ("--limit", "2")),
+    ("tracking", "davis2016", "davis2016", ("--limit", "2", "probe.image_size=224")),
     ("instances", "holidays", "holidays", ("--limit", "60")),
 )  # fmt: skip
 """Tasks, dataset, folder of the dataset below DIR, and further flags of each command."""
