@@ -28,11 +28,11 @@ RUNS = (
     ("segmentation,retrieval,clustering,tokencut,discovery,pca,correspondence,geometry",
      "voc2012", "voc2012_real100",
      ("--limit", "20", "probe.image_size=224", "probe.training.epochs=20")),
-    ("attention", "ecssd", "ecssd", ("--limit", "40")),
-    ("knn,classification", "class_folders", "classes", ("--limit", "300")),
-    ("depth", "nyu", "nyu_v2", ("--limit", "24", "probe.image_size=224", "probe.epochs=10")),
-    ("tracking", "davis2016", "davis2016", ("--limit", "2", "probe.image_size=224")),
-    ("instances", "holidays", "holidays", ("--limit", "60")),
+    ("attention", "ecssd", "ecssd", ("--limit", "20")),
+    ("knn,classification", "class_folders", "classes", ("--limit", "200")),
+    ("depth", "nyu", "nyu_v2", ("--limit", "16", "probe.image_size=224", "probe.epochs=10")),
+    ("tracking", "davis2016", "davis2016", ("--limit", "1", "probe.image_size=224")),
+    ("instances", "holidays", "holidays", ("--limit", "30")),
 )  # fmt: skip
 """Tasks, dataset, folder of the dataset below DIR, and further flags of each command."""
 
