@@ -28,7 +28,7 @@ from ssl_bench.models.initialisers import mimetic_, skipless_
 from ssl_bench.request import ProbeRequest
 from ssl_bench.system.output import format_size, say_once
 from tests.support import own_module
-from tests.support.faults import expect_error, picture, unchecked_types
+from tests.support.faults import class_folders, expect_error, picture, unchecked_types
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 4, "dataset.num_val": 3}
@@ -404,6 +404,19 @@ def test_a_photograph_is_rotated_by_its_exif_orientation(tmp_path):
     found = ssl_bench.extract_features(own_module.own(), [tmp_path / "turned.png", upright])
 
     assert torch.equal(*found[2]["token"])
+
+
+def test_the_index_of_features_names_the_class_of_each_image(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    class_folders(tmp_path / "classes", count=1)
+
+    assert main(features(tmp_path, "--dataset", "class_folders", "--data-root", "classes")) == 0
+
+    index = pandas.read_parquet("index.parquet")
+    rows = index[["split", "label", "class"]].to_numpy().tolist()
+    names = [(0, "cat"), (1, "dog")]
+    assert rows == [[split, *name] for split in ("train", "val") for name in names]
 
 
 def test_features_continue_after_an_interruption(tmp_path, monkeypatch):

@@ -372,6 +372,10 @@ def test_boxes_of_a_table_need_a_stated_format():
     assert error.value.hint == ("dataset.box_format=xyxy", "or", "dataset.box_format=xywh")
     dataset = open_sets(PythonDataset(box_format="xywh"), images=table)
     np.testing.assert_array_equal(dataset.discovery()[0].boxes, BOXES)
+    # In another format, the same numbers are other boxes.
+    others = open_sets(PythonDataset(box_format="xyxy"), images=table).discovery()
+    np.testing.assert_array_equal(others[0].boxes, [[8, 8, 16, 16]])
+    assert others.fingerprint() != dataset.discovery().fingerprint()
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])

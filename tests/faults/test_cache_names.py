@@ -27,6 +27,8 @@ from ssl_bench.results import ResultStore
 from tests.support.colours import quick_probe
 from tests.support.photographs import context_of
 
+pytestmark = pytest.mark.slow
+
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=4, num_heads=2)
 Facts = Mapping[str, Any]
 

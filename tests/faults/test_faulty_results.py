@@ -44,6 +44,8 @@ from tests.support.report_cells import (
     skipless,
 )
 
+pytestmark = pytest.mark.slow
+
 DEEP = '{"settings": ' + '{"x":' * 5000 + "1" + "}" * 5001
 NESTED = json.loads('{"x":' * 600 + "1" + "}" * 600)
 # Changes of a record with the value 40.0 and the interval 35.0 to 45.5, and a part of the message.
@@ -257,7 +259,6 @@ def test_means_of_different_numbers_of_seeds_state_them(tmp_path, capsys):
     assert "seeds)" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_committed_records_agree_with_themselves():
     packed = (Path(__file__).parents[2] / "results").rglob("records.parquet")
     stores = [ResultStore(path.parent) for path in packed]
@@ -266,7 +267,6 @@ def test_committed_records_agree_with_themselves():
     assert not any(store.unreadable for store in stores)
 
 
-@pytest.mark.slow
 def test_guesses_state_the_values_that_were_used(workdir):
     voc(workdir)
     words = probing("segmentation", "voc2012", workdir)

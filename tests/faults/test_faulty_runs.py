@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pretrain.checkpoints import load_state, save_state
@@ -40,6 +42,8 @@ from tests.support.faults import (
     supervised,
 )
 from tests.support.runs import assert_same_run, log_rows
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 ONE_STEP = "train.max_minutes=0.0"
@@ -167,7 +171,8 @@ def test_a_stopped_extension_continues_with_the_same_command(capsys, begun):
     longer = [*begun, "train.max_steps=8", "--extend", "--resume"]
     assert main(longer) == main(longer) == 0
     assert "after step 2 of 8" in capsys.readouterr().err
-    assert Path("run/config.yaml").read_text().count("to_steps") == 1
+    (extension,) = yaml.safe_load(Path("run/config.yaml").read_text())["extensions"]
+    assert extension == {"step": 1, "from_steps": 6, "to_steps": 8}
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
@@ -259,7 +264,6 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workdir):
     assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
 
 
-@pytest.mark.slow
 def test_a_run_under_nohup_ignores_the_closed_terminal(workdir):
     run = pretraining(PHOTOS, "run", "train.max_steps=12")
 
@@ -321,7 +325,6 @@ def test_other_commands_report_the_signal_that_stopped_them(workdir, monkeypatch
     assert (workdir / "stderr").read_text().startswith("ssl-bench: stopped by SIGTERM")
 
 
-@pytest.mark.slow
 def test_kills_while_saving_leave_checkpoints_that_load(workdir):
     models = [build_vit(TINY, seed=seed) for seed in (0, 1)]
     weights = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
@@ -469,7 +472,6 @@ def test_images_that_a_run_has_used_must_stay_the_same(workdir, capsys, when):
     assert "image_files: " in expect_error(capsys, [*run, "--resume"], 2)
 
 
-@pytest.mark.slow
 def test_a_run_without_unreadable_images_is_the_same_in_pieces(workdir, capsys):
     path = damage(workdir)
 
@@ -494,6 +496,18 @@ def test_a_run_without_unreadable_images_is_the_same_in_pieces(workdir, capsys):
     picture(1).save(path, quality=95)
     assert main([*skipping("run0"), "--resume"]) == 0
     assert "left_out" not in Path("run0/config.yaml").read_text()
+
+
+def test_messages_count_all_images_left_out_so_far(workdir, capsys):
+    for name in ("0.jpg", "1.jpg"):
+        damage(workdir, name)
+    # Each step saves its state, and reports the image that it has left out.
+    words = ("train.max_steps=2", "train.checkpoint_minutes=0.0")
+
+    assert main([*pretraining(PHOTOS, "run", *words), "--on-bad-image", "skip"]) == 0
+
+    found = re.findall(r"unreadable: (\S+)\. So far, (\d) of 4", capsys.readouterr().err)
+    assert found == [("0.jpg", "1"), ("1.jpg", "2")]
 
 
 def test_a_left_out_image_may_be_repaired_after_any_number_of_stops(workdir, capsys):

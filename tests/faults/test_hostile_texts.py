@@ -23,6 +23,8 @@ from tests.support.hostile import (
 from tests.support.report_cells import SKIP, SKIPLESS, Elements, counts, printed_by, save
 from tests.support.report_pages import PAGES, open_page
 
+pytestmark = pytest.mark.slow
+
 POLICY = (
     "default-src 'none'; img-src 'self' file:; style-src 'self' file:; "
     "script-src 'self' file:; base-uri 'none'; form-action 'none'"

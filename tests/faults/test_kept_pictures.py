@@ -34,6 +34,8 @@ from tests.support.faults import (
     voc,
 )
 
+pytestmark = pytest.mark.slow
+
 REPORT = ["report", "--out", "results"]
 
 
@@ -96,7 +98,6 @@ def complete_results(tmp_path_factory) -> Callable[[str], Path]:
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
 @unchecked_types()
 def test_a_kill_after_the_first_record_loses_no_picture(workdir, complete_results, task):
@@ -124,7 +125,6 @@ def test_a_kill_after_the_first_record_loses_no_picture(workdir, complete_result
     assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
 @unchecked_types()
 def test_deleted_pictures_are_drawn_again_and_records_stay(workdir, complete_results, capsys, task):

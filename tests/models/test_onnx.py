@@ -198,6 +198,7 @@ def _change_scope(node: Any) -> None:
     entry.key, entry.value = "pkg.torch.onnx.name_scopes", "['', 3]"
 
 
+@pytest.mark.slow
 def test_a_damaged_graph_loads_or_is_a_checkpoint_error(tmp_path):
     damages = {
         "no input": lambda node: node.ClearField("input"),

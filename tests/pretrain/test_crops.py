@@ -24,7 +24,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import create_transform
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
-from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import ColorJitter, RandomResizedCrop
 
 from pretrain.crops.augmentation import (
     BRIGHTNESS,
@@ -129,6 +129,11 @@ def test_augmentations_have_the_official_probabilities_and_ranges():
     lowest, width = np.array([0.6, 0.6, 0.8, -0.1]), np.array([0.8, 0.8, 0.4, 0.2])
     for shares in ((params.factors.numpy() - lowest) / width).T:
         assert follows(shares, uniform.cdf)
+    # Factors are never negative.
+    jitter: Any = ColorJitter(saturation=1.5)
+    least, largest = jitter.saturation
+    factors = draw_params(MultiCrop(saturation=1.5), images=150).factors[:, SATURATION]
+    assert follows((factors.numpy() - least) / (largest - least), uniform.cdf)
     counts = params.order.unique(dim=0, return_counts=True)[1] / len(params.order)
     assert len(counts) == 24
     assert (counts - 1 / 24).abs().max() < 0.008

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+import time
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,7 +16,7 @@ from PIL import Image
 
 from pretrain.checkpoints import ENCODER, LOG
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, describe_recipe, rank_true_classes
+from pretrain.monitor import Evaluator, Monitor, describe_recipe, rank_true_classes
 from pretrain.objectives.dino import DinoLearner
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
@@ -87,6 +89,27 @@ def test_a_monitor_does_not_change_a_run(root, tmp_path, capsys, objective, moni
     line, *_ = [line for line in capsys.readouterr().err.splitlines() if "knn_top1" in line]
     assert line.startswith("step 6/8  ")
     assert f"knn_top1 {rows[5]['knn_top1']:.1f} %" in line
+
+
+def test_the_time_of_the_monitor_is_not_training_time(root, tmp_path, capsys, monkeypatch):
+    measure, read_clock, offsets = Evaluator.measure_if_due, time.monotonic, [0]
+
+    def measure_for_an_hour(self, step):
+        measures = measure(self, step)
+        offsets.append(3600 if measures else 0)
+        return measures
+
+    monkeypatch.setattr(time, "monotonic", lambda: read_clock() + sum(offsets))
+    monkeypatch.setattr(Evaluator, "measure_if_due", measure_for_an_hour)
+    # The monitor measures after the steps 6 and 8.
+    monitored_plan(root).run(tmp_path, device="cpu")
+
+    found = re.findall(r"monitor took (\d+) s after (\d+) s of", capsys.readouterr().err)
+    hours = [tuple(round(int(seconds) / 3600) for seconds in pair) for pair in found]
+    assert hours == [(1, 0), (1, 0)]
+    # A step trains on two images.
+    speeds = [row["images_per_second"] for row in log_rows(tmp_path, timed=True)]
+    assert min(speeds) > 2 / 1800
 
 
 def test_a_resumed_run_may_change_its_monitor_which_agrees_with_the_probe(root, tmp_path):
@@ -172,17 +195,24 @@ def test_other_validation_classes_are_refused(root, tmp_path, num_classes, noun)
 
 
 @pytest.mark.parametrize("fingerprint", ["content", "stat"])
-def test_an_image_in_both_splits_is_refused(root, tmp_path, fingerprint):
+def test_an_image_in_both_splits_is_refused_unless_allowed(root, tmp_path, fingerprint):
     shutil.copytree(root, tmp_path / "album")
     copy = tmp_path / "album/val/class0/copy.png"
     shutil.copy2(root / "train/class0/0.png", copy)
     data = {"labels": True, "fingerprint": fingerprint}
-    monitor = Monitor(accuracy_epochs=1)
-    plan = plan_of(tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor)
+    # The classifier and the nearest neighbours use the same training images.
+    monitor = replace(BOTH, results=str(tmp_path / "results"))
+    plan = plan_of(
+        tmp_path / "album", objective=SUPERVISED, data=data, monitor=monitor, max_steps=1
+    )
     with pytest.raises(DataError) as caught:
         plan.run(tmp_path / "run", device="cpu")
     assert copy.name in str(caught.value)
     assert caught.value.hint == ("data.allow_overlap=true",)
+
+    allowed = replace(plan, data=replace(plan.data, allow_overlap=True))
+    allowed.run(tmp_path / "run", device="cpu")
+    assert load_record(tmp_path / "results").settings["fitted_and_scored"] == 1
 
 
 def test_the_monitor_reads_16_bit_images(tmp_path):

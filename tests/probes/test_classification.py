@@ -171,6 +171,10 @@ def test_one_training_class_is_refused_and_missing_classes_are_counted(root):
 
     assert "1 of 6 classes have no training image" in found.details["warnings"]
     assert found.value <= 84
+    # Of one image of each class, one is held out. The scored heads are also trained on this one.
+    found = scores(of_images(root, range(0, 30, 5)))[0, "cls", "top1_holdout"]
+    assert (found.details["num_train_images"], found.details["num_held_out_images"]) == (6, 1)
+    assert not any("no training image" in line for line in found.details["warnings"])
 
 
 def test_concatenated_cls_and_patches_need_a_cls_token():

@@ -217,6 +217,7 @@ def test_finished_results_are_reused_except_for_another_seed(task, workdir, monk
     assert pending("seed=7") == len(probe.cells((0, 1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*TASKS, *VARIANTS])
 def test_an_interrupted_run_of_some_blocks_gives_the_results_of_all(case, workdir, monkeypatch):
     expected = results_of(all_blocks(case, workdir), layers=(1, 2))

@@ -346,7 +346,13 @@ def test_records_state_units_rates_and_the_mean_depth_as_baseline(folders, encod
     expected = np.mean([1.0 + 0.5 * number for number in trained])
     dataset = DepthFolders(folders).val()
     rmse = []
-    mean = run_of_split.mean_depth(run_of_split.compute_features().patches.labels[trained])
+    labels = run_of_split.compute_features().patches.labels
+    # A map of 32 x 40 pixels becomes one of 16 x 16. Each value is that of the nearest pixel.
+    rows, cols = (((np.arange(16) + 0.5) * size / 16).astype(int) for size in (32, 40))
+    first = DepthFolders(folders).train()[0].depth
+    assert first is not None
+    assert np.array_equal(labels[0].numpy(), first[np.ix_(rows, cols)])
+    mean = run_of_split.mean_depth(labels[trained])
     assert float(mean[8, 14]) == pytest.approx(expected)
     # Places without a depth (0) do not count.
     depths = torch.tensor([[[2.0, 0.0, 0.0]], [[4.0, 1.0, 0.0]]])

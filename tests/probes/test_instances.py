@@ -184,9 +184,12 @@ def cosines_to(query: str, images: ImageSet, encoder: Encoder, side: int) -> dic
 
 
 def plain_scores(
-    images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False
+    images: ImageSet, encoder: Encoder, side: int, hard_only: bool = False, top: int | None = None
 ) -> list[float]:
-    """Compute the average precision of each query (%) in float64, without the code of the probe."""
+    """Compute the average precision of each query (%) in float64, without the code of the probe.
+
+    With `top`, only this number of nearest images is scored.
+    """
     found = []
     for sample in images:
         if (search := sample.search) is None:
@@ -194,7 +197,7 @@ def plain_scores(
         excluded = search.ignored | search.bystanders | (search.matches if hard_only else set())
         right = search.hard_matches if hard_only else search.matches | search.hard_matches
         cosines = cosines_to(sample.image_id, images, encoder, side)
-        ranked = sorted(cosines.keys() - excluded, key=lambda name: -cosines[name])
+        ranked = sorted(cosines.keys() - excluded, key=lambda name: -cosines[name])[:top]
         found.append(100 * float(area_by_fractions([i in right for i in ranked], len(right))))
     return found
 
@@ -213,26 +216,27 @@ def test_scores_of_queries_equal_those_computed_in_float64(toy, encoder, tmp_pat
     assert record.details["baseline"] == {"answer": "random ranking", "value": chance}
 
 
-def test_landmarks_also_score_only_the_hard_matches(toy, encoder, tmp_path):
+@pytest.mark.parametrize("top", [None, 4])
+def test_landmarks_also_score_only_the_hard_matches(toy, encoder, tmp_path, top):
     images = toy.val()
-    ids = images.ids
-    searches = {
-        query: replace(
+    ids, searches = images.ids, {}
+    for query, one in images.searches.items():
+        ignored, *easy = (ids[(ids.index(query) + n) % 16] for n in (5, 6, 7))
+        searches[query] = replace(
             one,
-            ignored=frozenset({ids[(ids.index(query) + 5) % 16]}),
+            matches=one.matches | {*easy},
+            ignored=frozenset({ignored}),
             bystanders=frozenset(ids[::4]),
         )
-        for query, one in images.searches.items()
-    }
     dataset = SameImages(replace(images, searches=searches))
 
-    records = run(Instances("landmarks", max_side=None, image_size=48), dataset, encoder, tmp_path)
+    records = run(Instances("landmarks", image_size=48, top=top), dataset, encoder, tmp_path)
 
     for metric, hard_only in (("map_medium", False), ("map_hard", True)):
-        percent = plain_scores(dataset.val(), encoder, 48, hard_only)
+        percent = plain_scores(dataset.val(), encoder, 48, hard_only, top)
         assert load_per_image(tmp_path, metric) == pytest.approx(percent, abs=1e-9)
     assert records["map_hard"].details["database"] == 12
-    assert len(records) == 8
+    assert len(records) == (8 if top is None else 4)
 
 
 def test_copies_that_equal_their_originals_are_always_found(toy, encoder, tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,16 +247,21 @@ MASK_TASKS = {
 }
 
 
-def run_mask_tasks(out: Path, *tasks: str) -> tuple[dict[str, Any], int]:
+def run_mask_tasks(
+    out: Path, *tasks: str, checkpoints: Sequence[str] = ("encoder.safetensors",)
+) -> tuple[dict[str, Any], int]:
     """Run probes in one command. Return their results, and how many images are encoded."""
     words = [*FEW, "probe.image_size=32", *(word for task in tasks for word in MASK_TASKS[task])]
-    encoder = load_encoder("encoder.safetensors")
-    counter = Counter(encoder)
-    plan = plan_probes(tasks, ["toy"], words)
-    evaluate(plan, encoder, ResultStore(out), layers="0,1", device=torch.device("cpu"))
+    plan, features, num_images = plan_probes(tasks, ["toy"], words), FeatureCache(), 0
+    options = {"layers": "0,1", "device": torch.device("cpu"), "features": features}
+    for path in checkpoints:
+        encoder = load_encoder(path)
+        counter = Counter(encoder)
+        evaluate(plan, encoder, ResultStore(out), **options)
+        num_images += counter.images
     records = ResultStore(out).records()
     found = {one.digest: (one.value, one.ci95, one.per_image_sha256) for one in records}
-    return found, counter.images
+    return found, num_images
 
 
 @pytest.mark.parametrize("free", [2**40, 1])
@@ -272,6 +278,20 @@ def test_probes_of_masks_share_features_if_there_is_memory(workdir, monkeypatch,
 
     assert together == apart
     assert images == (10 if free > 1 else 30)
+
+
+def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
+    paths = [f"{folder}/run/last.safetensors" for folder in ("a", "b")]
+    apart = dict[str, Any]()
+    for seed, path in enumerate(paths):
+        Path(path).parent.mkdir(parents=True)
+        encoder_file(workdir / path, seed=seed, config=replace(TINY, patch_size=16))
+        apart |= run_mask_tasks(Path("apart"), "clustering", "retrieval", checkpoints=[path])[0]
+
+    together, _ = run_mask_tasks(Path("together"), "clustering", "retrieval", checkpoints=paths)
+
+    assert {one.model for one in ResultStore(Path("together")).records()} == {"run"}
+    assert together == apart
 
 
 def run_tokencut(
@@ -337,6 +357,8 @@ def test_features_of_known_and_new_images_are_combined_in_order():
 
     # Features of other layers or in another precision are not known.
     counter.passes.clear()
-    SharedExtractor(shared, encoder, layers=(1,))(images[:1])
-    SharedExtractor(shared, encoder, **options, dtype=torch.bfloat16)(images[:1])
-    assert counter.images == 2
+    for some in ({"layers": (1, 2), "facets": ("token",)}, {**options, "dtype": torch.bfloat16}):
+        found = SharedExtractor(shared, encoder, **some)(images[:1])
+        plain = FeatureExtractor(encoder, **some)(images[:1])
+        assert all(torch.equal(found[layer]["token"], plain[layer]["token"]) for layer in plain)
+    assert counter.images == 4

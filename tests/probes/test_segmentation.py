@@ -220,8 +220,10 @@ def test_images_without_a_label_and_equal_features_are_reported(tmp_path):
             if not name.startswith("blocks.3"):
                 parameter.zero_()
     dataset = ColourDataset(masks=dict.fromkeys(range(6), 255), val_masks={0: 255})
-    for one, share in ((encoder, 100), (tiny_encoder(), 0)):
-        probe = quick_probe(epochs=1, batch_size=1)
+    for one, share, mode in (
+        (encoder, 100, "single"), (tiny_encoder(), 0, "single"), (encoder, 100, "last4"),
+    ):  # fmt: skip
+        probe = quick_probe(epochs=1, batch_size=1, layers_mode=mode)
         for score in probe.run(probe_context(tmp_path, one, dataset)):
             details = score.details
             assert np.isfinite(score.value)

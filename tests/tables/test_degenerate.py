@@ -169,9 +169,10 @@ def test_the_only_block_that_is_not_degenerate_is_the_best():
     assert [row[1].is_best for row in table.sheet().rows] == [False, True]
 
 
-def test_a_degenerate_block_never_has_the_smallest_drop():
+@pytest.mark.parametrize("degenerate", [80.0, 79.0], ids=["clean", "corrupted"])
+def test_a_degenerate_block_never_has_the_smallest_drop(degenerate):
     records = corrupted_blocks((80.0, 79.0), (60.0, 50.0), (60.0, 40.0))
-    percents = [{"degenerate_percent": 80.0 * (record.value == 79)} for record in records]
+    percents = [{"degenerate_percent": 80.0 * (record.value == degenerate)} for record in records]
     pairs = zip(records, percents, strict=True)
     (table,) = severity_tables([replace(record, details=details) for record, details in pairs])
 
