@@ -248,4 +248,7 @@ def _box_iou(
 
 def _box_sizes(boxes: Boxes) -> Boxes:
     """Convert boxes (x0, y0, x1, y1) to (x0, y0, width, height), as pycocotools expects them."""
-    return np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])
+    # pycocotools reads the memory in C order.
+    sizes = boxes.copy(order="C")
+    sizes[:, 2:] -= sizes[:, :2]
+    return sizes

@@ -130,8 +130,8 @@ class ProbeContext:
         known: Records of the requested results that are already stored. `Probe.run` need not yield
             their scores again.
         features: Cache of features that earlier probes computed with this encoder.
-        shared: Features of whole images that `extractor` takes from earlier probes. None if the
-            probe is not `Probe.shares_features`.
+        shared: Features that `extractor` takes from earlier probes of the command. None if no
+            other probe of the command shares them.
         later: Probes that run next on the same blocks and can use encoder outputs of this run, each
             with the folder for its figures. `Probe.serves` selects them.
     """
@@ -476,7 +476,7 @@ class Evaluation:
                 say=cache(say),
                 known=list(plan.finished.values()),
                 features=features,
-                shared=self._select_shared(features, num_images, share=share),
+                shared=self._select_shared(features, images, num_images, share=share),
                 later=list(zip(probes[1:], folders[1:], strict=True)),
             )
             by_score = {(key.layer, key.facet, key.metric): key for key in keys}
@@ -520,10 +520,11 @@ class Evaluation:
         return features
 
     def _select_shared(
-        self, features: FeatureCache, num_images: int, *, share: bool
+        self, features: FeatureCache, images: ImageSet, num_images: int, *, share: bool
     ) -> SharedFeatures | None:
         """Return the features that this probe shares with other probes of the command, if any."""
-        if not self.probe.shares_features:
+        # Corrupted images differ for each corruption, so their features would only fill the memory.
+        if not self.probe.shares_features or find_corruption(images) is not None:
             return None
         if share:
             features.setdefault(SharedFeatures, SharedFeatures(num_images))

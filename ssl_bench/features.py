@@ -124,7 +124,7 @@ class FeatureExtractor:
         encoder = self.encoder
         patch = max((*encoder.strides, self.patch_size))
         trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
-        features, _ = self.extract_unchecked(torch.zeros(2, 3, *trial))
+        features, _ = self._extract_batch(torch.zeros(2, 3, *trial))
         widths: dict[Facet, int] = {}
         for tap in self._taps:
             width = features[tap.layer][tap.facet].shape[-1]

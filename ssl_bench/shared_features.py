@@ -1,7 +1,6 @@
 """Share the features of whole images between consecutive probes of one command."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -14,7 +13,10 @@ from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
 from ssl_bench.system.process import free_host_memory
 
-_MAX_SHARE_OF_MEMORY = 0.25
+_MAX_MEMORY_FRACTION = 0.25
+
+Parts = dict[tuple[int, Facet], Tensor]
+"""Features of one image by layer and facet (kind of feature)."""
 
 
 @dataclass
@@ -24,38 +26,33 @@ class SharedFeatures:
     Attributes:
         num_images: Number of different images that a probe encodes.
         keeps_new: Whether features of further images are kept. False if no later probe needs them.
-        by_image: Features of each layer and facet (kind of feature), by the digest of the image's
-            pixels.
+        by_image: Features of each image, by the digest of its pixels.
     """
 
     num_images: int
     keeps_new: bool = True
-    by_image: dict[bytes, dict[tuple[int, Facet], Tensor]] = field(default_factory=dict)
+    by_image: dict[bytes, Parts] = field(default_factory=dict)
     _free_bytes: int = field(
-        default_factory=lambda: int(_MAX_SHARE_OF_MEMORY * free_host_memory()), init=False
+        default_factory=lambda: int(_MAX_MEMORY_FRACTION * free_host_memory()), init=False
     )
 
-    def add(self, images: Sequence[bytes], features: Features) -> None:
-        """Keep the features of a batch, unless those of all images would need too much memory."""
-        tensors = [tensor for by_facet in features.values() for tensor in by_facet.values()]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        needed = num_bytes * max(1, (self.num_images - len(self.by_image)) / len(images))
-        if not self.keeps_new or needed > self._free_bytes:
-            return
-        self._free_bytes -= num_bytes
-        for number, digest in enumerate(images):
-            self.by_image.setdefault(digest, {}).update(
-                ((layer, facet), tensor[number])
-                for layer, by_facet in features.items()
-                for facet, tensor in by_facet.items()
-            )
+    def has_memory(self, parts: Parts) -> bool:
+        """Return whether all images fit into memory if each needs as much as these features."""
+        return self.num_images * _num_bytes(parts) <= self._free_bytes
+
+    def add(self, digest: bytes, parts: Parts) -> None:
+        """Keep a copy of the features of an image, unless they do not fit into memory."""
+        if self.keeps_new and _num_bytes(parts) <= self._free_bytes:
+            self._free_bytes -= _num_bytes(parts)
+            copies = {name: tensor.clone() for name, tensor in parts.items()}
+            self.by_image[digest] = self.by_image.get(digest, {}) | copies
 
 
 class SharedExtractor(FeatureExtractor):
     """Feature extractor on the CPU that does not encode images whose features are already known.
 
-    On a CPU, the features of an image do not depend on the other images in its batch. Shared
-    features therefore equal recomputed features.
+    On a CPU, the features of a ViT do not depend on the other images in the batch, and those of a
+    ConvNet only through rounding errors. Shared features therefore equal recomputed features.
 
     Args:
         shared: Features that earlier probes have computed. Further features are added to it.
@@ -64,6 +61,8 @@ class SharedExtractor(FeatureExtractor):
 
     def __init__(self, shared: SharedFeatures, *arguments: Any, **options: Any) -> None:
         self._shared = shared
+        # Decided when the size of the features is known.
+        self._has_memory: bool | None = None
         super().__init__(*arguments, **options)
 
     @torch.no_grad()
@@ -72,32 +71,25 @@ class SharedExtractor(FeatureExtractor):
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         """Extract features like `FeatureExtractor.extract_unchecked`, encoding only new images."""
         digests = [self._digest(image) for image in images]
-        wanted = set(product(self.layers, self.facets))
-        known = self._shared.by_image
-        new = [n for n, one in enumerate(digests) if not wanted <= known.get(one, {}).keys()]
-        if len(new) == len(images):
-            features, sums = super().extract_unchecked(images)
-            self._shared.add(digests, features)
-            return features, sums
-        encoded = dict[int, Any]()
-        if new:
-            features, _ = super().extract_unchecked(images[new])
-            self._shared.add([digests[n] for n in new], features)
-            encoded = {n: (features, position) for position, n in enumerate(new)}
-
-        def select(number: int, layer: int, facet: Facet) -> Tensor:
-            if number in encoded:
-                features, position = encoded[number]
-                return features[layer][facet][position]
-            return known[digests[number]][layer, facet]
-
+        wanted, known = set(product(self.layers, self.facets)), self._shared.by_image
+        by_image = [known.get(digest, {}) for digest in digests]
+        if new := [n for n, parts in enumerate(by_image) if not wanted <= parts.keys()]:
+            features, sums = super().extract_unchecked(images[new])
+            for position, n in enumerate(new):
+                by_image[n] = {
+                    (layer, facet): features[layer][facet][position] for layer, facet in wanted
+                }
+                if self._has_memory is None:
+                    self._has_memory = self._shared.has_memory(by_image[n])
+                if self._has_memory:
+                    self._shared.add(digests[n], by_image[n])
+            if len(new) == len(images):
+                return features, sums
         joined: Features = {
-            layer: {
-                facet: torch.stack([select(n, layer, facet) for n in range(len(images))])
-                for facet in self.facets
-            }
+            layer: {facet: torch.stack([parts[layer, facet] for parts in by_image])
+                    for facet in self.facets}
             for layer in self.layers
-        }
+        }  # fmt: skip
         sums = [value.flatten(1).sum(1) for item in joined.values() for value in item.values()]
         return joined, torch.stack(sums)
 
@@ -105,3 +97,7 @@ class SharedExtractor(FeatureExtractor):
         content = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
         content.update(f"{image.dtype} {tuple(image.shape)} {self.dtype}".encode())
         return content.digest()
+
+
+def _num_bytes(parts: Parts) -> int:
+    return sum(tensor.nbytes for tensor in parts.values())

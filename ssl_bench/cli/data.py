@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.data.files.file_sets import join_names
+from ssl_bench.data.files.file_sets import FileImageSet, join_names
 from ssl_bench.data.files.fingerprints import ReadOptions, dataset_with_read_options, map_in_threads
 from ssl_bench.data.files.readable import find_read_errors, require_readable
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
@@ -31,6 +31,7 @@ from ssl_bench.errors import (
     MachineError,
     escape_braces,
     join_alternatives,
+    with_hint,
 )
 from ssl_bench.network import download, partial_path
 from ssl_bench.request import require_dataset
@@ -63,15 +64,17 @@ _SAMPLE_SIZE = 64
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run `ssl-bench data list`, `download`, `check`, `verify` or `shrink`.
 
-    Only `check` accepts KEY=VALUE settings.
+    Only `check` and `shrink` accept KEY=VALUE settings.
     """
     if options.action == "check":
         return _check(options, overrides)
+    if options.action == "shrink":
+        return _shrink(options, overrides)
     if overrides:
         raise ConfigurationError(
             f"`ssl-bench data {options.action}` accepts no KEY=VALUE settings, got {overrides[0]!r}"
         )
-    actions = {"list": _list, "download": _download, "verify": _verify, "shrink": _shrink}
+    actions = {"list": _list, "download": _download, "verify": _verify}
     return actions[options.action](options)
 
 
@@ -155,7 +158,8 @@ def _build_dataset(
     from ssl_bench.composition.compose import add_data_root, build, compose_config
 
     config = compose_config("data", add_data_root([f"dataset={name}", *overrides], root))
-    return build(config, "dataset"), ReadOptions(bits=shared_values(config)["data.bits"])
+    shared = shared_values(config)
+    return build(config, "dataset"), ReadOptions(shared["data.fingerprint"], shared["data.bits"])
 
 
 def _download(options: argparse.Namespace) -> int:
@@ -414,18 +418,22 @@ def _faulty_dataset(
     return DataError(message, hint=join_alternatives(subset, fetch))
 
 
-def _shrink(options: argparse.Namespace) -> int:
+def _shrink(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.target is None or options.out is None:
         raise ConfigurationError(
             "data shrink needs a folder of images and a folder for the copies",
             hint=("ssl-bench", "data", "shrink", "{folder}", "--out", "{folder}"),
         )
-    out = expand_path(options.out)
-    record = shrink_images(expand_path(options.target), out, options.side)
+    root = expand_path(options.out)
+    dataset = dataset_with_read_options(*_build_dataset("folder", options.target, overrides))
+    images = dataset.images()
+    assert isinstance(images, FileImageSet)
+    about = shrink_images(images, root, options.side)
     if options.json:
-        print(dump_json({"out": str(out), **record}, indent=None))
-    sizes = f"{format_size(record['bytes_before'])} -> {format_size(record['bytes_after'])}"
-    say(f"{record['images']:,} images in {out}: {sizes}. To train on them: data.root={out}")
+        print(dump_json({"out": str(root), **about}, indent=None))
+    sizes = f"{format_size(about['bytes_before'])} -> {format_size(about['bytes_after'])}"
+    hint = (f"data.root={escape_braces(str(root))}",)
+    say(with_hint(f"{about['images']:,} images: {sizes}", hint=hint))
     return 0
 
 

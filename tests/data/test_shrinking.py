@@ -12,8 +12,8 @@ from PIL.ExifTags import Base as Tag
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.data.shrinking import RECORD
-from tests.support.faults import expect_error
+from ssl_bench.data.shrinking import ABOUT
+from tests.support.faults import expect_error, photo_folder
 
 # Names and sizes (width, height) of images, with the size that their copies should have.
 SIZES = {
@@ -59,12 +59,12 @@ def test_copies_have_the_names_and_the_shorter_side(photographs, tmp_path, capsy
         expected = Image.fromarray(source).resize(new, Image.Resampling.BICUBIC)
         assert np.abs(copy - np.asarray(expected, np.float64)).mean() < 2
     assert read_image(out / "turned.jpg", upright=True).shape[:2] == (64, 32)
-    record = json.loads(capsys.readouterr().out)
-    assert record["source"] == sources.fingerprint()
-    assert record["images"] == len(sources) == len(SIZES) + 1
+    about = json.loads(capsys.readouterr().out)
+    assert about["fingerprint"] == sources.fingerprint()
+    assert about["images"] == len(sources) == len(SIZES) + 1
     files = [path for path in photographs.rglob("*") if path.is_file()]
-    assert record["bytes_before"] == sum(path.stat().st_size for path in files)
-    assert json.loads((out / RECORD).read_text()).items() <= record.items()
+    assert about["bytes_before"] == sum(path.stat().st_size for path in files)
+    assert json.loads((out / ABOUT).read_text()).items() <= about.items()
 
 
 def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, tmp_path, capsys):
@@ -77,14 +77,30 @@ def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, 
 
     assert not (out / "val/dog/high.png").exists()
     kept = out / "train/cat/wide.JPEG"
-    before = kept.stat().st_mtime_ns
+    inode = kept.stat().st_ino
     damaged.write_bytes(content)
-    os.utime(photographs / "turned.jpg", ns=(2 * before, 2 * before))
-    turned = (out / "turned.jpg").stat().st_mtime_ns
+    # An image that was replaced by an older file is copied again.
+    turned = photographs / "turned.jpg"
+    Image.new("RGB", (300, 40), "blue").save(turned)
+    os.utime(turned, (10**9, 10**9))
+    (photographs / "train/cat/small.jpg").unlink()
     assert main(command) == 0
-    assert kept.stat().st_mtime_ns == before
-    # An image that has changed since is copied again.
-    assert (out / "turned.jpg").stat().st_mtime_ns > turned
+    assert kept.stat().st_ino == inode
+    assert read_image(out / "turned.jpg")[0, 0, 2] > 250
+    assert "train/cat/small.jpg" in capsys.readouterr().err
+
+
+def test_images_that_a_format_cannot_store_are_copied_unchanged(tmp_path):
+    path = tmp_path / "photos/high.webp"
+    path.parent.mkdir()
+    Image.new("RGB", (60, 40_000)).save(path, "PNG")
+    samples = np.full((40, 50), 4095, np.uint16)
+    Image.fromarray(samples).save(tmp_path / "photos/deep.png")
+
+    assert shrink(path.parent, tmp_path / "copies", "data.bits=12") == 0
+
+    assert (tmp_path / "copies/high.webp").read_bytes() == path.read_bytes()
+    assert read_image(tmp_path / "copies/deep.png").min() == 255
 
 
 @pytest.mark.parametrize(
@@ -94,10 +110,16 @@ def test_an_unreadable_image_is_named_and_finished_copies_are_kept(photographs, 
         (["photos"], "ssl-bench data shrink FOLDER --out FOLDER"),
         (["photos", "--out", "photos/small"], "--out FOLDER"),
         (["photos", "--out", "copies", "--side", "0"], "--side=256"),
-        (["photos", "--out", "copies", "--side", "16"], "--side=32"),
+        (["photos", "--out", "copies", "--side", "16"], "--out FOLDER"),
+        (["other", "--out", "copies", "--side", "32"], "--out FOLDER"),
+        (["photos", "--out", "other"], "--out FOLDER"),
+        (["photos", "--out", "other/1.jpg"], "--out FOLDER"),
+        (["photos", "--out", "loop"], "--out FOLDER"),
     ],
 )
 def test_a_wrong_request_is_refused(photographs, tmp_path, monkeypatch, capsys, words, hint):
     monkeypatch.chdir(tmp_path)
     assert shrink(photographs, tmp_path / "copies") == 0
+    photo_folder(tmp_path / "other")
+    (tmp_path / "loop").symlink_to("loop")
     assert hint in expect_error(capsys, ["data", "shrink", *words], 2)
