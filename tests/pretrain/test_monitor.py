@@ -86,7 +86,9 @@ def test_a_monitor_does_not_change_a_run(root, tmp_path, capsys, objective, moni
     assert measures == [(6, {*names}), (8, {*names})]
     assert path.read_bytes() == plain.read_bytes()
     assert torch.equal(state, torch.get_rng_state())
-    line, *_ = [line for line in capsys.readouterr().err.splitlines() if "knn_top1" in line]
+    printed = capsys.readouterr().err
+    assert "monitor took" not in printed
+    line, *_ = [line for line in printed.splitlines() if "knn_top1" in line]
     assert line.startswith("step 6/8  ")
     assert f"knn_top1 {rows[5]['knn_top1']:.1f} %" in line
 
