@@ -364,3 +364,13 @@ def test_features_of_known_and_new_images_are_combined_in_order():
         plain = FeatureExtractor(encoder, **some)(images[:1])
         assert all(torch.equal(found[layer]["token"], plain[layer]["token"]) for layer in plain)
     assert counter.images == 4
+
+
+def test_the_trial_pass_of_an_extractor_is_not_shared():
+    encoder, shared = tiny(), SharedFeatures(num_images=4)
+    counter = Counter(encoder)
+    # Each extractor needs its own trial of two images, which determines the layout of its features.
+    for number in (1, 2):
+        SharedExtractor(shared, encoder, layers=(1,), facets=("mlp_hidden",))
+        assert counter.images == 2 * number
+    assert not shared.by_image
