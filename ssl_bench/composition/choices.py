@@ -212,7 +212,9 @@ def parse_names(kind: str, text: str, valid: list[str]) -> list[str]:
     """Split a comma-separated list of names, and check each name. "all" stands for all names."""
     if text == "all":
         return valid
-    return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
+    allowed = [*valid, "all"] if len(names) == 1 else valid
+    return [require_choice(kind, name, allowed) for name in names]
 
 
 def papers(folder: Path | None = None) -> tuple[Paper, ...]:
@@ -258,8 +260,11 @@ def _read_runs(file: Path, stem: str, values: Mapping[str, Any]) -> Iterator[Exp
 
     Each entry of `arms` defines a variant by the few values that it changes.
     """
-    unknown = [key for key in values if key not in _RUN_KEYS]
-    if unknown or not _RUN_NAME.fullmatch(stem):
+    if not _RUN_NAME.fullmatch(stem):
+        raise ConfigurationError(
+            f"{file}: expected a run name of lower-case letters, digits and _, got {stem}"
+        )
+    if unknown := [key for key in values if key not in _RUN_KEYS]:
         raise ConfigurationError(
             f"{file}: run {stem} expects the keys {', '.join(_RUN_KEYS)}, got {unknown}"
         )

@@ -206,3 +206,5 @@ def test_two_runs_of_one_name_and_unknown_keys_are_refused(tmp_path):
         papers(write_papers(tmp_path / "two", p=run, q=run))
     with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got \['hours'\]"):
         papers(write_papers(tmp_path / "unknown", p=f"{run}    hours: 3\n"))
+    with pytest.raises(ConfigurationError, match=r"run name .* got A"):
+        papers(write_papers(tmp_path / "name", p=run.replace("a:", "A:")))

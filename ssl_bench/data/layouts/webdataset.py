@@ -1,5 +1,6 @@
 """Datasets in the WebDataset format: images in tar files, with or without class numbers."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,7 +139,9 @@ class WebDataset(ClassificationSplits):
         for name in names:
             if (self._root / name).is_dir():
                 return find_shards(self._root / name)
-            if shards := sorted(self._root.glob(f"*{name}*.tar")):
+            # "val" occurs in "imagenet1k-validation-00.tar", but not as a word in "interval-0.tar".
+            word = re.compile(f"(?<![a-z]){name}")
+            if shards := [p for p in sorted(self._root.glob("*.tar")) if word.search(p.name)]:
                 return shards
         return []
 
