@@ -36,7 +36,8 @@ def count_image(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
     return detection_counts(
         np.array(found, np.float64).reshape(-1, 4),
         np.array(range(len(found)) if ranks is None else ranks, np.int64),
-        np.array(true, np.float64).reshape(-1, 4),
+        # Boxes may be in any memory order, but pycocotools expects rows.
+        np.asfortranarray(true, np.float64).reshape(-1, 4, order="A"),
         num_ranks=num_ranks,
     )
 

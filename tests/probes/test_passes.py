@@ -280,6 +280,17 @@ def test_probes_of_masks_share_features_if_there_is_memory(workdir, monkeypatch,
     assert images == (10 if free > 1 else 30)
 
 
+def test_features_of_corrupted_images_are_not_kept(encoder, tmp_path):
+    (plan,) = plan_probes(
+        ["retrieval"], ["toy"], [*FEW, "probe.image_size=16", "probe.neighbours=5"]
+    )
+    corrupted = corrupt_dataset(plan.dataset, Corruption.parse("snow:1"))
+    for dataset, is_kept in ((plan.dataset, True), (corrupted, False)):
+        features, one = FeatureCache(), evaluation(plan.probe, encoder, tmp_path, dataset=dataset)
+        one.run(ResultStore(tmp_path), say=lambda _: None, features=features, share=True)
+        assert (SharedFeatures in features) == is_kept
+
+
 def test_checkpoints_of_the_same_name_do_not_share_features(workdir):
     paths = [f"{folder}/run/last.safetensors" for folder in ("a", "b")]
     apart = dict[str, Any]()
@@ -345,7 +356,9 @@ def test_features_of_known_and_new_images_are_combined_in_order():
     options: dict[str, Any] = {"layers": (0, 2), "facets": ("token", "cls")}
     extractor = SharedExtractor(shared, encoder, **options)
 
-    extractor(images[[2, 0]])
+    features, _ = extractor.extract_unchecked(images[[2, 0]])
+    # Probes may change the features that they receive.
+    features[0]["token"].zero_()
     features, sums = extractor.extract_unchecked(images)
 
     assert counter.images == 4
